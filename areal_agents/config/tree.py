@@ -323,6 +323,14 @@ def _publish_faults(config: Config) -> Iterator[str]:
             "trainer.publish.transport: ipc hands over memory of GPUs that trainer and engine share; set "
             "engine.colocate: split or sleep, or use broadcast"
         )
+    last = int(engine.device.partition(":")[2] or 0) + engine.replicas * engine.tensor_parallel - 1
+    ranks_here = trainer.ranks // max(1, trainer.nodes)
+    if publish.transport == "ipc" and shares_gpus and not engine.urls and last >= ranks_here:
+        yield (
+            "trainer.publish.transport: ipc needs a rank of the trainer on each engine's GPU: the engines "
+            f"use GPUs up to {last}, and the trainer has {ranks_here} on this machine, from GPU 0 on; use "
+            "as many trainer.ranks, fewer engines, or transport: disk"
+        )
     if publish.transport == "ipc" and not on_gpus and trainer.device == "cuda":
         yield (
             f"trainer.publish.transport: ipc: an engine with device: {engine.device} cannot read a GPU's "

@@ -125,11 +125,12 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     from areal_agents.inference import SGLangEngine
     from areal_agents.inference.sglang.server import nccl_environment
     from areal_agents.launch.engines import check_nccl, memory_to_release, wait_for_engines
-    from areal_agents.launch.plan import engine_bytes_in_training
+    from areal_agents.launch.gpus import Machine
+    from areal_agents.launch.plan import engine_bytes_in_training, engine_gpus
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
     from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
-    from areal_agents.training.distributed import own_nccl
+    from areal_agents.training.distributed import own_gpus, own_nccl
     from areal_agents.training.run import run
 
     stop = _stop_event()
@@ -175,6 +176,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             data_ended=data_ended,
             released=memory_to_release(config),
             engine_bytes=partial(engine_bytes_in_training, config),
+            engine_gpus=engine_gpus(config, Machine(own_gpus(), 0)) if engines else (),
             stop=stop,
             seed=config.seed,
             recorded=recorded,

@@ -134,6 +134,11 @@ def own_nccl() -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
+def own_gpus() -> int:
+    """Return the number of GPUs that this process sees."""
+    return torch.cuda.device_count()
+
+
 @contextmanager
 def ranks(
     device: str = "auto",

@@ -71,6 +71,7 @@ def run(
     swap_between_batches: bool = False,
     released: Sequence[MemoryKind] = (),
     engine_bytes: Callable[[int], int] = lambda memory: 0,
+    engine_gpus: Sequence[Sequence[int]] = (),
     seed: int = 0,
     recorded: RecordedGroups | None = None,
     evaluates: bool = False,
@@ -96,6 +97,8 @@ def run(
         released: the kinds of memory that the engines release while a step is trained.
         engine_bytes: given the bytes of a GPU, returns those that engines hold of this rank's GPU while a
             step is trained.
+        engine_gpus: the GPUs of each of `engines`, on the machine whose GPU r is that of rank r; empty if
+            they are not known.
         recorded: groups of another store to train on, instead of groups of a rollout.
         evaluates: whether held-out evaluations are written to the store during training.
         data_ended: returns whether all groups of the data have started, so that with `swap_between_batches`
@@ -143,7 +146,7 @@ def run(
             publisher = Publisher(
                 config.publish, models.policy, group,
                 store=store, engines=engines, run_dir=run_dir, model_path=model_path,
-                keep=config.keep_weights,
+                keep=config.keep_weights, engine_gpus=engine_gpus,
             )  # fmt: skip
             at_the_end.callback(publisher.close)
         progress = resume(

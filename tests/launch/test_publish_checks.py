@@ -26,6 +26,10 @@ PYTHON = ["engine.python=python3"]
         ),
         ([SGLANG, TRANSPORT + "ipc"], "set engine.colocate"),
         (
+            [SGLANG, TRANSPORT + "ipc", "engine.colocate=sleep", "engine.replicas=2"],
+            "the engines use GPUs up to 1, and the trainer has 1 on this machine",
+        ),
+        (
             [SGLANG, TRANSPORT + "ipc", "engine.device=cpu", "trainer.device=cuda"],
             "cannot read a GPU's memory",
         ),
@@ -48,6 +52,7 @@ def test_what_cannot_work_is_refused_by_name(settings: list[str], says: str) -> 
         [TRANSPORT + "delta"],
         [TRANSPORT + "ipc"],
         [SGLANG, TRANSPORT + "ipc", "engine.colocate=split"],
+        [SGLANG, TRANSPORT + "ipc", "engine.colocate=split", "engine.replicas=2", "trainer.ranks=2"],
         [SGLANG, TRANSPORT + "ipc", "engine.device=cpu", "trainer.device=cpu"],
         [SGLANG, TRANSPORT + "broadcast"],
         [

@@ -9,18 +9,22 @@ import select
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from ipc_worker import COUNT, FAILURES, main
 from publish_support import assert_serves, disturb, publisher
 
-from areal_agents.errors import EngineRejected, RequestError, TrainingError
+from areal_agents.errors import EngineError, EngineRejected, RequestError, TrainingError
 from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.inference.embedded.updates.payloads import read_payload
-from areal_agents.inference.engine import WeightBucket
+from areal_agents.inference.engine import ModelInfo, WeightBucket
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model.model import Policy, load_policy
@@ -49,7 +53,7 @@ def a_bucket(values: torch.Tensor) -> Packed:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_handle_is_read_as_the_weights_it_names(dtype: torch.dtype) -> None:
     values = torch.arange(7).to(dtype)
-    payload = ipc.handle(a_bucket(values))
+    payload, _ = ipc.handle(a_bucket(values))
     assert len(payload) < 2500  # the weights are not in it
     piece = read_payload(payload, "flattened_bucket")
     assert piece.is_shared
@@ -104,25 +108,98 @@ def test_no_byte_of_the_weights_is_in_the_request(
     assert {name for name in os.listdir(ipc.SHARED_MEMORY) if name.startswith("torch_")} <= before
 
 
+@pytest.mark.parametrize("has_opened", [False, True])
 def test_an_engine_that_refuses_a_handle_loads_the_folder(
-    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
-) -> None:
+    has_opened: bool, policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path,
+    model_folder: Path,
+) -> None:  # fmt: skip
+    """And no buffer is kept for it, whether or not it has opened the handle before."""
+
     class Refusing(SGLangEngine):
         async def update_weights_from_tensors(
             self, payloads: Sequence[str], version: int, **options: Any
         ) -> None:
+            if version != 1 or not options["last"] or has_opened:
+                await super().update_weights_from_tensors(payloads, version, **options)
             if version == 1 and options["last"]:
                 raise EngineRejected(f"{self.base_url} does not see the GPU of the sender")
-            await super().update_weights_from_tensors(payloads, version, **options)
 
     with publisher(
-        policy, group, store, [Refusing(engine_url)], run_dir, model_folder, transport="ipc"
+        policy, group, store, [Refusing(engine_url)], run_dir, model_folder, transport="ipc", bucket_mb=400
     ) as out:
         for version, repaired in enumerate([0, 1, 0]):
             disturb(policy, version)
             published = out.publish(version=version, step=version)
             assert published is not None and published.repaired == repaired
             assert_serves(engine_url, policy, version)
+            assert not own_buffers()
+
+
+def own_buffers() -> list[str]:
+    """The buffers of this process in shared memory."""
+    return [name for name in os.listdir(ipc.SHARED_MEMORY) if f"torch_{os.getpid()}_" in name]
+
+
+@pytest.fixture(scope="module")
+def handed_over(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks saw of a hand-over, by what failed in it."""
+    out = tmp_path_factory.mktemp("ipc")
+    with reserved_ports(1) as (port,):
+        spawned = mp.spawn(main, (port, str(out)), nprocs=COUNT, join=False)
+        try:
+            for _ in range(COUNT):
+                spawned.join(timeout=240)
+            assert all(not process.is_alive() for process in spawned.processes), "a rank waits for another"
+        finally:
+            for process in spawned.processes:
+                process.kill()
+    return [torch.load(out / f"{rank}.pt") for rank in range(COUNT)]
+
+
+def test_only_the_ranks_that_engines_read_make_handles(handed_over: list[dict[str, Any]]) -> None:
+    """Or the memory of the others would be kept for receivers that never come."""
+    for results in handed_over:
+        assert results["nothing"] == ([[False, True]] * 3, "whole", [])
+
+
+def test_no_rank_waits_for_one_that_fails_while_weights_are_sent(handed_over: list[dict[str, Any]]) -> None:
+    first, second = handed_over
+    other = "another rank failed while weights were sent; see its log"
+    assert (first["sending"][1], second["sending"][1]) == ("the first rank cannot send", other)
+    assert (first["packing"][1], second["packing"][1]) == (other, "the second rank cannot pack")
+    assert [len(results[fails][0]) for results in handed_over for fails in FAILURES] == [3, 2, 1] * 2
+    assert not [name for results in handed_over for fails in FAILURES for name in results[fails][2]]
+
+
+async def workers(
+    sender: ipc.IpcSender, info: ModelInfo, answering: dict[SGLangEngine, int]
+) -> list[list[int]]:
+    """The ranks whose handles each of these engines of so many workers gets."""
+    await sender.open({engine: replace(info, workers=count) for engine, count in answering.items()}, 1)
+    return [list(sender._workers[engine]) for engine in answering]
+
+
+async def test_an_engine_gets_the_handles_of_its_gpu_whichever_others_answer(
+    group: Ranks, engine_url: str
+) -> None:
+    async with SGLangEngine(engine_url) as a, SGLangEngine("http://127.0.0.1:9") as b:
+        info = await a.model_info()
+        gpus = replace(group, device=torch.device("cuda", 0), count=4)
+        handles = ipc.Handles()
+        told = ipc.IpcSender(gpus, handles, engines=[a, b], gpus=[(2,), (1,)])
+        assert await workers(told, info, {b: 1}) == [[1]] and told.receiving == {1}
+        assert await workers(told, info, {b: 1, a: 1}) == [[1], [2]] and told.receiving == {1, 2}
+        counted = ipc.IpcSender(gpus, handles, engines=[a, b])
+        assert await workers(counted, info, {b: 2}) == [[2, 3]]
+        assert await workers(counted, info, {a: 2, b: 2}) == [[0, 1], [2, 3]]
+        with pytest.raises(EngineError, match=r"running servers of different sizes .* 1, 2 workers"):
+            await workers(counted, info, {a: 1, b: 2})
+        with pytest.raises(EngineError, match=f"{b.base_url} has 2 workers, and was started on 1 GPUs"):
+            await workers(told, info, {b: 2})
+        with pytest.raises(EngineError, match=f"{b.base_url} has a worker on GPU 5, and .* has 4 ranks"):
+            await workers(ipc.IpcSender(gpus, handles, engines=[a, b]), info, {b: 3})
+        on_cpu = ipc.IpcSender(group, handles, engines=[a, b])
+        assert await workers(on_cpu, info, {b: 1, a: 1}) == [[0], [0]]
 
 
 def test_full_shared_memory_is_said_with_what_to_do(

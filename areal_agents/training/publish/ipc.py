@@ -12,9 +12,11 @@ import base64
 import io
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,33 +33,80 @@ from areal_agents.training.publish.tensors import failures_of
 
 SHARED_MEMORY = Path("/dev/shm")
 _DEVICE = 6  # the position of the device among the arguments of torch's rebuild_cuda_tensor
+_COUNTER = slice(11, 13)  # and that of the counter of references, a file and a place in it
+_REFERENCES = struct.Struct("i")  # what a file of torch in shared memory begins with
+_OTHER_FAILED = "another rank failed while weights were sent; see its log"
 
 
 class IpcSender:
-    """Sends handles of buckets; implements `piecewise.Sender`. Worker i, counted over all engines in their
-    order, is on the GPU of the trainer's rank i."""
+    """Sends handles of buckets; implements `piecewise.Sender`. A worker of an engine gets the handle of the
+    trainer's rank on its own GPU.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    Args:
+        engines: all engines of the run, in order, whether they answer or not.
+        gpus: the GPUs of each engine's workers, on the machine whose GPU r is that of rank r. If they are not
+            known, worker i of all workers, counted in the order of the engines, is on the GPU of rank i.
+
+    Attributes:
+        opened: the handles that engines have opened since `open`.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        handles: Handles,
+        *,
+        engines: Sequence[Engine],
+        gpus: Sequence[Sequence[int]] = (),
+    ) -> None:
+        if gpus and len(gpus) != len(engines):
+            raise ValueError(f"expected the GPUs of {len(engines)} engines, got {len(gpus)}")
+        self._ranks, self._handles = ranks, handles
+        self._engines, self._gpus = tuple(engines), tuple(gpus)
         self.sent_bytes = 0
-        self._workers: dict[Engine, range] = {}
+        self.opened: set[str] = set()
+        self._workers: dict[Engine, Sequence[int]] = {}
+
+    @property
+    def receiving(self) -> frozenset[int]:
+        """The ranks whose memory engines read."""
+        return frozenset(rank for workers in self._workers.values() for rank in workers)
 
     async def open(self, engines: Mapping[Engine, ModelInfo], version: int) -> None:
-        """Assign the workers of the engines to the trainer's ranks.
+        """Find the rank of each worker.
 
         Raises:
-            EngineError: there are more workers than ranks on GPUs.
+            EngineError: a worker is on no rank's GPU, or its GPU is not known.
         """
-        self.sent_bytes, start = 0, 0
-        for engine, info in engines.items():
-            known = self._workers.get(engine)
-            self._workers[engine] = known or range(start, start + info.workers)
-            start = self._workers[engine].stop
-        if self._ranks.device.type == "cuda" and start > self._ranks.count:
+        self.sent_bytes, self.opened, self._workers = 0, set(), {}
+        if self._ranks.device.type != "cuda":
+            self._workers = {engine: (0,) * info.workers for engine, info in engines.items()}
+            return
+        widths = {info.workers for info in engines.values()}
+        if not self._gpus and len(widths) > 1:
             raise EngineError(
-                f"ipc needs a trainer rank on each engine's GPU: the engines have {start} workers, and the "
-                f"trainer has {self._ranks.count} ranks"
+                "ipc cannot know which GPUs running servers of different sizes are on: they have "
+                f"{', '.join(map(str, sorted(widths)))} workers; use servers of one size, or another "
+                "transport"
             )
+        workers = {engine: self._ranks_of(engine, info.workers) for engine, info in engines.items()}
+        for engine, found in workers.items():
+            if max(found) >= self._ranks.count:
+                raise EngineError(
+                    f"ipc needs a trainer rank on each engine's GPU: {engine.base_url} has a worker on GPU "
+                    f"{max(found)}, and the trainer has {self._ranks.count} ranks, one per GPU from 0 on"
+                )
+        self._workers = workers
+
+    def _ranks_of(self, engine: Engine, workers: int) -> Sequence[int]:
+        place = self._engines.index(engine)
+        if not self._gpus:
+            return range(place * workers, (place + 1) * workers)
+        if len(self._gpus[place]) != workers:
+            raise EngineError(
+                f"{engine.base_url} has {workers} workers, and was started on {len(self._gpus[place])} GPUs"
+            )
+        return self._gpus[place]
 
     async def send(
         self, engines: Sequence[Engine], bucket: Packed, version: int
@@ -65,8 +114,8 @@ class IpcSender:
         """Send one bucket's handles; return the failures by engine."""
         payloads = {
             engine: [
-                bucket.handles[worker] if bucket.handles else handle(bucket)
-                for worker in self._workers[engine]
+                bucket.handles[rank] if bucket.handles else self._handles.make(bucket)
+                for rank in self._workers[engine]
             ]
             for engine in engines
         }
@@ -80,10 +129,33 @@ class IpcSender:
             return_exceptions=True,
         )
         self.sent_bytes += bucket.header.nbytes
-        return failures_of(engines, results)
+        failures = failures_of(engines, results)
+        self.opened.update(*(payloads[engine] for engine in engines if engine not in failures))
+        return failures
 
     async def aclose(self) -> None:
         """There is nothing to release."""
+
+
+class Handles:
+    """The handles that this rank has made of its buckets. Each holds a reference to its buffer, which the
+    process that opens it gives back; `give_back` does so for those that nobody has opened."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Callable[[], None]] = {}  # handle -> gives its reference back
+
+    def make(self, bucket: Packed) -> str:
+        """Return a new handle of the bucket; every receiver needs its own."""
+        payload, give_back = handle(bucket)
+        self._made[payload] = give_back
+        return payload
+
+    def give_back(self, opened: Collection[str]) -> None:
+        """Give back the reference of each handle that is not among `opened`, and forget all handles."""
+        made, self._made = self._made, {}
+        for payload, give_back in made.items():
+            if payload not in opened:
+                give_back()
 
 
 def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
@@ -122,21 +194,49 @@ def _close_files_on_exec() -> None:
                 os.set_inheritable(int(name), False)
 
 
-def handed(buckets: Iterator[Packed], ranks: Ranks) -> Iterator[Packed]:
-    """The buckets with the handles of all ranks, on GPUs. Collective: every rank exhausts it.
+def handed(
+    buckets: Iterator[Packed], ranks: Ranks, handles: Handles, receiving: Collection[int]
+) -> Generator[Packed]:
+    """The buckets with the handles of the ranks in `receiving`. Collective: every rank exhausts or closes it.
 
-    No rank fills a buffer again before the first rank is done with it.
+    No rank fills a buffer again before the first rank is done with it. If one rank fails, or closes it early,
+    no other waits: it raises there.
+
+    Raises:
+        TrainingError: another rank has failed.
     """
-    for bucket in buckets:
-        if ranks.device.type == "cuda":
-            torch.cuda.synchronize(ranks.device)
-            bucket = replace(bucket, handles=tuple(ranks.gather(handle(bucket))))
-        yield bucket
-        ranks.barrier()  # the first rank comes here when the bucket before this one was received
+    while True:
+        bucket: Packed | None = None
+        failure: Exception | None = None
+        made = ""
+        try:
+            bucket = next(buckets, None)
+            if bucket is not None and ranks.rank in receiving:
+                if ranks.device.type == "cuda":
+                    torch.cuda.synchronize(ranks.device)
+                made = handles.make(bucket)
+        except Exception as error:
+            failure = error
+        found = ranks.gather((made, failure is not None))
+        if failure is not None:
+            raise failure
+        if any(has_failed for _, has_failed in found):
+            raise TrainingError(_OTHER_FAILED)
+        if bucket is None:
+            return
+        is_sent = False
+        try:
+            yield replace(bucket, handles=tuple(made for made, _ in found))
+            is_sent = True  # the first rank comes here when the bucket before this one was received
+        finally:
+            has_ended = ranks.any(not is_sent)
+        if has_ended:
+            raise TrainingError(_OTHER_FAILED)
 
 
-def handle(bucket: Packed) -> str:
-    """The base64 form of a pickled {"flattened_tensor": …, "metadata": …}; every receiver needs its own."""
+def handle(bucket: Packed) -> tuple[str, Callable[[], None]]:
+    """Return the base64 form of a pickled {"flattened_tensor": …, "metadata": …}, and a call that gives back
+    what it holds if nobody opens it."""
     metadata, start = [], 0
     for name, tensor in bucket.tensors():
         end = start + tensor.nbytes
@@ -148,17 +248,29 @@ def handle(bucket: Packed) -> str:
         )  # fmt: skip
         start = end
     file = io.BytesIO()
-    _Pickler(file).dump({"flattened_tensor": bucket.data, "metadata": metadata})
-    return base64.b64encode(file.getvalue()).decode()
+    pickler = _Pickler(file)
+    pickler.dump({"flattened_tensor": bucket.data, "metadata": metadata})
+    assert pickler.give_back is not None, "a bucket has a storage"
+    return base64.b64encode(file.getvalue()).decode(), pickler.give_back
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as handles, in the form that SGLang unpickles."""
+    """Pickles one tensor as a handle, in the form that SGLang unpickles.
+
+    Attributes:
+        give_back: gives back the reference that the handle holds.
+    """
+
+    give_back: Callable[[], None] | None = None
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             rebuild, arguments = reductions.reduce_tensor(value)
-            if value.is_cuda:  # devices have other numbers in other processes
+            if value.is_cuda:
+                self.give_back = partial(
+                    torch.UntypedStorage._release_ipc_counter, *arguments[_COUNTER], device=value.device
+                )
+                # devices have other numbers in other processes
                 uuid = str(torch.cuda.get_device_properties(value.device).uuid)
                 arguments = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
             return rebuild, arguments
@@ -167,5 +279,14 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.UntypedStorage):
             manager, name, size = value._share_filename_cpu_()
             value._shared_incref()  # the receiver takes it back
+            self.give_back = partial(_give_back, value, SHARED_MEMORY / name.decode().lstrip("/"))
             return reductions.rebuild_storage_filename, (type(value), manager, name, size)
         return NotImplemented
+
+
+def _give_back(storage: torch.UntypedStorage, file: Path) -> None:
+    """Give back a reference to a buffer in shared memory, unless its receiver, which failed later, has."""
+    with file.open("rb") as opened:
+        (references,) = _REFERENCES.unpack(opened.read(_REFERENCES.size))
+    if references > 1:  # one is this process's own
+        storage._shared_decref()

@@ -89,6 +89,8 @@ class Publisher:
         store, engines: given only on the first rank.
         run_dir: the run's folder. model_path: the folder of the initial model.
         keep: number of version folders to keep.
+        engine_gpus: the GPUs of each engine, on the machine whose GPU r is that of rank r; empty if they are
+            not known.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Publisher:
         run_dir: Path,
         model_path: Path,
         keep: int,
+        engine_gpus: Sequence[Sequence[int]] = (),
     ) -> None:
         if (store is None) == ranks.is_first or bool(engines) != ranks.is_first:
             raise ValueError(
@@ -126,7 +129,9 @@ class Publisher:
             keep=keep,
             written=self._folder_written,
         )
-        self._transport = make_transport(config, policy, ranks, self._loop, self._folders)
+        self._transport = make_transport(
+            config, policy, ranks, self._loop, self._folders, engines=engines, engine_gpus=engine_gpus
+        )
         self._swapper = Swapper(
             self._transport,
             ranks,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_agents.errors import EngineError, EngineUnavailable, TrainingError
+from areal_agents.inference.engine import Engine
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.gathering import Shape, published_shapes, whole_weights
 from areal_agents.training.model.model import Policy
@@ -95,16 +97,24 @@ def make_transport(
     ranks: Ranks,
     loop: EventLoopThread | None,
     folders: DirectFolders,
+    *,
+    engines: Sequence[Engine],
+    engine_gpus: Sequence[Sequence[int]],
 ) -> Transport:
-    """Create the transport that the config selects. `loop` calls engines; it is None on all ranks except the
-    first.
+    """Create the transport that the config selects.
+
+    Args:
+        loop, engines: all engines, and what calls them; None and empty on all ranks except the first.
+        engine_gpus: the GPUs of each engine's workers; empty if they are not known.
 
     Raises:
         TrainingError: the transport cannot be used with the trainer's device.
     """
     if config.transport in ("disk", "lora"):
         return FolderTransport(config, ranks, loop)
-    return BucketTransport(config, policy, ranks, loop, folders)
+    handles = ipc.Handles()
+    sender = _sender(config, ranks, handles, engines, engine_gpus) if loop is not None else None
+    return BucketTransport(config, policy, ranks, loop, folders, sender, handles)
 
 
 class FolderTransport:
@@ -145,6 +155,10 @@ class BucketTransport:
     If buckets reach no engine at all, the engines load the folder, and after a definite or a repeated failure
     every later version is published like this. An engine that is lost meanwhile is left out, and needs no
     folder now.
+
+    Args:
+        loop, sender: exist on the first rank only.
+        handles: those that this rank makes, with `ipc`.
     """
 
     def __init__(
@@ -154,10 +168,11 @@ class BucketTransport:
         ranks: Ranks,
         loop: EventLoopThread | None,
         folders: DirectFolders,
+        sender: Sender | None,
+        handles: ipc.Handles,
     ) -> None:
         self._config, self._policy, self._ranks, self._loop = config, policy, ranks, loop
-        self._folders = folders
-        self._sender = _sender(config, ranks) if loop is not None else None
+        self._folders, self._sender, self._handles = folders, sender, handles
         self._loading = FolderTransport(config, ranks, loop)  # after it was given up
         self._failures = 0  # versions in a row that reached no engine by buckets
         self._has_worked = False
@@ -203,12 +218,15 @@ class BucketTransport:
         buffers = on_every_rank(self._ranks, lambda: self._shared_buffers(shapes, bucket_bytes))
         on_every_rank(self._ranks, lambda: delivery.begin() if delivery else None)
         started = time.monotonic()
+        receiving = self._receiving()
         on_every_rank(
             self._ranks,
             lambda: self._gather(
-                weights, shapes, delivery, copy, fleet.version, bucket_bytes=bucket_bytes, buffers=buffers
+                weights, shapes, delivery, copy, fleet.version,
+                bucket_bytes=bucket_bytes, buffers=buffers, receiving=receiving,
             ),
-        )
+        )  # fmt: skip
+        self._give_back()
         assemble_s = time.monotonic() - started
         on_every_rank(self._ranks, lambda: delivery.end() if delivery else None)
         if self._ranks.broadcast(delivery is not None and delivery.needs_folder):
@@ -234,7 +252,9 @@ class BucketTransport:
         *,
         bucket_bytes: int,
         buffers: list[Tensor],
+        receiving: frozenset[int],
     ) -> None:
+        """Gather the weights and send them. Collective, and so is a failure in it."""
         try:
             buckets = packed(
                 weights,
@@ -243,17 +263,19 @@ class BucketTransport:
                 bucket_bytes=bucket_bytes,
                 make_buffer=(lambda *_: buffers.pop()) if buffers else plain_buffer,
             )
-            if buffers and self._ranks.device.type == "cuda":
-                buckets = ipc.handed(buckets, self._ranks)
-            if delivery is not None:
-                # a copy that has the version already was taken before the engines were lost
-                if copy is not None and copy.version != version:
-                    take = _compared if self._config.transport == "delta" else _taken
-                    buckets = take(buckets, copy, version)
-                delivery.send(buckets)
-            elif buffers and self._ranks.device.type == "cuda":
-                for _ in buckets:
-                    pass
+            with ExitStack() as ends:
+                if receiving:
+                    handed = ipc.handed(buckets, self._ranks, self._handles, receiving)
+                    buckets = ends.enter_context(closing(handed))
+                if delivery is not None:
+                    # a copy that has the version already was taken before the engines were lost
+                    if copy is not None and copy.version != version:
+                        take = _compared if self._config.transport == "delta" else _taken
+                        buckets = take(buckets, copy, version)
+                    delivery.send(buckets)
+                elif receiving:
+                    for _ in buckets:
+                        pass
         finally:
             exhaust(weights, None)
 
@@ -275,6 +297,20 @@ class BucketTransport:
         if self.folder_first:
             self.close()
             self._folders.release_copy()
+
+    def _receiving(self) -> frozenset[int]:
+        """The ranks whose GPU's memory engines read. Collective."""
+        if self._config.transport != "ipc" or self._ranks.device.type != "cuda":
+            return frozenset()
+        sender = self._sender
+        return self._ranks.broadcast(sender.receiving if isinstance(sender, ipc.IpcSender) else frozenset())
+
+    def _give_back(self) -> None:
+        """Give back the references of handles that no engine has opened. Collective."""
+        if self._config.transport == "ipc":
+            sender = self._sender
+            opened = sender.opened if isinstance(sender, ipc.IpcSender) else set()
+            self._handles.give_back(self._ranks.broadcast(opened))
 
     def _shared_buffers(self, shapes: Mapping[str, Shape], bucket_bytes: int) -> list[Tensor]:
         """Make this rank's buffers of `ipc`; none for other transports, and none that no engine reads."""
@@ -321,11 +357,17 @@ def _say_given_up(transport: str, error: EngineError, path: Path, seconds: float
     )  # fmt: skip
 
 
-def _sender(config: PublishConfig, ranks: Ranks) -> Sender:
+def _sender(
+    config: PublishConfig,
+    ranks: Ranks,
+    handles: ipc.Handles,
+    engines: Sequence[Engine],
+    engine_gpus: Sequence[Sequence[int]],
+) -> Sender:
     if config.transport == "tensor":
         return TensorSender()
     if config.transport == "ipc":
-        return ipc.IpcSender(ranks)
+        return ipc.IpcSender(ranks, handles, engines=engines, gpus=engine_gpus)
     if config.transport == "delta":
         return DeltaSender()
     backend = config.backend
