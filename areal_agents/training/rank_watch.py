@@ -21,7 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from areal_agents.training.rendezvous import Member
+from areal_agents.errors import TrainingError
+from areal_agents.training.rendezvous import Member, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class RankWatch:
     """Watches the other ranks within a with-block. Every rank enters and leaves it.
 
     A rank that leaves the block with an error, or ends without leaving it, is lost; every other rank then has
-    to leave the block too, and its process exits if it has not done so after `END_S`.
+    to leave the block too, and its process exits if it has not done so after `END_S`. The first rank enters
+    once all others are connected, so that a rank that ended before is lost as well.
 
     Attributes:
         lost: a message about the rank that ended first, once one has.
@@ -43,6 +45,10 @@ class RankWatch:
 
     def __init__(self, member: Member, store: dist.Store) -> None:
         self._member, self._store = member, store
+        self._missing = set(range(1, member.count))  # as the first rank knows them
+        self._is_complete = threading.Event()
+        if not self._missing:
+            self._is_complete.set()
         self._has_news, self._left = threading.Event(), threading.Event()
         self._peers: dict[socket.socket, _Peer] = {}
         self._selector = selectors.DefaultSelector()
@@ -65,6 +71,8 @@ class RankWatch:
             self._add(connection, name=f"rank 0 on node 0 ({address})")
             _send(connection, {"secret": secret, "rank": self._member.rank, "name": self._member.name})
         self._thread.start()
+        if self._member.rank == 0:
+            self._wait_for_all()
         return self
 
     def __exit__(
@@ -85,6 +93,16 @@ class RankWatch:
         """Return which rank was lost; wait for that news for at most `timeout_s`."""
         self._has_news.wait(timeout_s)
         return self.lost
+
+    def _wait_for_all(self) -> None:
+        """Return once every other rank is connected. Raise TrainingError if one is lost before."""
+        if not self._is_complete.wait(_CONNECT_S):
+            who = "; ".join(name_of(self._store, rank) for rank in sorted([*self._missing]))
+            self._lose(f"{who} is lost: it ended, or cannot reach the first rank, after all ranks had come")
+        if self.lost is not None:
+            error = TrainingError(f"{self.lost}. The run can be resumed from its last checkpoint")
+            self.__exit__(TrainingError, error, None)
+            raise error
 
     def _watch(self) -> None:
         while not self._left.is_set():
@@ -137,6 +155,9 @@ class RankWatch:
         said: dict[str, Any] = json.loads(line)
         if not peer.name:
             peer.name = said["name"]
+            self._missing.discard(said["rank"])
+            if not self._missing:
+                self._is_complete.set()
         elif "lost" in said:
             self._lose(said["lost"])
         elif said.get("end"):
@@ -151,6 +172,7 @@ class RankWatch:
         if self.lost is not None:
             return
         self.lost = message
+        self._is_complete.set()  # nobody waits for the others any more
         logger.error("%s; the run ends, and can be resumed from its last checkpoint", message)
         self._has_news.set()
         for connection in [*self._peers]:

@@ -90,6 +90,12 @@ def meet(member: Member, *, timeout_s: float, facts: Mapping[str, str]) -> dist.
     return store
 
 
+def name_of(store: dist.Store, rank: int) -> str:
+    """How messages name a rank that has come."""
+    told: dict[str, Any] = json.loads(store.get(_joined(rank)))
+    return f"rank {rank} on node {told['node']} ({told['host']})"
+
+
 def _open(member: Member, timeout_s: float) -> dist.Store:
     """Open the store, which a torchrun agent may have made already."""
     made_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -149,8 +155,8 @@ def _difference(store: dist.Store, count: int) -> str:
         ]
         if differing:
             return (
-                f"rank {rank} on node {other['node']} ({other['host']}) differs from rank 0 "
-                f"({first['host']}): {'; '.join(differing)}. All ranks need the same"
+                f"{name_of(store, rank)} differs from rank 0 ({first['host']}): {'; '.join(differing)}. "
+                "All ranks need the same"
             )
     return ""
 

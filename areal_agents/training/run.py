@@ -185,8 +185,13 @@ def run(
 
 
 def _facts(config: TrainerConfig, algorithm: AlgorithmConfig, seed: int) -> dict[str, str]:
-    """Return the settings that must be the same on all ranks, by key."""
-    trainer = config.model_dump(mode="json", exclude={"start", "nodes", "node_rank", "master"})
+    """Return the settings that must be the same on all ranks, by key.
+
+    Only the first rank calls the teacher's engine. Another node may know it under another URL, and one with a
+    password is nothing for a log.
+    """
+    own = {"start", "nodes", "node_rank", "master", "teacher_url"}
+    trainer = config.model_dump(mode="json", exclude=own)
     settings = {"trainer": trainer, "algorithm": algorithm.model_dump(mode="json")}
     flat = {f"{part}.{key}": value for part, keys in settings.items() for key, value in keys.items()}
     return {key: json.dumps(value) for key, value in {**flat, "seed": seed}.items()}

@@ -1,11 +1,13 @@
 """A rank without a model, for tests of how ranks meet and notice each other's end.
 
-JOIN_TIMEOUT_S FACT BEHAVIOUR: wait (for the others, without end), finish, fail, or compute (in collectives).
+JOIN_TIMEOUT_S FACT BEHAVIOUR: wait (for the others, without end), short (the same, but their connections have
+10 s), finish, fail, compute (in collectives), or vanish (once all have come, before it is watched).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 
@@ -19,6 +21,10 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     join_timeout_s, fact, behaviour = sys.argv[1:]
     rank_watch.END_S = 2.0
+    if behaviour == "vanish":
+        rank_watch.RankWatch.__enter__ = lambda self: os._exit(3)  # type: ignore[method-assign]
+    elif behaviour == "short":
+        rank_watch._CONNECT_S = 10.0
     print("is about to join", flush=True)
     try:
         with ranks("cpu", join_timeout_s=float(join_timeout_s), facts={"trainer.steps": fact}) as group:
@@ -27,7 +33,7 @@ if __name__ == "__main__":
                 raise ValueError("no memory left")
             while behaviour == "compute":
                 group.sum(torch.ones(4))
-            while behaviour == "wait":
+            while behaviour in ("wait", "short"):
                 time.sleep(1)
     except TrainingError as error:
         print(f"TrainingError: {error}", flush=True)

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.training import rank_watch
+from areal_agents.training.config import TrainerConfig
 from areal_agents.training.rendezvous import Member
+from areal_agents.training.run import _facts
 
 WORKER = Path(__file__).parent / "meeting_worker.py"
 TIMEOUT_S = 120
@@ -120,11 +123,37 @@ def test_a_rank_that_fails_alone_ends_the_others_with_its_reason(group: Group) -
     assert first.returncode == 1
 
 
+def test_a_rank_that_ends_before_it_is_watched_is_lost(group: Group) -> None:
+    """Between the verdict that all ranks have come and its connection to the first rank."""
+    first, second, third = (
+        group.start(rank, 3, behaviour=behaviour)
+        for rank, behaviour in enumerate(["short", "vanish", "wait"])
+    )
+    says = f"rank 1 on node 1 ({socket.gethostname()}) is lost: it ended, or cannot reach the first rank"
+    assert f"TrainingError: {says}" in output_of(first)
+    assert says in output_of(third)
+    output_of(second)
+    assert [process.returncode for process in (first, second, third)] == [1, 3, 1]
+
+
 def test_ranks_that_end_one_after_the_other_are_not_lost(group: Group) -> None:
     first, second = group.start(0, 2), group.start(1, 2)
     for process in (first, second):
         assert "lost" not in output_of(process)
         assert process.returncode == 0
+
+
+def test_each_node_may_know_the_engine_of_the_teacher_by_another_url() -> None:
+    here, there, late = (
+        _facts(TrainerConfig(**settings), AlgorithmConfig(), seed=0)  # type: ignore[arg-type]
+        for settings in (
+            {"teacher_url": "http://localhost:30000"},
+            {"teacher_url": "http://user:secret@gpu1:30000"},
+            {"teacher_url": "http://localhost:30000", "lr": 0.5},
+        )
+    )
+    assert here == there and "secret" not in str(there)
+    assert here != late
 
 
 def test_variables_that_are_not_complete_are_refused() -> None:
@@ -139,7 +168,7 @@ def test_the_watch_listens_on_loopback_only_if_all_ranks_are_here() -> None:
 
 def test_a_stranger_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that does not know the secret is closed, and its end is nobody's."""
-    member = Member(0, 2, 0, 1, "127.0.0.1", 0, "here")
+    member = Member(0, 1, 0, 1, "127.0.0.1", 0, "here")
     kept: dict[str, str] = {}
 
     class KeyStore:
