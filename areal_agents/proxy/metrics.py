@@ -6,7 +6,7 @@ Episode ids, keys and texts are never labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
 from prometheus_client import (
@@ -18,7 +18,9 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from areal_agents.core.trajectory import Turn
 from areal_agents.inference.pool import EnginePool
@@ -145,6 +147,46 @@ class Metrics:
         Gauge(f"areal_agents_{name}", text, registry=self._registry).set_function(value)
 
 
+# Of several processes that see the same engines, the one that saw the newest version, and the one to which an
+# engine does not serve. All other values are added up.
+_MERGED_BY: dict[str, Callable[[Iterable[float]], float]] = {
+    "areal_agents_policy_version": max,
+    "areal_agents_engine_version": max,
+    "areal_agents_engine_healthy": min,
+    "areal_agents_engine_serving": min,
+}
+
+
+def merged(expositions: Sequence[bytes]) -> bytes:
+    """Return the metrics of several processes of one proxy as those of one, in Prometheus' text format."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = {}
+    for exposition in expositions:
+        for family in text_string_to_metric_families(exposition.decode()):
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            found = values.setdefault(family.name, {})
+            for sample in family.samples:
+                found.setdefault((sample.name, tuple(sample.labels.items())), []).append(sample.value)
+    for name, family in families.items():
+        merge = min if name.endswith("_created") else _MERGED_BY.get(name, sum)
+        family.samples = [
+            Sample(sample, dict(labels), float(merge(each)))
+            for (sample, labels), each in values[name].items()
+        ]
+    return generate_latest(_Families(families.values()))
+
+
+class _Families(CollectorRegistry):
+    """A registry of metrics that are collected already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
 _COUNTERS = (
     ("failovers", "Calls that continued on another engine after a loss or an invalid answer."),
     ("continued", "Calls that continued after their engine had aborted them."),
@@ -162,9 +204,9 @@ class PoolMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
         gauges = [
-            _gauge("running", "Calls of this process that the engine is answering."),
-            _gauge("healthy", "1 if the engine answered the last health check."),
-            _gauge("serving", "1 if the engine receives calls."),
+            _gauge("running", "Calls of this proxy that the engine is answering."),
+            _gauge("healthy", "1 if the engine answered the last health check, of each worker."),
+            _gauge("serving", "1 if the engine receives calls, of each worker."),
             _gauge("version", "Policy version at the last health check, -1 before the first one."),
         ]
         for replica in self._pool.replicas:

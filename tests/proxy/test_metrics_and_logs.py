@@ -19,9 +19,10 @@ from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from scripted_sampler import ScriptedSampler
 
 from areal_agents.errors import EngineUnavailable
+from areal_agents.proxy.calls.record import CallRecord
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.metrics import CONTENT_TYPE
+from areal_agents.proxy.metrics import CONTENT_TYPE, Metrics, merged
 from areal_agents.rendering import ChatRenderer
 
 HELLO: Any = [{"role": "user", "content": "Hello, what is a secret word?"}]
@@ -253,3 +254,33 @@ def test_the_log_is_as_it_was_afterwards() -> None:
 
 def test_calls_are_not_logged_unless_asked() -> None:
     assert ProxyConfig().log_calls is False and ProxyConfig().log_format == "text"
+
+
+def test_metrics_of_several_processes_are_added_up() -> None:
+    """But a version is the newest, and an engine serves if it serves all of them."""
+
+    def exposition(version: int, serving: int, waiting: int, durations_s: list[float], created: int) -> bytes:
+        metrics = Metrics(waiting=lambda: waiting, running=lambda: 0, open_episodes=lambda: 0)
+        metrics.served_version(version)
+        for duration_s in durations_s:
+            metrics.observe(CallRecord(endpoint="", dialect="chat", status=200, duration_s=duration_s))
+        engines = (
+            f'# TYPE areal_agents_engine_serving gauge\nareal_agents_engine_serving{{engine="a"}} {serving}\n'
+            f"# TYPE areal_agents_turns_created gauge\nareal_agents_turns_created {created}\n"
+        )
+        text = metrics.exposition().decode()
+        kept = [line for line in text.splitlines() if "_created" not in line]
+        return ("\n".join(kept) + "\n" + engines).encode()
+
+    both = merged([exposition(3, 1, 2, [0.07, 700.0], 100), exposition(4, 0, 5, [0.07], 90)])
+    found = {
+        " ".join((sample.name.removeprefix("areal_agents_"), *sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(both.decode())
+        for sample in family.samples
+    }
+    assert (found["policy_version"], found["engine_serving a"], found["calls_waiting"]) == (4, 0, 7)
+    assert found["calls_total chat none 2xx no"] == found["call_duration_seconds_count chat"] == 3
+    assert found["call_duration_seconds_sum chat"] == pytest.approx(700.14)
+    assert [found[f"call_duration_seconds_bucket chat {le}"] for le in ("0.05", "0.1", "+Inf")] == [0, 2, 3]
+    assert found["turns_created"] == 90
+    assert merged([both]) == both

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 from proxy_support import MODEL, SEARCH
 from relay_support import relay_to
 from workers_support import Serving, is_running, lasting_port, wait_for, workers_of
@@ -171,6 +172,58 @@ def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:
     check_exact(serving, opened["id"], talk.ids)
     models = httpx.get(f"{serving.own[1]}/e/{opened['key']}/v1/models")
     assert models.status_code == 200
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    """The samples of /metrics, by name and labels."""
+    text = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
+    families = text_string_to_metric_families(text)
+    return {
+        f"{sample.name} {sorted(sample.labels.items())}": sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_the_metrics_are_those_of_all_workers_whichever_is_asked(serving: Serving) -> None:
+    before = metrics_of(serving.url)
+    talks = [Talk(open_on(serving, index)["key"]) for index in (0, 1, 1)]
+    for talk in talks:
+        talk.say(serving.url)
+    after = [metrics_of(url) for url in (serving.url, *serving.own)]
+    assert after[0] == after[1] == after[2]
+
+    def growth(name: str) -> float:
+        return sum(after[0][key] - before.get(key, 0) for key in after[0] if key.startswith(name + " "))
+
+    assert growth("areal_agents_calls_total") == growth("areal_agents_turns_total") == 3
+    assert growth("areal_agents_call_duration_seconds_count") == 3
+    tokens = "areal_agents_sampled_tokens_total [('use', 'training')]"
+    assert after[0][tokens] - before.get(tokens, 0) == 3 * sampled(serving, talks[0].ids[0])
+    assert growth("areal_agents_open_episodes") >= 3
+    serves = [value for key, value in after[0].items() if key.startswith("areal_agents_engine_serving ")]
+    assert serves == [1.0]  # one engine, and each worker sends it calls
+
+
+def sampled(serving: Serving, turn_id: str) -> int:
+    """The number of tokens that were sampled in a turn."""
+    with Store.open(serving.store) as store:
+        turns = store.turns_of(store.episode_of_turn(turn_id).id)
+    return next(len(turn.completion) for turn in turns if turn.id == turn_id)
+
+
+def test_the_metrics_of_some_workers_are_not_said_to_be_those_of_all(serving: Serving) -> None:
+    pid = serving.pid(1)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answer = httpx.get(f"{serving.own[0]}/metrics", timeout=60)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert answer.status_code == 503
+    assert (
+        "worker 1 does not answer" in answer.text and answer.json()["error"]["code"] == "worker_unavailable"
+    )
+    wait_for(lambda: httpx.get(f"{serving.own[0]}/metrics", timeout=60).status_code == 200)
 
 
 def connect(serving: Serving) -> HTTPConnection:

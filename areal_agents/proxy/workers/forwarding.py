@@ -2,7 +2,8 @@
 
 The owner's response is passed on unchanged as it arrives, and if the client disconnects, the request to the
 owner is cancelled. A forwarded request is not forwarded again: a worker that does not own its episode answers
-421, and the sender looks up the owner again.
+421, and the sender looks up the owner again. GET /metrics is forwarded to every worker, and their answers are
+added up.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from areal_agents.errors import RequestError
 from areal_agents.proxy.bodies import wait_for_disconnect
 from areal_agents.proxy.errors import episode_elsewhere, error_response
+from areal_agents.proxy.metrics import CONTENT_TYPE, merged
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.placement import WorkerLookup
 
@@ -33,6 +36,7 @@ _CONNECT_S = 5.0
 _RETRY_COUNT = b"x-stainless-retry-count"
 _GIVE_UP_S = 15.0  # a killed worker is restarted in much less time
 _RETRY_S = 0.05
+_METRICS_S = 5.0  # half of the time that Prometheus waits
 _CHECK_S = 0.5  # interval at which a waiting sender checks that the owner is alive
 _CONNECTION_HEADERS = frozenset(  # not forwarded, because they belong to one connection
     (b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect")
@@ -87,6 +91,8 @@ class WorkerRouting:
         if forwarded and (address := request.headers.get(_ADDRESS)):
             host, _, port = address.partition(" ")
             request.scope["server"] = (host, int(port))  # for the base_urls of new episodes
+        if request.scope["path"] == "/metrics" and request.method == "GET" and not forwarded:
+            return await self._metrics_of_all(request)
         give_up_at = time.monotonic() + _GIVE_UP_S
         while True:
             index = await self._placement.worker_for(request, body.read, forwarded=forwarded)
@@ -105,6 +111,17 @@ class WorkerRouting:
                     f"worker {index}, which has the episode, does not answer; try again later"
                 )
             await asyncio.sleep(_RETRY_S)
+
+    async def _metrics_of_all(self, request: Request) -> Response:
+        """Answer with the metrics of all workers together, or as the first worker that refuses."""
+        answers = await asyncio.gather(
+            *(self._siblings.get(index, request) for index in range(self._workers.count))
+        )
+        refused = [(status, body) for status, body in answers if status != 200]
+        if refused:
+            status, body = refused[0]
+            return Response(body, status_code=status, media_type="application/json")
+        return Response(merged([body for _, body in answers]), media_type=CONTENT_TYPE)
 
     def _is_forwarded(self, request: Request) -> bool:
         return hmac.compare_digest(request.headers.get(_HOP, "").encode(), self._workers.secret.encode())
@@ -171,6 +188,27 @@ class Siblings:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
+
+    async def get(self, index: int, request: Request) -> tuple[int, bytes]:
+        """Return the status and the body with which a worker, which may be this one, answers a request
+        without a body.
+
+        Raises:
+            RequestError: 503 if it does not answer in time.
+        """
+        try:
+            if not self._workers.is_up(index):
+                raise TimeoutError("it is not running")
+            async with asyncio.timeout(_METRICS_S), await self._send(index, request, b"") as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise RequestError(
+                f"worker {index} does not answer, and without it the metrics would be too small "
+                f"({str(error) or type(error).__name__}); try again later",
+                status=503,
+                code="worker_unavailable",
+                retry_after_s=_METRICS_S,
+            ) from error
 
     async def forward(self, index: int, request: Request, body: ReplayableBody, send: Send) -> bool:
         """Forward a request to a sibling, and its response to the client.
