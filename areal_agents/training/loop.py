@@ -218,7 +218,7 @@ class TrainingLoop:
         if self.publisher is None or not self.released:
             yield
             return
-        with self.publisher.engines_asleep(self.released):
+        with self.publisher.engines_asleep(self.released, together=(Stopped, TeacherError)):
             try:
                 yield
             finally:

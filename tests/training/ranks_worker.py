@@ -155,26 +155,29 @@ def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> d
     return results
 
 
-def sleep_beside_a_slow_rank(folder: Path, group: Ranks, engine_url: str, out: Path) -> dict[str, float]:
-    """When this rank had freed its memory, and when the first rank's engine was told to take it back. The
-    clock is that of the machine."""
-    times: dict[str, float] = {}
+def sleep_beside_a_slow_rank(
+    folder: Path, group: Ranks, engine_url: str, out: Path
+) -> dict[bool, dict[str, float]]:
+    """When this rank had freed its memory, and when the first rank's engine was told to take it back, by
+    whether the step was stopped. The clock is that of the machine."""
+    times: dict[bool, dict[str, float]] = {False: {}, True: {}}
 
     class Waking(SGLangEngine):
         async def resume_memory(self, kinds: Sequence[MemoryKind]) -> None:
-            times["woken"] = time.monotonic()
+            times[stops]["woken"] = time.monotonic()
             await super().resume_memory(kinds)
 
     store = Store.open(out / "store.db") if group.is_first else None
     engines = [Waking(engine_url)] if group.is_first else []
     policy = load_policy(folder, group)
-    with (
-        publisher(policy, group, store, engines, out, folder) as publishing,
-        publishing.engines_asleep(("kv_cache",)),
-    ):
-        if not group.is_first:
-            time.sleep(1.5)
-        times["freed"] = time.monotonic()
+    with publisher(policy, group, store, engines, out, folder) as publishing:
+        for stops in (False, True):
+            with suppress(Stopped), publishing.engines_asleep(("kv_cache",), together=(Stopped,)):
+                if not group.is_first:
+                    time.sleep(1.5)
+                times[stops]["freed"] = time.monotonic()
+                if stops:
+                    raise Stopped
     if store is not None:
         store.close()
     return times

@@ -108,8 +108,11 @@ def test_two_ranks_publish_by_every_transport(spawned: tuple[Path, list[Any]]) -
         assert (first[f"{transport} lost"], second[f"{transport} lost"]) == (0, 1)  # and neither waits
 
 
-def test_engines_wake_when_every_rank_has_freed_its_memory(spawned: tuple[Path, list[Any]]) -> None:
-    first, second = (result[7] for result in spawned[1])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_engines_wake_when_every_rank_has_freed_its_memory(
+    stopped: bool, spawned: tuple[Path, list[Any]]
+) -> None:
+    first, second = (result[7][stopped] for result in spawned[1])
     assert first["freed"] < second["freed"] <= first["woken"]  # the second rank was slow
 
 

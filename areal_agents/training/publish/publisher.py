@@ -189,11 +189,17 @@ class Publisher:
             self._folders.complete()
 
     @contextmanager
-    def engines_asleep(self, kinds: Sequence[MemoryKind]) -> Iterator[None]:
+    def engines_asleep(
+        self, kinds: Sequence[MemoryKind], *, together: tuple[type[Exception], ...] = ()
+    ) -> Iterator[None]:
         """Context manager that keeps the memory of `kinds` released on every engine. Collective.
 
         The engines wake when every rank has left the block, and so has freed its memory. Raises EngineError
         if an engine refuses; paused generations continue after the block in any case.
+
+        Args:
+            together: the errors of the block that every rank raises if one does. After any other error the
+                engines wake without waiting for the other ranks, which may never leave the block.
         """
         if not kinds:
             yield
@@ -201,6 +207,10 @@ class Publisher:
         try:
             self._on_every_rank(lambda: self._sleep_or_wake(fall_asleep, kinds))
             yield
+        except together:
+            self._ranks.barrier()
+            self._wake_anyway(kinds)
+            raise
         except BaseException:
             self._wake_anyway(kinds)
             raise
