@@ -228,7 +228,8 @@ def _trainer_share(
 ) -> Share:  # fmt: skip
     need = memory.need(choice.checkpointing, choice.tokens)
     columns = (PASS, STEP, *((SAMPLING,) if held is not None else ()))
-    rows = [(name, values[: len(columns)]) for name, values in _trainer_rows(need)]
+    parked = gpus > 0 and config.engine.colocate == "sleep"
+    rows = [(name, values[: len(columns)]) for name, values in _trainer_rows(need, parked=parked)]
     if held is not None:
         rows.append(("engine", (engine_bytes, engine_bytes, held.total)[: len(columns)]))
     rows.append(("CUDA, NCCL, fragmentation", (reserved,) * len(columns)))
@@ -237,7 +238,7 @@ def _trainer_share(
         f"microbatch_tokens: {choice.tokens}"
     )
     if need.on_host:
-        note += f"; optimizer in host memory: {need.on_host / GIB:.1f} GiB per rank"
+        note += f"; in host memory: {need.on_host / GIB:.1f} GiB per rank"
     if held is not None:
         note += f"; {held.note}"
     title = "CPU: each rank of the trainer"
@@ -247,11 +248,18 @@ def _trainer_share(
     return Share(title, columns, tuple(rows), capacity, note, room, least)
 
 
-def _trainer_rows(need: Need) -> Iterator[Row]:
-    """The trainer's parts in a pass, in a step, and while the engine samples."""
-    yield "trained weights, float32", (need.masters,) * 3
-    yield "frozen weights", (need.frozen,) * 3
-    yield "optimizer", (need.optimizer,) * 3
+def _trainer_rows(need: Need, *, parked: bool) -> Iterator[Row]:
+    """The trainer's parts in a pass, in a step, and while the engine samples.
+
+    Args:
+        parked: whether they are in host memory while the engine samples.
+    """
+    for name, size in (
+        ("trained weights, float32", need.masters),
+        ("frozen weights", need.frozen),
+        ("optimizer", need.optimizer),
+    ):
+        yield name, (size, size, 0 if parked else size)
     yield "gradients", (need.gradients, need.gradients, 0)
     in_pass = need.gathered + need.unsharded + need.activations + need.working
     if in_pass >= need.ending:
@@ -335,8 +343,8 @@ def _candidates(config: Config, machine: Machine) -> Iterator[dict[str, Any]]:
         yield {"trainer.activation_checkpointing": "auto" if on_gpus else "full"}
     if trainer.microbatch_tokens:
         yield free
-    if not trainer.offload_optimizer:
-        yield {"trainer.offload_optimizer": True}
+    offloads = {"none": ("optimizer", "all"), "optimizer": ("all",), "all": ()}[trainer.offload]
+    yield from ({"trainer.offload": how} for how in offloads)
     if engine.kind == "sglang" and not engine.urls:
         yield from (
             {"engine.tensor_parallel": width} for width in (2, 4, 8) if width > engine.tensor_parallel
@@ -344,8 +352,7 @@ def _candidates(config: Config, machine: Machine) -> Iterator[dict[str, Any]]:
         yield from ({"engine.memory_fraction": share} for share in (0.3, 0.5, 0.7))
     for ranks in (count for count in (2, 4, 8) if on_gpus and trainer.ranks < count <= machine.gpus):
         yield {"trainer.ranks": ranks}
-        if not trainer.offload_optimizer:
-            yield {"trainer.ranks": ranks, "trainer.offload_optimizer": True}
+        yield from ({"trainer.ranks": ranks, "trainer.offload": how} for how in offloads)
     if engine.colocate == "split":
         yield {"engine.colocate": "sleep"}
     if trainer.lora is None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from areal_agents.training.publish.config import PublishConfig
 
+Offload = Literal["none", "optimizer", "all"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
@@ -52,8 +53,11 @@ class TrainerConfig(BaseModel):
     beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's second-moment decay.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's momentum (Nesterov).")
-    offload_optimizer: bool = Field(
-        default=False, description="Keep the optimizer's state in host memory between steps."
+    offload: Offload = Field(
+        default="none",
+        description="What is kept in host memory: optimizer: the optimizer's state, between its steps; all: "
+        "weights and gradients too, of which a GPU then holds one block at a time, and the step is taken on "
+        "the CPU.",
     )
     grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
     microbatch_tokens: int = Field(
@@ -212,6 +216,11 @@ class TrainerConfig(BaseModel):
             )
         if self.publish.backend == "nccl" and self.device == "cpu":
             raise ValueError("publish: backend: nccl needs a trainer on GPUs, got device: cpu; use gloo")
+        if self.offload == "all" and self.optimizer == "muon":
+            raise ValueError(
+                "offload: all takes the optimizer's step on the CPU, where Muon's products of matrices are "
+                "slow; use offload: optimizer, or optimizer: adamw"
+            )
         if self.lora is not None and self.optimizer == "muon":
             raise ValueError(
                 "lora trains two thin factors, which Muon's orthogonal updates are not meant for; "

@@ -25,6 +25,7 @@ from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingPro
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.control import RanksLost
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.host_memory import Parking
 from areal_agents.training.metrics.mfu import peak_flops
 from areal_agents.training.metrics.step_metrics import (
     MetricsWriter,
@@ -61,6 +62,8 @@ class TrainingLoop:
         source, metrics: exist on the first rank only.
         publisher: exists on every rank, or on none if there are no engines.
         released: the kinds of memory that the engines release while a step is trained.
+        parking: moves the models to the GPU while the engines have released it; None if they stay where they
+            are.
         progress: the last step, whose version is published.
         saved_step: the step of the newest checkpoint, or the initial step.
         last: metrics of the last step of this process run, on the first rank.
@@ -74,6 +77,7 @@ class TrainingLoop:
     source: BatchSource | None
     publisher: Publisher | None
     released: tuple[MemoryKind, ...]
+    parking: Parking | None
     checkpoints: Checkpoints
     best: BestMetric
     metrics: MetricsWriter | None
@@ -220,9 +224,13 @@ class TrainingLoop:
             return
         with self.publisher.engines_asleep(self.released, together=(Stopped, TeacherError)):
             try:
+                if self.parking is not None:
+                    self.parking.fetch()
                 yield
             finally:
-                if self.ranks.device.type == "cuda":
+                if self.parking is not None:
+                    self.parking.park()
+                elif self.ranks.device.type == "cuda":
                     torch.cuda.empty_cache()  # free cached memory for the engines
 
     def _wait_for_swap(self) -> float:

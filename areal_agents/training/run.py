@@ -131,18 +131,22 @@ def run(
         else:
             store.become_trainer(_ENDING_TRAINER_S)  # before any file of an earlier trainer is changed
         config = settle(config, algorithm, model_path, group, engine_bytes=engine_bytes)
-        models = load_models(config, algorithm, model_path, group)
+        publishes = group.broadcast(bool(engines))
+        sleeps = publishes and bool(released)
+        parks = sleeps and group.device.type == "cuda" and config.offload != "all"
+        models = load_models(config, algorithm, model_path, group, parked=parks)
         options = StepOptions(
             microbatch_tokens=config.microbatch_tokens,
             share_prefixes=config.share_prefixes,
             grad_clip=config.grad_clip,
             downweight_stale=on_stale == "downweight",
+            gradients_on_host=config.offload == "all",
         )
         best = BestMetric(config.best_metric or (HELDOUT if evaluates else "reward_mean"), store)
         checkpoints = _checkpoints(config, group, run_dir, model_path, best, store)
         at_the_end.callback(checkpoints.close)
         publisher = None
-        if group.broadcast(bool(engines)):
+        if publishes:
             publisher = Publisher(
                 config.publish, models.policy, group,
                 store=store, engines=engines, run_dir=run_dir, model_path=model_path,
@@ -173,7 +177,8 @@ def run(
             at_the_end.callback(metrics.close)
         loop = TrainingLoop(
             config, algorithm, group, models, options,
-            source=source, publisher=publisher, released=tuple(released), checkpoints=checkpoints, best=best,
+            source=source, publisher=publisher, released=tuple(released),
+            parking=models.parking(group.device) if parks else None, checkpoints=checkpoints, best=best,
             metrics=metrics, stop=stop, seed=seed, progress=progress,
         )  # fmt: skip
         finished = loop.run()

@@ -69,8 +69,8 @@ def test_the_command_prints_the_budget_and_says_whether_it_fits(tmp_path: Path, 
     path = config_file(tmp_path, model, engine={**SGLANG, "colocate": "sleep"})
     status, output = plan(path, gpus=1, gib=80)
     assert status == 0 and "The run fits." in output and "activation_checkpointing: off" in output
-    assert numbers(output, "trained weights, float32") == [2.4] * 3  # 634 million, in each phase
-    assert numbers(output, "optimizer ") == [4.7] * 3
+    assert numbers(output, "trained weights, float32") == [2.4] * 2  # 634 million; not while it samples
+    assert numbers(output, "optimizer ") == [4.7] * 2
     assert numbers(output, "gradients") == [2.4] * 2
     assert numbers(output, "capacity") == [80.0] * 3
     parts = [

@@ -31,7 +31,7 @@ OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)
 
 def build(folder: Path, group: Ranks) -> Parts:
     """A policy under Muon, its state away between steps, and a critic under AdamW."""
-    config = TrainerConfig(lr=1e-2, optimizer="muon", offload_optimizer=True)
+    config = TrainerConfig(lr=1e-2, optimizer="muon", offload="optimizer")
     policy, critic = load_policy(folder, group), load_critic(folder, group)
     plain = TrainerConfig(lr=1e-2)
     return {

@@ -39,7 +39,7 @@ from areal_agents.inference.engine import MemoryKind
 from areal_agents.store import Store
 from areal_agents.training.batches import source
 from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress, latest_checkpoint
-from areal_agents.training.config import TrainerConfig
+from areal_agents.training.config import Offload, TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model.lora import LoraOptions
 from areal_agents.training.model.model import ModelOptions, load_policy
@@ -103,17 +103,20 @@ def train_layouts(folder: Path, reference: Path) -> dict[tuple[str, str], tuple]
     return results
 
 
-def train(folder: Path, group: Ranks) -> tuple[dict, dict[str, torch.Tensor]]:
+def train(folder: Path, group: Ranks, *, offload: Offload = "none") -> tuple[dict, dict[str, torch.Tensor]]:
     """Three AdamW steps of two minibatches; statistics of the last, and the weights."""
-    policy = load_policy(folder, group)
-    optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
+    on_host = offload == "all"
+    options = replace(OPTIONS, gradients_on_host=on_host)
+    placement = ModelOptions(placement="offloaded" if on_host else "device")
+    policy = load_policy(folder, group, options=placement)
+    optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2, offload=offload))
     for seed in range(3):
         result = train_batch(
-            policy, optimizer, batch(group), ALGORITHM, OPTIONS, ranks=group, version=0, seed=seed
+            policy, optimizer, batch(group), ALGORITHM, options, ranks=group, version=0, seed=seed
         )
     # one sample: the other rank has nothing of its own, and takes part all the same
     alone = AlgorithmConfig()
-    train_batch(policy, optimizer, batch(group, 1), alone, OPTIONS, ranks=group, version=0, seed=3)
+    train_batch(policy, optimizer, batch(group, 1), alone, options, ranks=group, version=0, seed=3)
     return {**result.statistics.as_dict(), "grad_norm": result.grad_norm}, policy.full_state_dict()
 
 
@@ -278,7 +281,16 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
         published = publish_by_each(Path(model), group, engine_url, folder / "published")
         slept = sleep_beside_a_slow_rank(Path(model), group, engine_url, folder / "asleep")
         layouts = train_layouts(Path(model), Path(reference))
+        with ranks("cpu", replicas=2) as copies:
+            offloaded = {
+                ("shards", "optimizer"): train(Path(model), group, offload="optimizer"),
+                ("shards", "all"): train(Path(model), group, offload="all"),
+                ("copies", "all"): train(Path(model), copies, offload="all"),
+            }
         torch.save(
-            (statistics, weights, after_one, stopped, outcomes, layouts, published, slept, waits, spans),
+            (
+                statistics, weights, after_one, stopped, outcomes, layouts, published, slept, waits, spans,
+                offloaded,
+            ),
             folder / f"{rank}.pt",
-        )
+        )  # fmt: skip

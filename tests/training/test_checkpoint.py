@@ -68,9 +68,9 @@ def assert_equal(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tenso
     ("saved", "resumed"),
     [
         ({}, {}),
-        ({"offload_optimizer": True}, {}),  # a checkpoint does not say where the state was kept
-        ({}, {"offload_optimizer": True}),
-        ({"optimizer": "muon"}, {"optimizer": "muon", "offload_optimizer": True}),
+        ({"offload": "optimizer"}, {}),  # a checkpoint does not say where the state was kept
+        ({}, {"offload": "optimizer"}),
+        ({"optimizer": "muon"}, {"optimizer": "muon", "offload": "optimizer"}),
     ],
 )
 def test_a_resumed_run_takes_the_same_steps(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
 from areal_agents.core.sample import TrainingSample
-from areal_agents.training.config import TrainerConfig
+from areal_agents.training.config import Offload, TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.memory.choices import settle
 from areal_agents.training.memory.estimate import Need, TrainerMemory
@@ -211,14 +211,17 @@ def test_a_critic_and_a_separate_reference_count(folders: dict[str, Path], group
     assert adapter_kl == adapter  # the adapter is switched off instead
 
 
-def test_the_step_of_an_optimizer_on_the_host_needs_one_block(folders: dict[str, Path], group: Ranks) -> None:
-    def need(offload: bool) -> Need:
-        config = TrainerConfig(device="cpu", offload_optimizer=offload)
+def test_what_is_in_host_memory_is_not_counted_for_the_gpu(folders: dict[str, Path], group: Ranks) -> None:
+    def need(offload: Offload) -> Need:
+        config = TrainerConfig(device="cpu", offload=offload)
         return TrainerMemory(config, AlgorithmConfig(), folders["qwen3"], group, on_gpu=False).need("off", 64)
 
-    here, away = need(False), need(True)
+    here, away, all_away = need("none"), need("optimizer"), need("all")
     assert (away.optimizer, away.on_host) == (0, here.optimizer)
-    assert 0 < away.step < here.optimizer / 2
+    assert 0 < away.step < here.optimizer / 2  # one block at a time
+    assert (all_away.idle, all_away.gradients, all_away.step) == (0, 0, 0)
+    assert all_away.on_host == here.idle + here.gradients
+    assert all_away.gathered == here.gathered + 160 * 64 * 4  # the largest parameter arrives in float32
 
 
 def test_settings_are_settled_on_a_cpu_as_before(folders: dict[str, Path], group: Ranks) -> None:

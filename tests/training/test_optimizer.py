@@ -98,7 +98,7 @@ def test_muons_step_is_nearly_orthogonal_and_has_adamws_size() -> None:
 def test_offloaded_state_changes_no_weight_and_is_stepped_block_by_block(name: Any) -> None:
     here, away = Tiny(), Tiny()
     config = TrainerConfig(optimizer=name, lr=0.01, weight_decay=0.1)
-    there = make_optimizer(away, config.model_copy(update={"offload_optimizer": True}))
+    there = make_optimizer(away, config.model_copy(update={"offload": "optimizer"}))
     want, got = here.step(make_optimizer(here, config), 3), away.step(there, 3)
     assert all(torch.equal(got[key], want[key]) for key in want)
     assert isinstance(there, JointOptimizer)

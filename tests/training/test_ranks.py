@@ -63,6 +63,18 @@ def test_every_way_to_share_the_work_has_the_same_gradient(
                 assert statistics == pytest.approx(want_statistics, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize("where", [("shards", "optimizer"), ("shards", "all"), ("copies", "all")])
+def test_ranks_whose_weights_are_in_host_memory_train_like_one(
+    where: tuple[str, str], spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks
+) -> None:
+    want_statistics, want_weights = train(model_folder, group)
+    for statistics, weights in (result[10][where] for result in spawned[1]):
+        for name, value in want_statistics.items():
+            assert statistics[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+        for name, tensor in want_weights.items():
+            torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)
+
+
 def test_one_rank_resumes_the_checkpoint_of_two(
     spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks
 ) -> None:

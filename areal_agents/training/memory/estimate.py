@@ -30,7 +30,7 @@ class Need:
         working: temporary memory of a block or of the head during a pass.
         ending: temporary memory at the end of a pass, when no activations are left.
         step: temporary memory of the optimizer's step.
-        on_host: the optimizer's state in host memory.
+        on_host: what is in host memory instead, see `trainer.offload`.
     """
 
     masters: int
@@ -92,7 +92,7 @@ class TrainerMemory:
     ) -> None:
         self.dtype = compute_dtype(config, on_gpu=on_gpu)
         self._context = ranks.context_count
-        self._offload = config.offload_optimizer
+        self._offload = config.offload
         options = ModelOptions(
             dtype=self.dtype, lora=lora_options(config.lora), router_dtype=router_dtype(config)
         )
@@ -154,20 +154,27 @@ class TrainerMemory:
         measured = self.activations(tokens)
         largest = max(measured, key=lambda one: one.saved(checkpointing) + one.working(checkpointing))
         models = [*self._trained, *self._frozen]
-        optimizer = sum(s.optimizer for s in self._trained)
-        return Need(
+        need = Need(
             masters=sum(s.trained for s in models),
             frozen=sum(s.frozen for s in models),
-            optimizer=0 if self._offload else optimizer,
+            optimizer=sum(s.optimizer for s in self._trained),
             gradients=sum(s.gradients for s in self._trained),
             gathered=max(s.gathered for s in models),
             unsharded=max(s.unsharded for s in self._trained),
             activations=largest.saved(checkpointing),
             working=largest.working(checkpointing),
             ending=max(s.ending for s in self._trained),
-            step=max(s.step_by_block if self._offload else s.step for s in self._trained),
-            on_host=optimizer if self._offload else 0,
+            step=max(s.step for s in self._trained),
+            on_host=0,
         )
+        if self._offload == "optimizer":
+            by_block = max(s.step_by_block for s in self._trained)
+            return replace(need, optimizer=0, step=by_block, on_host=need.optimizer)
+        if self._offload == "all":
+            gathered = need.gathered + max(s.copied for s in models)
+            away = replace(need, masters=0, frozen=0, optimizer=0, gradients=0, step=0, gathered=gathered)
+            return replace(away, on_host=need.idle + need.gradients)
+        return need
 
     def _measure(self, tokens: int) -> list[Activations]:
         return [model.measure(tokens) for model in self._models]

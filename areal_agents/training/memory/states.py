@@ -46,6 +46,8 @@ class States:
             reduced when that of the next one is copied.
         ending: whole weights and gradients at the end of a pass, when no activations are left: those of the
             root unit and of the embedding.
+        copied: the largest shard of a parameter, which offloaded weights have on the device while it is
+            converted to the compute type.
         model: all weights, whole, in elements.
     """
 
@@ -58,6 +60,7 @@ class States:
     gathered: int
     unsharded: int
     ending: int
+    copied: int
     model: int
 
 
@@ -124,6 +127,7 @@ def count_states(
         unsharded=_elements(root, trained=True) * width + largest_trained * (width + 2 * REDUCED),
         ending=sum(_elements(unit) for unit in ends) * width
         + sum(_elements(unit, trained=True) for unit in ends) * (width + REDUCED),
+        copied=max((_local(p).nbytes for p in parameters), default=0),
         model=whole,
     )
 
@@ -157,7 +161,7 @@ def _optimizer(module: nn.Module, config: TrainerConfig) -> tuple[float, float]:
 
     Two steps are taken without values: the first creates the state.
     """
-    optimizer = make_optimizer(module, config.model_copy(update={"offload_optimizer": False}))
+    optimizer = make_optimizer(module, config.model_copy(update={"offload": "none"}))
     for group in optimizer.param_groups:
         if "foreach" in group:
             group["foreach"] = True  # as on a GPU

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import ModelOptions, hidden_rows, load_sharded
+from areal_agents.training.model.sharding import offload_policy
 
 
 class Critic(nn.Module):
@@ -64,7 +65,8 @@ def load_critic(path: str | Path, ranks: Ranks, *, options: ModelOptions | None 
 
     def root(model: PreTrainedModel, _: torch.dtype) -> Critic:
         critic = Critic(model)
-        fully_shard(critic.head, mesh=ranks.mesh)
+        policy = offload_policy(ranks, options.placement)
+        fully_shard(critic.head, mesh=ranks.mesh, offload_policy=policy)
         return critic
 
     critic = load_sharded(path, ranks, root, options=options, head=False)

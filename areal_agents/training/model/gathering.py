@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def published_shapes(model: PreTrainedModel) -> dict[str, Shape]:
 
 
 def whole_weights(model: PreTrainedModel, lora: LoraOptions | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight, unsharded, float32, on the model's device. Tied weights are yielded once.
+    """Yield every weight, unsharded, float32, on the device of the ranks. Tied weights are yielded once.
 
     Collective: every rank must exhaust it. A tensor may share the parameter's memory: read it before the next
     training step, and do not write to it. An adapter is merged:
@@ -52,10 +53,10 @@ def _gathered(
     for names in units:
         parts = {}
         for name in names:
-            parts[name] = _whole(state[name])
+            parts[name] = whole(state[name]).float()
             if name in adapters and lora is not None:
                 a, b = adapters[name]
-                parts[name] = merged(parts[name], _whole(a), _whole(b), lora)
+                parts[name] = merged(parts[name], whole(a).float(), whole(b).float(), lora)
         yield from revert_weight_conversion(model, parts).items()
 
 
@@ -63,7 +64,7 @@ def whole_adapter(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the adapters' factors like `whole_weights`, under peft's names."""
     for name, factors in adapter_tensors(model).items():
         for part, factor in zip("AB", factors, strict=True):
-            yield f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight", _whole(factor)
+            yield f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight", whole(factor).float()
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, Shape]:
@@ -98,6 +99,11 @@ def _reverted_shapes(model: PreTrainedModel, parameters: Mapping[str, Shape]) ->
     return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor unsharded, on the device of the ranks, wherever its shards are. Collective."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    here: Any = tensor.to(tensor.device_mesh.device_type)
+    gathered: Tensor = here.full_tensor()
+    return gathered

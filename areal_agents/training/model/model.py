@@ -30,7 +30,13 @@ from areal_agents.training.model.gathering import whole_adapter, whole_weights
 from areal_agents.training.model.images import sees_images, vision_inputs
 from areal_agents.training.model.loading import build_model, load_weights
 from areal_agents.training.model.lora import LoraOptions, add_adapters, reset_adapters
-from areal_agents.training.model.sharding import Checkpointing, checkpoint_blocks, materialize, shard
+from areal_agents.training.model.sharding import (
+    Checkpointing,
+    Placement,
+    checkpoint_blocks,
+    materialize,
+    shard,
+)
 from areal_agents.training.step.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
 from areal_agents.training.step.logprobs import CHUNK_LOGITS, token_logprobs
 
@@ -49,6 +55,7 @@ class ModelOptions:
         router_dtype: the type in which the routers of experts compute; None: `dtype`, in which engines hold
             them. With another one near ties are decided otherwise than in the engine.
         frozen: whether no weight is trained.
+        placement: where the shards are, see `sharding.Placement`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -56,6 +63,7 @@ class ModelOptions:
     lora: LoraOptions | None = None
     router_dtype: torch.dtype | None = None
     frozen: bool = False
+    placement: Placement = "device"
 
 
 class PolicyOutput(NamedTuple):
@@ -243,8 +251,15 @@ def load_sharded(
     if ranks.context_count > 1:
         _check_context(model, folder, ranks.context_count)
     checkpoint_blocks(model, options.activation_checkpointing)
-    shard(module, model, ranks, dtype=options.dtype, router_dtype=options.router_dtype)
-    materialize(module, model, ranks.device)
+    shard(
+        module,
+        model,
+        ranks,
+        dtype=options.dtype,
+        router_dtype=options.router_dtype,
+        placement=options.placement,
+    )
+    materialize(module, model, ranks.device, options.placement)
     error: TrainingError | None = None
     try:
         load_weights(model, folder)

@@ -18,6 +18,7 @@ from areal_agents.training.checkpoint.checkpoint import Parts
 from areal_agents.training.checkpoint.export import DTYPES, lora_options
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.host_memory import Parking
 from areal_agents.training.model.critic import CriticState, load_critic
 from areal_agents.training.model.model import ModelOptions, Policy, load_policy
 from areal_agents.training.model.reference import BaseOfAdapter, Reference
@@ -35,6 +36,19 @@ class Models:
     critic: CriticState | None
     reference: Reference | None
     teacher: Teacher | None = None
+
+    def parking(self, device: torch.device) -> Parking:
+        """What moves these models between `device` and host memory; they must have been loaded parked."""
+        modules: list[torch.nn.Module] = [self.policy]
+        optimizers = [self.optimizer]
+        if self.critic is not None:
+            modules.append(self.critic.critic)
+            optimizers.append(self.critic.optimizer)
+        if isinstance(self.reference, Policy):
+            modules.append(self.reference)
+        if isinstance(self.teacher, HeldTeacher):
+            modules.extend(self.teacher.held)
+        return Parking(modules, optimizers, device)
 
     @property
     def parts(self) -> Parts:
@@ -56,8 +70,18 @@ class Models:
         return config.lr * factor
 
 
-def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: Path, ranks: Ranks) -> Models:
+def load_models(
+    config: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    model_path: Path,
+    ranks: Ranks,
+    *,
+    parked: bool = False,
+) -> Models:
     """Load what `algorithm` needs; a model without a folder of its own starts from the policy's folder.
+
+    Args:
+        parked: whether the models are in host memory, and `Models.parking` moves them to the device.
 
     Raises:
         TrainingError: a folder cannot be loaded.
@@ -69,6 +93,7 @@ def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: P
         activation_checkpointing=checkpointing,
         lora=lora_options(config.lora),
         router_dtype=router_dtype(config),
+        placement="offloaded" if config.offload == "all" else "parked" if parked else "device",
     )
     whole = replace(options, lora=None)
     frozen = replace(whole, activation_checkpointing="off")

@@ -12,7 +12,13 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -23,6 +29,9 @@ from areal_agents.training.model.experts import router_of
 from areal_agents.training.model.images import vision_blocks
 
 Checkpointing = Literal["off", "full"] | int
+# Where shards are: on the device; in host memory until `Parking` fetches them; or in host memory for good,
+# from where FSDP copies those of a block when it gathers them.
+Placement = Literal["device", "parked", "offloaded"]
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -53,6 +62,7 @@ def shard(
     *,
     dtype: torch.dtype,
     router_dtype: torch.dtype | None = None,
+    placement: Placement = "device",
 ) -> None:
     """Divide `root`, which contains `model` and calls its head, into FSDP units, in place.
 
@@ -64,27 +74,39 @@ def shard(
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     routing = MixedPrecisionPolicy(param_dtype=router_dtype, reduce_dtype=torch.float32)
+    unit = partial(
+        fully_shard, mesh=ranks.mesh, mp_policy=precision, offload_policy=offload_policy(ranks, placement)
+    )
     for block in blocks(model):
         router = router_of(block)
         if router is not None and router_dtype not in (None, dtype):
-            fully_shard(router, mesh=ranks.mesh, mp_policy=routing)
-        fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
+            unit(router, mp_policy=routing)
+        unit(block)
     for block in vision_blocks(model):
-        fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
+        unit(block)
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if head is None or head.weight is not embedding.weight:
-        fully_shard(embedding, mesh=ranks.mesh, mp_policy=precision)
-    fully_shard(root, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
+        unit(embedding)
+    unit(root, reshard_after_forward=False)
 
 
-def materialize(root: nn.Module, model: PreTrainedModel, device: torch.device) -> None:
-    """Allocate the shards, and compute the buffers, which no file contains.
+def offload_policy(ranks: Ranks, placement: Placement) -> OffloadPolicy:
+    """FSDP's policy for shards of this placement."""
+    if placement == "offloaded":
+        return CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    return OffloadPolicy()
+
+
+def materialize(
+    root: nn.Module, model: PreTrainedModel, device: torch.device, placement: Placement = "device"
+) -> None:
+    """Allocate the shards, and compute the buffers, which no file contains; these are on the device always.
 
     Raises:
         TrainingError: the model's own initialisation does not set a buffer.
     """
-    root.to_empty(device=device)
+    root.to_empty(device=device if placement == "device" else "cpu")
     with torch.no_grad():
         for _, buffer, _, _ in _buffers(model):
             buffer.fill_(_unset(buffer.dtype))
@@ -95,6 +117,22 @@ def materialize(root: nn.Module, model: PreTrainedModel, device: torch.device) -
         unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
         if name not in saved and buffer.dtype != torch.bool and unset.any():
             raise TrainingError(f"{type(model).__name__}: cannot rebuild the buffer {name}")
+    for module in root.modules():
+        for name, held in module._buffers.items():
+            module._buffers[name] = None if held is None else held.to(device)
+
+
+def drop_gradients(root: nn.Module) -> None:
+    """Free all gradients, whole ones included, which FSDP holds if it was stopped between micro-batches."""
+    root.zero_grad()
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it has been gathered before
+                parameter._unsharded_param.grad = None
 
 
 def local_rows(tensor: torch.Tensor) -> slice:

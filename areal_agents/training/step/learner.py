@@ -7,10 +7,12 @@ rate is a function of the step number, so a resumed run continues its schedule.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -24,22 +26,27 @@ class Learner:
 
     Attributes:
         shards: the number of ranks over which each copy of the weights is divided.
+        on_host: whether FSDP moves the gradient to host memory (`trainer.offload: all`).
         norms: the norm of the gradient at each step, None where skipped.
     """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     shards: int
+    on_host: bool = False
     norms: list[float | None] = field(default_factory=list)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a micro-batch, of which every rank keeps only its shard. Collective.
 
         A whole gradient exists for one block at a time. Copies of the weights (HSDP) add up their shards
-        after the `last` micro-batch of an optimizer step.
+        after the `last` micro-batch of an optimizer step; in host memory, after each one, because FSDP keeps
+        what is not added up on the device.
         """
         module = cast(FSDPModule, self.module)
-        if self.shards == 1:
+        if self.on_host:
+            pass
+        elif self.shards == 1:
             module.set_requires_gradient_sync(last)  # the shard is the whole gradient: nothing to scatter
         else:
             module.set_requires_all_reduce(last)
@@ -51,15 +58,14 @@ class Learner:
 
         If the norm is not finite, the weights stay unchanged.
         """
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        finite = bool(torch.isfinite(whole))
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = _norm(gradients)
+        finite = math.isfinite(norm)
         if finite:
-            torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+            _scale(gradients, min(1.0, grad_clip / (norm + 1e-6)))
             self.optimizer.step()
         self.optimizer.zero_grad()
-        self.norms.append(float(whole) if finite else None)
+        self.norms.append(norm if finite else None)
 
     @property
     def grad_norm(self) -> float:
@@ -71,6 +77,29 @@ class Learner:
     def skipped_steps(self) -> int:
         """Number of steps skipped because the gradient was not finite."""
         return self.norms.count(None)
+
+
+def _norm(gradients: Sequence[Tensor]) -> float:
+    """The norm of all gradients, over all ranks. Collective.
+
+    The shards may be in host memory, which a device's collectives cannot reach, so only a number goes through
+    the device.
+    """
+    squares = torch.nn.utils.get_total_norm([_local(g) for g in gradients]).double().square()
+    mesh = next((g.device_mesh for g in gradients if isinstance(g, DTensor)), None)
+    if mesh is not None:
+        squares = squares.to(mesh.device_type)
+        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))  # the axis over which they are sharded
+    return math.sqrt(float(squares))
+
+
+def _scale(gradients: Sequence[Tensor], factor: float) -> None:
+    if factor < 1 and gradients:
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], factor)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def rate_factor(step: int, config: TrainerConfig) -> float:

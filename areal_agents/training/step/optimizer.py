@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
+from areal_agents.training.host_memory import HostPlaces, moments
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -36,11 +37,12 @@ def make_optimizer(
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     rate = config.lr if lr is None else lr
     # With offload, block after block: only one block's state is on the device at a time.
-    divided = _by_block(named) if config.offload_optimizer else [named]
+    offload = config.offload == "optimizer"
+    divided = _by_block(named) if offload else [named]
     parts = [part for some in divided for part in _optimizers(some, config, rate)]
-    if len(parts) == 1 and not config.offload_optimizer:
+    if len(parts) == 1 and not offload:
         return parts[0]
-    return JointOptimizer(parts, offload=config.offload_optimizer)
+    return JointOptimizer(parts, offload=offload)
 
 
 class JointOptimizer(torch.optim.Optimizer):
@@ -55,6 +57,7 @@ class JointOptimizer(torch.optim.Optimizer):
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = tuple(parts)
         self.offload = offload
+        self._host = HostPlaces(pinned=any(p.is_cuda for part in parts for p in _parameters(part)))
         for part in parts:
             part.state = self.state
 
@@ -64,20 +67,27 @@ class JointOptimizer(torch.optim.Optimizer):
         assert closure is None, "closures are not supported"
         for part in self.parts:
             if self.offload:
-                self._move(part, None)
+                self._fetch(part)
             part.step()
             if self.offload:
-                self._move(part, torch.device("cpu"))
+                self._put_away(part)
+        if self.offload and torch.cuda.is_available():
+            torch.cuda.synchronize()  # a checkpoint reads the host's copy
+        return None
 
-    def _move(self, part: torch.optim.Optimizer, device: torch.device | None) -> None:
-        """Move the state to `device`, or to the device of its parameter. Counters (tensors without a
-        dimension) stay on the CPU."""
-        for group in part.param_groups:
-            for parameter in group["params"]:
-                state = self.state.get(parameter, {})
-                for name, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim:
-                        state[name] = value.to(device or parameter.device)
+    def _fetch(self, part: torch.optim.Optimizer) -> None:
+        """Copy the state to the device of its parameters."""
+        for parameter in _parameters(part):
+            state = self.state.get(parameter, {})
+            for name, value in moments(state).items():
+                state[name] = value.to(parameter.device, non_blocking=True)
+
+    def _put_away(self, part: torch.optim.Optimizer) -> None:
+        """Copy the state to host memory."""
+        for parameter in _parameters(part):
+            state = self.state.get(parameter, {})
+            keyed = {(id(parameter), name): value for name, value in moments(state).items()}
+            state.update({name: value for (_, name), value in self._host.store(keyed).items()})
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -135,10 +145,14 @@ def empty_state(
     return out
 
 
+def _parameters(part: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in part.param_groups for parameter in group["params"]]
+
+
 def _ids_of_muon(optimizer: torch.optim.Optimizer) -> set[int]:
     parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
     muon = [part for part in parts if isinstance(part, torch.optim.Muon)]
-    return {id(p) for part in muon for group in part.param_groups for p in group["params"]}
+    return {id(p) for part in muon for p in _parameters(part)}
 
 
 def plain_name(name: str) -> str:
@@ -172,6 +186,7 @@ def _optimizers(named: Named, config: TrainerConfig, lr: float) -> list[torch.op
                 lr=lr,
                 betas=(config.beta1, config.beta2),
                 eps=config.adam_epsilon,
+                fused=True if config.offload == "all" else None,  # in one pass over the host's memory
             )
         )
     return parts

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GaeEstimator
@@ -48,13 +48,15 @@ class Stopped(Exception):
 class StepOptions:
     """The options of a step that do not depend on the algorithm; the names are those of the configuration.
 
-    With `downweight_stale` (`rollout.on_stale: downweight`) older tokens count less.
+    With `downweight_stale` (`rollout.on_stale: downweight`) older tokens count less; `gradients_on_host`
+    (`trainer.offload: all`) says that FSDP keeps gradients in host memory.
     """
 
     microbatch_tokens: int
     share_prefixes: bool
     grad_clip: float
     downweight_stale: bool = False
+    gradients_on_host: bool = False
 
 
 def train_batch(
@@ -92,7 +94,9 @@ def train_batch(
     if (data is not None) != ranks.is_first:
         raise ValueError("expected the batch on the first rank, and on no other rank")
     _check(algorithm, ranks, critic, reference, teacher)
-    batch = _BatchState(policy, optimizer, critic, teacher, algorithm, ranks, version, stopping)
+    batch = _BatchState(
+        policy, optimizer, critic, teacher, algorithm, ranks, version, stopping, options.gradients_on_host
+    )
     with batch.clock.part("pack"):
         plan = lay_out(
             data,
@@ -160,15 +164,19 @@ class _BatchState:
     ranks: Ranks
     version: int
     stopping: Callable[[], bool]
+    gradients_on_host: bool
     pairs: list[DpoCoefficients] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         device = self.ranks.device
         self.clock = Clock(device)
-        self.learners = [Learner(self.policy, self.optimizer, self.ranks.shards)]
+        trained: list[tuple[nn.Module, torch.optim.Optimizer]] = [(self.policy, self.optimizer)]
         if self.critic is not None:
-            critic = self.critic
-            self.learners.append(Learner(critic.critic, critic.optimizer, self.ranks.shards))
+            trained.append((self.critic.critic, self.critic.optimizer))
+        self.learners = [
+            Learner(module, optimizer, self.ranks.shards, self.gradients_on_host)
+            for module, optimizer in trained
+        ]
         self.statistics = LossStatistics.zero(device)
         self.value_sums = torch.zeros(2, dtype=torch.float64, device=device)
         self.observation_sums = torch.zeros(2, dtype=torch.float64, device=device)

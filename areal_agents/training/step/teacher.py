@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import EngineError, EngineUnavailable, TeacherError, TrainingError
 from areal_agents.inference.engine import ModelInfo, PromptScores, Sampler
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.gathering import whole
 from areal_agents.training.model.model import ModelOptions, load_policy
 from areal_agents.training.step.divergence import FullTargets, TopTargets
 
@@ -54,13 +54,23 @@ class HeldTeacher:
             raise TrainingError(
                 f"{path}: the output layer of a teacher must be nn.Linear, got {type(head).__name__}"
             )
-        self._weight = _whole(head.weight).to(options.dtype)
-        self._bias = None if head.bias is None else _whole(head.bias).to(options.dtype)
-        if len(self._weight) != vocab_size:
+        if head.out_features != vocab_size:
             raise TrainingError(
-                f"{path}: the teacher has a vocabulary of {len(self._weight)} tokens and the policy one of "
+                f"{path}: the teacher has a vocabulary of {head.out_features} tokens and the policy one of "
                 f"{vocab_size}; distillation needs a teacher with the policy's tokenizer and vocabulary"
             )
+        # its whole matrix, which `FullTargets` reads outside of the passes in which FSDP gathers it
+        self._head = nn.Linear(head.in_features, vocab_size, bias=head.bias is not None, device="meta")
+        self._head.weight = nn.Parameter(whole(head.weight).to(options.dtype), requires_grad=False)
+        if head.bias is not None:
+            self._head.bias = nn.Parameter(whole(head.bias).to(options.dtype), requires_grad=False)
+        if options.placement == "parked":
+            self._head.to("cpu")
+
+    @property
+    def held(self) -> tuple[nn.Module, ...]:
+        """The modules that hold its weights."""
+        return self._policy, self._head
 
     def targets(self, batch: MicroBatch) -> FullTargets:
         """The teacher's distributions at the N scored tokens of a micro-batch. Collective."""
@@ -68,7 +78,7 @@ class HeldTeacher:
         with torch.no_grad():
             hidden = self._policy.backbone(replace(batch, routed_experts=None))
         temperatures = batch.temperatures / self._policy.logit_scale
-        return FullTargets(hidden, self._weight, self._bias, temperatures)
+        return FullTargets(hidden, self._head.weight, self._head.bias, temperatures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +270,3 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
         except EngineUnavailable as error:
             logger.warning("the teacher's engine does not answer, retrying: %s", error)
             await asyncio.sleep(_RETRY_S)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
