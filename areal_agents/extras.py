@@ -1,7 +1,8 @@
 """Names the extra of the package that has a missing module.
 
 The package without extras is what an agent imports: the client and the decorator. `proxy` adds the command
-line and what serves and records; `train` adds the embedded engine and the trainer.
+line and what serves and records; `train` adds the embedded engine and the trainer, and `gpu` what only runs
+of some settings need.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "cloudpickle", "datasets", "llvmlite", "matplotlib", "numba", "peft", "safetensors", "tensorboard",
         "torch", "transformers", "xgrammar",
     ),
+    "gpu": ("liger_kernel",),
 }  # fmt: skip
 
 TRAIN_COMMANDS = ("train", "eval", "engine", "export", "verify")

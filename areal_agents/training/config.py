@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from areal_agents.training.publish.config import PublishConfig
 
+Fused = Literal["none", "compile", "liger", "auto"]
 Offload = Literal["none", "optimizer", "all"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -76,6 +77,11 @@ class TrainerConfig(BaseModel):
         default="auto",
         description="Compute type, and type of weights that are not trained; trained weights are float32. "
         "auto: bfloat16 on a GPU, float32 on a CPU.",
+    )
+    fused: Fused = Field(
+        default="none",
+        description="Faster blocks. compile: each block is compiled by torch; liger: Liger's kernels of "
+        "norms, activations and rotary embedding, on a GPU (extra gpu); auto: liger where it can be used.",
     )
     router_dtype: Literal["auto", "float32"] = Field(
         default="auto",

@@ -53,6 +53,7 @@ PARTS: dict[str, Part] = {
     "attention": Part("attention kernels against dense masks", "kernels", "attention", 150),
     "head": Part("float32 logits of a bfloat16 head", "kernels", "head", 60),
     "step": Part("one step of a 1.7B model", "training", "step", 150),
+    "fused": Part("the step with compiled blocks, and with Liger's kernels", "training", "fused", 240),
     "prefixes": Part("shared prefixes against flat samples", "training", "prefixes", 120),
     "engine": Part("the embedded engine, asleep and awake", "engine", "engine", 90),
     "loop": Part("a whole run on the embedded engine", "runs", "loop", 120),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from areal_agents.algorithms.samples import TrainingData
+from areal_agents.errors import TrainingError
+from areal_agents.training.config import Fused
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.metrics.mfu import mfu, peak_flops
 from benchmarks.gpu.parts import Here
@@ -17,6 +20,8 @@ from benchmarks.trainer.data import Recorder, save_model, training_data
 from benchmarks.trainer.peers import Ours, Setting
 
 TOP = 12  # entries of the profile
+FUSED: tuple[Fused, ...] = ("none", "compile", "liger")
+NORM_ERROR = 0.02  # bfloat16 rounds otherwise where operations are fused
 
 
 def step(here: Here) -> dict[str, Any]:
@@ -24,6 +29,29 @@ def step(here: Here) -> dict[str, Any]:
     with ranks(here.device) as joined:
         side = Ours(_setting(here, joined), share_prefixes=False)
         return measured_step(side, here.scale, joined) | {"profile": _profile(side, here)}
+
+
+def fused(here: Here) -> dict[str, Any]:
+    """The step with each value of `trainer.fused`, and how far the gradient's norm is from that of none."""
+    figures: dict[str, Any] = {}
+    norms: dict[str, float] = {}
+    with ranks(here.device) as joined:
+        setting = _setting(here, joined)
+        for value in FUSED:
+            try:
+                side = Ours(replace(setting, fused=value), share_prefixes=False)
+            except TrainingError as error:
+                figures[f"{value}_skipped"] = str(error)
+                continue
+            norms[value] = side.step(full_microbatches(here.scale)).grad_norm
+            difference = abs(norms[value] - norms["none"]) / norms["none"]
+            assert difference < NORM_ERROR, f"fused: {value} changes the gradient's norm by {difference:.1%}"
+            figures |= {f"{value}_{key}": n for key, n in measured_step(side, here.scale, joined).items()}
+            figures[f"{value}_norm_difference"] = round(difference, 5)
+            del side
+            if here.device == "cuda":
+                torch.cuda.empty_cache()
+    return figures
 
 
 def measured_step(side: Ours, scale: Scale, joined: Ranks) -> dict[str, Any]:

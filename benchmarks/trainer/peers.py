@@ -19,7 +19,7 @@ from torch import Tensor
 from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.core.sample import TrainingSample
-from areal_agents.training.config import TrainerConfig
+from areal_agents.training.config import Fused, TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import ModelOptions, load_policy
 from areal_agents.training.step.optimizer import make_optimizer
@@ -38,6 +38,7 @@ class Setting:
     dtype: torch.dtype
     microbatch_tokens: int
     ranks: Ranks
+    fused: Fused = "none"
 
     def autocast(self) -> torch.autocast:
         """Autocast as the loops use it: float32 weights, products in `dtype`."""
@@ -63,7 +64,8 @@ class Ours:
             share_prefixes=share_prefixes,
             grad_clip=OPTIMIZER.grad_clip,
         )
-        self.policy = load_policy(setting.folder, setting.ranks, options=ModelOptions(dtype=setting.dtype))
+        options = ModelOptions(dtype=setting.dtype, fused=setting.fused)
+        self.policy = load_policy(setting.folder, setting.ranks, options=options)
         self._optimizer = make_optimizer(self.policy, OPTIMIZER)
 
     def share_prefixes(self, shared: bool) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from areal_agents.training.model import fused
 from benchmarks.__main__ import app
 from benchmarks.gpu import kernels, run, runs
 from benchmarks.gpu.device import why_no_gpu
@@ -55,6 +56,14 @@ def test_a_step_is_timed_and_profiled(here: Here) -> None:
     assert figures["tokens_per_s"] > 0 and figures["mfu"] is None and figures["peak_gib"] is None
     shares = list(figures["profile"].values())
     assert shares == sorted(shares, reverse=True) and 0.2 < sum(shares) <= 1.01
+
+
+def test_steps_with_fused_blocks_are_compared(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "BACKEND", "aot_eager")  # the C++ compiler takes minutes
+    figures = measure("fused", here)
+    assert figures["none_tokens_per_s"] > 0 and figures["compile_tokens_per_s"] > 0
+    assert figures["none_norm_difference"] == 0 and figures["compile_norm_difference"] < 0.02
+    assert "needs a GPU" in figures["liger_skipped"]
 
 
 def test_shared_prefixes_are_compared_with_their_bound(here: Here) -> None:

@@ -119,6 +119,11 @@ def register() -> None:
     AttentionInterface.register(NAME, _attention_forward)
 
 
+def leave_uncompiled() -> None:
+    """Let models that are compiled call attention as it is, between two compiled parts. Idempotent."""
+    AttentionInterface.register(NAME, torch.compiler.disable(_attention_forward))
+
+
 def tree_attention(
     query: Tensor,
     key: Tensor,

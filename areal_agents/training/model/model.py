@@ -21,11 +21,13 @@ from transformers.utils.logging import disable_progress_bar
 from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.errors import TrainingError
+from areal_agents.training.config import Fused
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import attention
 from areal_agents.training.model.compatibility import attention_calls, logit_scale
 from areal_agents.training.model.context_parallel import check_heads
 from areal_agents.training.model.experts import has_experts, prepare_replay
+from areal_agents.training.model.fused import fuse_blocks
 from areal_agents.training.model.gathering import whole_adapter, whole_weights
 from areal_agents.training.model.images import sees_images, vision_inputs
 from areal_agents.training.model.loading import build_model, load_weights
@@ -56,6 +58,7 @@ class ModelOptions:
             them. With another one near ties are decided otherwise than in the engine.
         frozen: whether no weight is trained.
         placement: where the shards are, see `sharding.Placement`.
+        fused: how blocks are computed, see `fused.fuse_blocks`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -64,6 +67,7 @@ class ModelOptions:
     router_dtype: torch.dtype | None = None
     frozen: bool = False
     placement: Placement = "device"
+    fused: Fused = "none"
 
 
 class PolicyOutput(NamedTuple):
@@ -250,6 +254,7 @@ def load_sharded(
     module, model = build_without_weights(folder, root, options=options, head=head)
     if ranks.context_count > 1:
         _check_context(model, folder, ranks.context_count)
+    fuse_blocks(model, options.fused, ranks.device)
     checkpoint_blocks(model, options.activation_checkpointing)
     shard(
         module,

@@ -93,6 +93,7 @@ def load_models(
         activation_checkpointing=checkpointing,
         lora=lora_options(config.lora),
         router_dtype=router_dtype(config),
+        fused=config.fused,
         placement="offloaded" if config.offload == "all" else "parked" if parked else "device",
     )
     whole = replace(options, lora=None)
