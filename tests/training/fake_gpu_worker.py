@@ -3,7 +3,7 @@ not computed. Prints one line for each pass.
 
 A build of torch without CUDA has no guard for its devices, which even fake tensors need. The guard of the
 CPU, which does nothing, takes its place; so this runs in a process of its own. There is no backward pass:
-autograd's engine needs streams.
+autograd's engine needs streams; `meta_gpu_worker.py` has one.
 """
 
 from __future__ import annotations

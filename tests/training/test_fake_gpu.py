@@ -1,5 +1,5 @@
 """The passes of trainer and engine on fake CUDA tensors: nothing is left on the CPU, and kernels take their
-arguments."""
+arguments. Backward passes run on meta tensors, with the kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -16,17 +16,35 @@ from benchmarks.trainer.data import save_model
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds torch's library by its name")
-def test_forward_passes_on_fake_cuda_tensors(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", MINIATURE.shape, bfloat16=True)
+def run_worker(name: str, folder: Path) -> list[str]:
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("fake_gpu_worker.py")), str(folder), "300"],
+        [sys.executable, str(Path(__file__).with_name(name)), str(folder), "300"],
         capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "model", MINIATURE.shape, bfloat16=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds torch's library by its name")
+def test_forward_passes_on_fake_cuda_tensors(folder: Path) -> None:
+    assert run_worker("fake_gpu_worker.py", folder) == [
         "documents torch.float32 (160,)",
         "tree torch.float32 (160,)",
         "engine torch.float32 (4, 300)",
         "refused FakeTensorDeviceMismatchError",
+    ]
+
+
+def test_backward_passes_of_the_kernels_of_a_gpu(folder: Path) -> None:
+    """Two layers; those that are recomputed call their kernel twice. All that is trained gets a gradient."""
+    assert run_worker("meta_gpu_worker.py", folder) == [
+        "documents ['varlen_attention'] 2 True",
+        "tree ['flex_tree_attention'] 2 True",
+        "recomputed ['varlen_attention'] 4 True",
+        "adapter ['varlen_attention'] 2 True",
     ]
