@@ -30,6 +30,12 @@ def sleep(here: Here) -> dict[str, Any]:
     return _summary(_train(here, "engine.colocate=sleep", dtype="bfloat16"), "bfloat16")
 
 
+def ipc(here: Here) -> dict[str, Any]:
+    """A run whose engine has its part of the GPU's memory, and takes new weights from there."""
+    shared = ["engine.colocate=split"] if here.device == "cuda" else []
+    return _summary(_train(here, *shared, "trainer.publish.transport=ipc", dtype="bfloat16"), "bfloat16")
+
+
 def lora(here: Here) -> dict[str, Any]:
     """A run that trains and publishes an adapter."""
     return _summary(_train(here, "trainer.lora={rank: 8}", "trainer.lr=1e-3", dtype="bfloat16"), "bfloat16")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from areal_agents.training.model import fused
 from benchmarks.__main__ import app
-from benchmarks.gpu import kernels, run, runs
+from benchmarks.gpu import kernels, memory, run, runs
 from benchmarks.gpu.device import why_no_gpu
 from benchmarks.gpu.parts import PARTS, Here, Skipped, measure
 from benchmarks.gpu.run import Outcome, run_parts, write
@@ -66,6 +66,24 @@ def test_steps_with_fused_blocks_are_compared(here: Here, monkeypatch: pytest.Mo
     assert "needs a GPU" in figures["liger_skipped"]
 
 
+def test_the_memory_of_steps_is_estimated_before_they_are_taken(here: Here) -> None:
+    figures = measure("memory", here)
+    assert list(figures) == ["whole", "recomputed", "offloaded", "adapter"]
+    assert all(case["estimated_gib"] >= 0 and "measured_gib" not in case for case in figures.values())
+
+
+def test_an_estimate_that_is_off_fails() -> None:
+    for estimated, measured in ((84, 100), (116, 100)):
+        with pytest.raises(AssertionError, match=r"whole: the estimate is .* difference of at most 15%"):
+            memory._judged("whole", estimated * 2**20, measured * 2**20)
+    assert memory._judged("whole", 2**30, round(1.1 * 2**30)) == {"measured_gib": 1.1, "error": -0.091}
+
+
+def test_a_model_is_published_to_an_engine_in_another_process(here: Here) -> None:
+    figures = measure("publish", here)
+    assert figures["publish_s"] > figures["pause_s"] >= 0
+
+
 def test_shared_prefixes_are_compared_with_their_bound(here: Here) -> None:
     figures = measure("prefixes", here)
     assert figures["bound"] > 2 and figures["speed_up"] > 0
@@ -78,7 +96,7 @@ def test_an_engine_sleeps_and_samples_the_same_tokens_afterwards(here: Here) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["loop", "lora", "quickstart"])
+@pytest.mark.parametrize("name", ["loop", "lora", "ipc", "quickstart"])
 def test_whole_runs_are_measured(name: str, here: Here) -> None:
     figures = measure(name, here)
     assert figures["steps"] == 1 and figures["step_s"] > 0
