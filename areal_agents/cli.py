@@ -132,17 +132,24 @@ def plan(
 ) -> None:
     """Show the memory that a run needs on each GPU, and what would help if it is too much.
 
-    Of the model only config.json is needed. The exit status is 1 if the run does not fit.
+    Of the model only config.json is needed. The exit status is 1 if the run does not fit, and 3 if the memory
+    of its model is not known.
     """
     require("torch", "the plan")
     from areal_agents.config import load_config
     from areal_agents.launch.gpus import Machine, this_machine
-    from areal_agents.launch.plan import plan_memory
+    from areal_agents.launch.plan import EXIT_UNKNOWN, plan_memory
+    from areal_agents.training.memory.estimate import MemoryUnknown
 
     if gpus is None and gpu_memory is not None:
         raise typer.BadParameter("--gpu-memory describes the GPUs of --gpus; give their number, too")
     machine = this_machine() if gpus is None else Machine(gpus, round((gpu_memory or 80.0) * 2**30))
-    found = plan_memory(load_config(config, overrides or (), weights=False), machine)
+    loaded = load_config(config, overrides or (), weights=False)
+    try:
+        found = plan_memory(loaded, machine)
+    except MemoryUnknown as error:
+        Console().print(str(error), markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_UNKNOWN) from None
     found.show(Console())
     if not found.fits:
         raise typer.Exit(1)

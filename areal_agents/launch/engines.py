@@ -33,7 +33,7 @@ from areal_agents.inference.sglang.server import (
     server_environment,
 )
 from areal_agents.launch.children import EXIT_REFUSED
-from areal_agents.launch.nodes import nodes_of
+from areal_agents.launch.nodes import nodes_of, ranks_beside_engines
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
 
@@ -76,8 +76,9 @@ def plan_engines(config: Config) -> EnginePlan:
         return EnginePlan((), f"running servers at {', '.join(engine.urls)}")
     if engine.kind == "sglang":
         environment = find_environment(engine.python, numerics(engine))
-        here = nodes_of(config.trainer, os.environ).local_ranks(config.trainer.ranks)
-        trainer_gpus = 0 if config.trainer.device == "cpu" else here
+        trainer = config.trainer
+        here = ranks_beside_engines(trainer, nodes_of(trainer, os.environ).count)
+        trainer_gpus = 0 if trainer.device == "cpu" else here
         placements = place(engine, environment.gpus, trainer_gpus=trainer_gpus)
         if engine.deterministic and not placements[0].gpus:
             raise ConfigError("engine.deterministic needs SGLang on a GPU, and there is none; leave it out")

@@ -20,10 +20,11 @@ _PROBE = (
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine with `gpus` equal GPUs of `memory` bytes; with no GPU, `memory` is that of the machine."""
+    """A machine with `gpus` equal GPUs of `memory` bytes each, and `host` bytes of its own; 0: not known."""
 
     gpus: int
     memory: int
+    host: int = 0
 
 
 def this_machine() -> Machine:
@@ -32,9 +33,9 @@ def this_machine() -> Machine:
     Raises:
         ConfigError: there is a driver for GPUs, but torch cannot use it.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if not _has_driver():
-        return Machine(0, memory)
+        return Machine(0, 0, host)
     # in a process of its own, because CUDA keeps memory of each GPU that a process has looked at
     try:
         done = subprocess.run(
@@ -45,7 +46,7 @@ def this_machine() -> Machine:
     if done.returncode:
         raise ConfigError(f"torch cannot list the GPUs: {done.stderr.strip()[-300:]}")
     sizes = [int(line) for line in done.stdout.split()]
-    return Machine(len(sizes), min(sizes)) if sizes else Machine(0, memory)
+    return Machine(len(sizes), min(sizes, default=0), host)
 
 
 def _has_driver() -> bool:

@@ -74,6 +74,19 @@ def nodes_of(trainer: TrainerConfig, environment: Mapping[str, str]) -> Nodes:
     return Nodes(count, rank, host.strip("[]"), int(port))
 
 
+def ranks_beside_engines(trainer: TrainerConfig, nodes: int) -> int:
+    """Return how many ranks of the trainer are on the machine of the run's engines.
+
+    Those that something else starts may be anywhere; `trainer.nodes` says that this machine is one of theirs.
+
+    Args:
+        nodes: the number of machines of a trainer that the run starts.
+    """
+    if trainer.start:
+        return trainer.ranks // nodes
+    return trainer.ranks // trainer.nodes if trainer.nodes else 0
+
+
 def rank_variables(trainer: TrainerConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables for this process as one rank of the trainer; none if it is the only one.
 

@@ -124,9 +124,11 @@ def _vocab_size(model: Path) -> int | None:
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.inference import SGLangEngine
     from areal_agents.inference.sglang.server import nccl_environment
+    from areal_agents.launch.context_length import longest_sequence
+    from areal_agents.launch.dtypes import with_trainer_dtype
+    from areal_agents.launch.engine_memory import engine_bytes_in_training, engine_gpus
     from areal_agents.launch.engines import check_nccl, memory_to_release, wait_for_engines
     from areal_agents.launch.gpus import Machine
-    from areal_agents.launch.plan import engine_bytes_in_training, engine_gpus
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
     from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
@@ -134,6 +136,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     from areal_agents.training.run import run
 
     stop = _stop_event()
+    config, longest = with_trainer_dtype(config), longest_sequence(config)
     os.environ.update(rank_variables(config.trainer, os.environ))  # torch reads them
     if config.engine.kind == "sglang":
         os.environ.update(nccl_environment(config.engine))  # the trainer may form a group with the engines
@@ -162,6 +165,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             engines = [SGLangEngine(url, update_timeout_s=timeout_s) for url in urls]
             if store is not None and config.loop == "one_step_off":
                 data_ended = end_of_data(config.data, store, seed=config.seed)
+        by_ipc = config.trainer.publish.transport == "ipc"
         result = run(
             config.trainer,
             config.algorithm,
@@ -176,7 +180,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             data_ended=data_ended,
             released=memory_to_release(config),
             engine_bytes=partial(engine_bytes_in_training, config),
-            engine_gpus=engine_gpus(config, Machine(own_gpus(), 0)) if engines else (),
+            engine_gpus=engine_gpus(config, Machine(own_gpus(), 0)) if engines and by_ipc else (),
+            longest_sample=longest.wanted if longest is not None else 0,
             stop=stop,
             seed=config.seed,
             recorded=recorded,

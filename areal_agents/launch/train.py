@@ -10,13 +10,10 @@ import logging
 import os
 import secrets
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -25,11 +22,13 @@ from areal_agents.errors import ConfigError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.children import Children
 from areal_agents.launch.disk_space import disk_space_of
+from areal_agents.launch.dtypes import check_dtypes
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
-from areal_agents.launch.gpus import this_machine
 from areal_agents.launch.live_view import LiveView
+from areal_agents.launch.memory_check import check_memory
 from areal_agents.launch.nodes import Nodes, nodes_of
+from areal_agents.launch.outside_trainer import OutsideTrainer
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.run_folder import Endpoints, RunFolder
@@ -45,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
 WITHOUT_TOOL = "after-without-tool"
-PLAN_TIMEOUT_S = 600.0
 
 
 def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool: bool = False) -> Summary:
@@ -77,7 +75,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     config = without_place(config)
     folder = RunFolder(Path(config.run_dir))
     if fresh or not has_ended(config, folder):
-        _check_memory(config, console, nodes)  # before anything of an earlier run is changed
+        check_memory(config, console, nodes)  # before anything of an earlier run is changed
     for earlier in folder.set_aside(config.store.url) if fresh else ():
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
     with folder.locked(config.store.url), interruptible(), chosen_endpoints(config) as endpoints:
@@ -188,38 +186,10 @@ def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
     if not trains:
         on_the_cpu = config.trainer.model_copy(update={"device": "cpu"})
         config = config.model_copy(update={"trainer": on_the_cpu})
-    return plan_engines(config)
-
-
-def _check_memory(config: Config, console: Console, nodes: Nodes) -> None:
-    """Refuse a run that does not fit in the memory of this machine's GPUs, before anything is loaded.
-
-    A trainer that something else starts checks its own memory.
-
-    Raises:
-        ConfigError: it does not fit, or there are too few GPUs.
-    """
-    if config.trainer.device == "cpu" or not config.trainer.start:
-        return
-    machine = this_machine()
-    if not machine.gpus:
-        return
-    options = ["--gpus", str(machine.gpus), "--gpu-memory", str(machine.memory / 2**30)]
-    with TemporaryDirectory(prefix="areal-agents-plan-") as temporary:
-        file = Path(temporary) / "config.yaml"
-        save_config(config, file)
-        # in a process of its own: the supervisor needs no torch
-        command = [sys.executable, "-m", "areal_agents", "plan", str(file), f"trainer.nodes={nodes.count}"]
-        try:
-            done = subprocess.run(
-                [*command, *options], capture_output=True, text=True, timeout=PLAN_TIMEOUT_S
-            )
-        except subprocess.TimeoutExpired:
-            raise ConfigError(f"the memory of the run was not known within {PLAN_TIMEOUT_S:g} s") from None
-    lines = (done.stdout if done.stdout.strip() else done.stderr).strip().splitlines()
-    if done.returncode:
-        raise ConfigError(lines[-1].removeprefix("ConfigError: ") if lines else "the plan of memory failed")
-    console.print(done.stdout.rstrip(), markup=False, highlight=False, soft_wrap=True)
+    plan = plan_engines(config)
+    if trains:
+        check_dtypes(config, plan.placements)
+    return plan
 
 
 def _report_resume(folder: RunFolder, console: Console) -> None:
@@ -344,8 +314,10 @@ def _run(
     disk_space = disk_space_of(config, folder)
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
+        look_for_trainer = _looking(config, folder, store, view)
         while not (children.finished("rollout") and ended()):
             children.check(may_finish=("rollout", "trainer"))
+            look_for_trainer()
             metrics.update()
             busy.follow(len(metrics.rows), config.trainer.steps)
             view.warn(disk_space.shortage())
@@ -366,8 +338,10 @@ def _run_recorded(
     metrics = MetricsFile(folder.metrics)
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
+        look_for_trainer = _looking(config, folder, store, view)
         while not ended():
             children.check(may_finish=("trainer",))
+            look_for_trainer()
             metrics.update()
             view.update(metrics.rows, read_progress(store))
             time.sleep(REFRESH_S)
@@ -396,6 +370,14 @@ def _trainer_ended(config: Config, folder: RunFolder, children: Children, store:
         return bool(trained) and written() not in (0, earlier)
 
     return ended
+
+
+def _looking(config: Config, folder: RunFolder, store: Store, view: LiveView) -> Callable[[], None]:
+    """Return a function that ends the run if a trainer that something else starts does not come."""
+    if config.trainer.start:
+        return lambda: None
+    limit_s = config.trainer.join_timeout_s
+    return OutsideTrainer(folder, store.path, limit_s=limit_s, say=view.event).check
 
 
 def _check_evaluation(config: Config, ablate_tool: bool) -> None:

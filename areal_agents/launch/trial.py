@@ -21,16 +21,14 @@ from areal_agents.client import AsyncClient
 from areal_agents.config import Config
 from areal_agents.core.rollout import Task
 from areal_agents.errors import AgentError, ArealAgentsError
-from areal_agents.inference.config import DEFAULT_MAX_CONTEXT
 from areal_agents.launch.children import ChildDied, Children
+from areal_agents.launch.context_length import engine_context
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.model_folder import text_config
 from areal_agents.whole_files import write_whole
 
 EPISODES = 3
 EPISODE_S = 20.0  # longest trial episode; a slower agent is not judged
 LIMIT_S = 180.0  # longest trial, with the import of the agent and of the data
-_LONGEST_CONTEXT = 262_144
 _POLL_S = 0.05
 _STOP_S = 5.0
 _WITHOUT = "; to start without a trial episode, set trial: false"
@@ -133,7 +131,7 @@ def _play(config: Config, folder: RunFolder, task: Task) -> str:
     model = Path(config.model)
     with (
         tempfile.TemporaryDirectory(prefix="areal-agents-trial-") as home,
-        scripted_engine(model, renderer, context_length=_context_length(config, model)) as engine_url,
+        scripted_engine(model, renderer, context_length=engine_context(config, model)) as engine_url,
         Store.open(Path(home) / "store.db") as store,
     ):
         proxy = ObservedProxy("", store)
@@ -206,12 +204,3 @@ def _end_blocked(folder: RunFolder, text: str) -> None:
 
 def _write(folder: RunFolder, *, error: str = "", note: str = "") -> None:
     write_whole(folder.trial, json.dumps({"error": error, "note": note}))
-
-
-def _context_length(config: Config, model: Path) -> int:
-    """Return the most tokens of a prompt with its completion that the run's engine will take."""
-    positions = int(text_config(model).get("max_position_embeddings") or _LONGEST_CONTEXT)
-    if config.engine.urls:
-        return positions
-    default = DEFAULT_MAX_CONTEXT if config.engine.kind == "embedded" else positions
-    return min(positions, config.engine.max_context or default)

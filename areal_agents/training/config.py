@@ -76,7 +76,8 @@ class TrainerConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="Compute type, and type of weights that are not trained; trained weights are float32. "
-        "auto: bfloat16 on a GPU, float32 on a CPU.",
+        "auto: that of the engines that the run starts (float32 with the embedded engine on a CPU, also on a "
+        "GPU); else bfloat16 on a GPU, float32 on a CPU.",
     )
     fused: Fused = Field(
         default="none",
@@ -88,6 +89,11 @@ class TrainerConfig(BaseModel):
         description="Type in which routers of experts compute. auto: that of `dtype`, as in engines, so that "
         "the same experts are chosen; float32: more precise than engines.",
     )
+    memory_check: Literal["refuse", "warn"] = Field(
+        default="refuse",
+        description="What happens to a run that does not fit in the GPUs' memory by the estimate of "
+        "areal-agents plan: it is refused before anything is loaded, or started with a warning.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one.")
     ranks: int = Field(
         default=1, ge=1, description="Processes that share the training, on all nodes together; one per GPU."
@@ -95,7 +101,7 @@ class TrainerConfig(BaseModel):
     start: bool = Field(
         default=True,
         description="false: train starts no trainer; torchrun, srun or Ray start its ranks, as areal-agents "
-        "processes trainer.",
+        "processes trainer. Engines use all GPUs of this machine, unless nodes says that it has ranks too.",
     )
     nodes: int = Field(
         default=0,
@@ -115,7 +121,10 @@ class TrainerConfig(BaseModel):
         description="host:port of machine 0, where the ranks meet. Empty: as srun, torchrun or Ray say.",
     )
     join_timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest wait until all ranks have been started."
+        default=600.0,
+        gt=0,
+        description="Longest wait until all ranks have been started; with start: false, the longest time "
+        "without a trainer, also after one has ended.",
     )
     stop_timeout_s: float = Field(
         default=0.0,

@@ -72,6 +72,7 @@ def run(
     released: Sequence[MemoryKind] = (),
     engine_bytes: Callable[[int], int] = lambda memory: 0,
     engine_gpus: Sequence[Sequence[int]] = (),
+    longest_sample: int = 0,
     seed: int = 0,
     recorded: RecordedGroups | None = None,
     evaluates: bool = False,
@@ -99,6 +100,7 @@ def run(
             step is trained.
         engine_gpus: the GPUs of each of `engines`, on the machine whose GPU r is that of rank r; empty if
             they are not known.
+        longest_sample: tokens that a micro-batch should hold, if the configuration says it; 0: not known.
         recorded: groups of another store to train on, instead of groups of a rollout.
         evaluates: whether held-out evaluations are written to the store during training.
         data_ended: returns whether all groups of the data have started, so that with `swap_between_batches`
@@ -130,7 +132,9 @@ def run(
             raise ValueError("the first rank needs a store, and either engines or recorded groups")
         else:
             store.become_trainer(_ENDING_TRAINER_S)  # before any file of an earlier trainer is changed
-        config = settle(config, algorithm, model_path, group, engine_bytes=engine_bytes)
+        config = settle(
+            config, algorithm, model_path, group, engine_bytes=engine_bytes, longest=longest_sample
+        )
         publishes = group.broadcast(bool(engines))
         sleeps = publishes and bool(released)
         parks = sleeps and group.device.type == "cuda" and config.offload != "all"

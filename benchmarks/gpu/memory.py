@@ -34,7 +34,7 @@ def memory(here: Here) -> dict[str, Any]:
     cases: dict[str, dict[str, Any]] = {
         "whole": {"activation_checkpointing": "off"},
         "recomputed": {"activation_checkpointing": "full"},
-        "offloaded": {"activation_checkpointing": "full", "offload_optimizer": True},
+        "offloaded": {"activation_checkpointing": "full", "offload": "optimizer"},
         "adapter": {"activation_checkpointing": "full", "lora": {"rank": 32}},
     }
     figures = {}

@@ -19,7 +19,7 @@ from test_train import EXAMPLE
 from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
 from areal_agents.launch.local_ranks import run_ranks
-from areal_agents.launch.nodes import Nodes, hosts_of, nodes_of, rank_variables
+from areal_agents.launch.nodes import Nodes, hosts_of, nodes_of, rank_variables, ranks_beside_engines
 from areal_agents.launch.stopping import parameters_of, stop_timeout_s
 from areal_agents.launch.supervision import SUPERVISED
 from areal_agents.training.config import TrainerConfig
@@ -234,3 +234,17 @@ def test_ranks_that_are_told_to_end_may_take_their_time_up_to_the_limit(
     code = run_ranks([str(rank_program), "none", ending_s], 2, Nodes(), stop_timeout_s=limit_s)
     teller.join()
     assert code == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "ranks"),
+    [
+        ({"ranks": 16}, 2, 8),
+        ({"ranks": 16, "start": False}, 1, 0),  # they may be anywhere
+        ({"ranks": 16, "start": False, "nodes": 2}, 1, 8),
+    ],
+)
+def test_the_ranks_that_leave_their_gpus_to_no_engine(
+    settings: dict[str, Any], nodes: int, ranks: int
+) -> None:
+    assert ranks_beside_engines(TrainerConfig(**settings), nodes) == ranks

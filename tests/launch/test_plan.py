@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,9 +18,15 @@ from transformers import Qwen3Config
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
-from areal_agents.launch import train as launching
+from areal_agents.launch import memory_check
+from areal_agents.launch.context_length import POSITIONS, Longest, longest_sequence
+from areal_agents.launch.engine_memory import engine_bytes_in_training
 from areal_agents.launch.gpus import Machine
-from areal_agents.launch.plan import check_gpus, engine_bytes_in_training
+from areal_agents.launch.memory_check import check_memory
+from areal_agents.launch.nodes import Nodes
+from areal_agents.launch.plan import check_gpus
+from areal_agents.launch.suggestions import with_changes
+from areal_agents.launch.train import train
 
 GIB = 2**30
 SGLANG = {"kind": "sglang", "python": "/nowhere/bin/python"}
@@ -56,6 +65,29 @@ def plan(path: Path, *overrides: str, gpus: int, gib: float) -> tuple[int, str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout
+
+
+_PLANS = """
+import json, sys
+from pathlib import Path
+from areal_agents.config import load_config
+from areal_agents.launch.gpus import Machine
+from areal_agents.launch.plan import plan_memory
+for path, overrides, machine in json.loads(sys.argv[1]):
+    found = plan_memory(load_config(path, overrides), Machine(*machine))
+    rows = {share.title: {name: values[0] / 2**30 for name, values in share.rows} for share in found.shares}
+    print(json.dumps({"fits": found.fits, "verdict": found.verdict(), "remarks": found.remarks, "rows": rows,
+                      "notes": [share.note for share in found.shares],
+                      "headings": [share.heading for share in found.shares]}))
+"""
+
+
+def planned(*cases: tuple[Path, list[str], Machine]) -> list[dict[str, Any]]:
+    """Several plans, of which the rows are those of the first column; all in one process of their own."""
+    given = json.dumps([(str(path), overrides, astuple(machine)) for path, overrides, machine in cases])
+    done = subprocess.run([sys.executable, "-c", _PLANS, given], capture_output=True, text=True, timeout=500)
+    assert not done.returncode, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def numbers(output: str, row: str, *, title: str = "") -> list[float]:
@@ -113,6 +145,9 @@ def test_memory_of_colocated_engines_during_a_step(tmp_path: Path, model: Path) 
 
     assert held(**SGLANG, colocate="split") == 32 * GIB
     assert held(**SGLANG, colocate="sleep") == 0
+    cache = 2 * 8 * 8 * 128 * 3 * 2048  # layers, heads, and 3 sequences of 2048 tokens
+    both = held(device="cuda", colocate="split", slots=3, max_context=2048)
+    assert both == 2 * (634_425_344 + cache)  # all that it takes, whatever SGLang would
     assert held(device="cuda", colocate="sleep") == 2 * 634_425_344  # only keys and values are released
     assert held() == 0
 
@@ -135,8 +170,120 @@ def test_gpus_that_are_not_there_or_shared_unintendedly(tmp_path: Path, model: P
 def test_train_refuses_before_it_starts_anything(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "this_machine", lambda: Machine(1, 12 * GIB))
+    monkeypatch.setattr(memory_check, "this_machine", lambda: Machine(1, 12 * GIB))
     config = load(tmp_path, model, run_dir=str(tmp_path / "run"), trainer={"trackers": []})
-    with pytest.raises(ConfigError, match=r"does not fit: GPU 0: the trainer .*trainer\.lora: {}"):
-        launching.train(config, console=Console(quiet=True))
+    refusal = r"does not fit: GPU 0: the trainer .*trainer\.lora: {}.*set trainer\.memory_check: warn"
+    with pytest.raises(ConfigError, match=refusal):
+        train(config, console=Console(quiet=True))
     assert not [*(tmp_path / "run" / "logs").glob("*.log")]
+
+
+def checked(config: Config, monkeypatch: pytest.MonkeyPatch, *, gib: float = 12) -> str:
+    """What `train` says of the memory of a run on one GPU, before it goes on."""
+    monkeypatch.setattr(memory_check, "this_machine", lambda: Machine(1, round(gib * GIB)))
+    console = Console(record=True, quiet=True, width=160)
+    with console.capture() as said:
+        console.quiet = False
+        check_memory(config, console, Nodes())
+    return " ".join(said.get().split())
+
+
+def test_a_run_that_does_not_fit_is_started_with_a_warning(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = checked(load(tmp_path, model, trainer={"memory_check": "warn"}), monkeypatch)
+    assert "The run does not fit: GPU 0: the trainer" in said
+    assert "warning: the run is started although it does not fit" in said
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [('{"model_type": "unheard_of"}', "unheard_of"), ('{"model_type": ', "is not a valid JSON")],
+)
+def test_a_model_whose_memory_is_not_known_is_not_refused(
+    config: str, reason: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config_file(tmp_path, model)
+    loaded = load_config(path)
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text(config)
+    loaded = loaded.model_copy(update={"model": str(unknown)})
+    said = checked(loaded, monkeypatch)
+    assert said.startswith("warning: ") and reason in said
+    assert said.endswith("the memory of the run is not checked") and "Traceback" not in said
+
+
+def test_a_micro_batch_should_hold_the_longest_sample(tmp_path: Path, model: Path) -> None:
+    def longest(**settings: object) -> Longest | None:
+        return longest_sequence(load(tmp_path, model, **settings))
+
+    sglang = {"engine": SGLANG}
+    assert longest() == Longest(4096, "engine.max_context")  # the embedded engine's default
+    assert longest(**sglang) == Longest(16_384, POSITIONS) and Longest(16_384, POSITIONS).wanted == 0
+    assert longest(engine={**SGLANG, "max_context": 16_384}) == Longest(16_384, "engine.max_context")
+    limited = {"limits": {"context_tokens": 3000}}
+    assert longest(rollout=limited) == Longest(3000, "rollout.limits.context_tokens")
+    stages = {"context_stages": [{"until_step": 1, "max_tokens": 512}, {"max_tokens": 2048}]}
+    assert longest(rollout=stages) == Longest(2048, "rollout.context_stages")
+    ended = {"context_stages": [{"until_step": 1, "max_tokens": 512}]}
+    assert longest(rollout=ended) == Longest(4096, "engine.max_context")
+
+    path = config_file(tmp_path, model, engine={**SGLANG, "max_context": 12_000, "colocate": "sleep"})
+    chosen, given = planned(
+        (path, [], Machine(1, 80 * GIB)), (path, ["trainer.microbatch_tokens=8192"], Machine(1, 80 * GIB))
+    )
+    assert chosen["fits"] and "microbatch_tokens: 16384" in chosen["notes"][0] and not chosen["remarks"]
+    (remark,) = given["remarks"]
+    assert given["fits"]
+    assert "up to 12,000 tokens (engine.max_context), and a micro-batch holds 8,192" in remark
+
+
+def test_sglang_fits_on_a_small_gpu_by_what_it_needs(tmp_path: Path, model: Path) -> None:
+    path = config_file(tmp_path, model, engine=SGLANG, trainer={"device": "cpu"})
+    sizes = (8, 12, 24, 4)
+    *fitting, too_small = planned(*((path, [], Machine(1, gib * GIB)) for gib in sizes))
+    for found, gib in zip(fitting, sizes[:3], strict=True):
+        assert found["fits"] and sum(found["rows"]["GPU 0: the engines"].values()) <= gib, found
+    assert not too_small["fits"]
+    assert "one sequence needs 0.1 GiB for keys and values, and 0.0 GiB are left" in too_small["verdict"]
+
+
+def test_on_a_cpu_the_host_holds_trainer_and_engine(tmp_path: Path, model: Path) -> None:
+    """634 million weights take 2.4 GiB in float32, in the trainer and in the engine."""
+    path = config_file(tmp_path, model, engine={"slots": 2}, trainer={"device": "cpu"})
+    host, small, unknown, on_gpu = planned(
+        (path, [], Machine(0, 0, 64 * GIB)), (path, [], Machine(0, 0, 12 * GIB)), (path, [], Machine(1, GIB)),
+        (path, ["trainer.device=cuda"], Machine(1, 80 * GIB)),
+    )  # fmt: skip
+    rows = host["rows"]["Host memory: the trainer and the engine"]
+    assert host["headings"] == ["GiB of the host"] and host["fits"]
+    assert rows["trained weights, float32"] == rows["engines: weights"] == pytest.approx(2.36, abs=0.01)
+    # 8 layers of 8 heads of 128 keys and as many values, for 2 sequences of 4096 tokens
+    assert rows["engines: keys and values, at most"] == 0.5
+    assert "Host memory: the trainer and the engine (" in small["verdict"] and not small["fits"]
+    assert unknown["fits"]  # the host of --gpus is not known
+    assert "Not counted: engines on the CPU, with up to 2.9 GiB of host memory." in on_gpu["remarks"]
+
+
+def test_changed_settings_are_validated_and_what_follows_from_them_is_set_anew(
+    tmp_path: Path, model: Path
+) -> None:
+    config = load(tmp_path, model, loop="one_step_off", trainer={"lr": 1e-3})
+    changed = with_changes(config, {"trainer.lora": {}})
+    assert changed.trainer.publish.transport == "lora" and changed.trainer.lr == 1e-3
+    assert changed.model_copy(update={"trainer": config.trainer}) == config
+    with pytest.raises(ConfigError, match="ranks must be a multiple of nodes"):
+        with_changes(config, {"trainer.ranks": 3, "trainer.nodes": 2})
+    adapter = load(tmp_path, model, engine={"device": "cuda", "colocate": "split"})
+    with pytest.raises(ConfigError, match=r"broadcast: engine\.colocate: split"):  # between two sections
+        with_changes(adapter, {"trainer.publish": {"transport": "broadcast"}})
+
+
+def test_more_machines_are_named_when_nothing_else_helps(tmp_path: Path, model: Path) -> None:
+    path = config_file(
+        tmp_path, model, engine={"kind": "sglang", "urls": ["http://gpu:1"]},
+        trainer={"optimizer": "muon", "offload": "optimizer"},  # neither adapters nor more on the host
+    )  # fmt: skip
+    (found,) = planned((path, [], Machine(1, 7 * GIB)))
+    assert found["verdict"].endswith("It would fit with: trainer.nodes: 2, trainer.ranks: 2.")

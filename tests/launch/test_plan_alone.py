@@ -12,6 +12,7 @@ from test_train import EXAMPLE
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
+from areal_agents.launch.engines import plan_engines
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.train import evaluate, train, without_trainer
 
@@ -67,3 +68,13 @@ def test_settings_that_running_servers_do_not_heed_are_named_once(
         "settings that have no effect on running servers, which keep their own settings: "
         "engine.slots, engine.device"
     ]  # slots are the example's
+
+
+def test_ranks_that_something_else_starts_take_no_gpu_of_the_engines(sglang: str, run_dir: Path) -> None:
+    given = config(run_dir, f"engine.python={sglang}", "trainer.ranks=16", "trainer.start=false")
+    assert [placement.gpus for placement in plan_engines(given).placements] == [(0,)]
+    beside = config(
+        run_dir, f"engine.python={sglang}", "trainer.ranks=2", "trainer.start=false", "trainer.nodes=2"
+    )
+    with pytest.raises(ConfigError, match="from GPU 1 on, need 2 GPUs, besides the trainer's 1"):
+        plan_engines(beside)

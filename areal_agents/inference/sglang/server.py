@@ -169,7 +169,7 @@ def server_command(
     """
     command = [config.python, str(SCRIPTS / "serve.py"), "--model-path", str(model)]
     command += ["--host", host, "--port", str(port), "--random-seed", str(seed)]
-    command += ["--dtype", _dtype(config, Path(model), placement)]
+    command += ["--dtype", serving_dtype(config, Path(model), placement)]
     command += ["--tp-size", str(max(1, len(placement.gpus)))]
     if not cumulative:
         command += ["--incremental-streaming-output"]
@@ -186,6 +186,23 @@ def server_command(
         command += ["--disable-overlap-schedule", "--disable-radix-cache"]
     command += _device_arguments(config, placement, lora=bool(lora_rank))
     return [*command, *config.arguments]
+
+
+def serving_dtype(config: EngineConfig, model: Path, placement: GpuPlacement) -> str:
+    """Return the compute type of a server; `auto` if config.json cannot be read.
+
+    SGLang's own `auto` would compute with a float32 model in float16.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    if not placement.gpus:
+        return "float32"
+    try:
+        tree = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):  # SGLang reports what is wrong with the model
+        return "auto"
+    saved = str(tree.get("dtype") or tree.get("torch_dtype") or "").removeprefix("torch.")
+    return saved if saved in ("bfloat16", "float16") else "bfloat16"
 
 
 def server_environment(
@@ -252,20 +269,6 @@ class SGLangProcess(ServerProcess):
     def start(self) -> None:
         """See ServerProcess.start."""
         self._spawn(self._command, self._environment)
-
-
-def _dtype(config: EngineConfig, model: Path, placement: GpuPlacement) -> str:
-    """The compute type. SGLang's own `auto` would compute with a float32 model in float16."""
-    if config.dtype != "auto":
-        return config.dtype
-    if not placement.gpus:
-        return "float32"
-    try:
-        tree = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):  # SGLang reports what is wrong with the model
-        return "auto"
-    saved = str(tree.get("dtype") or tree.get("torch_dtype") or "").removeprefix("torch.")
-    return saved if saved in ("bfloat16", "float16") else "bfloat16"
 
 
 def _device_arguments(config: EngineConfig, placement: GpuPlacement, *, lora: bool) -> list[str]:

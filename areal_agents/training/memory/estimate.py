@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.errors import TrainingError
 from areal_agents.training.checkpoint.export import lora_options
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
@@ -16,6 +19,10 @@ from areal_agents.training.model.loading import build_model
 from areal_agents.training.model.model import ModelOptions, build_without_weights, policy_around
 from areal_agents.training.model.run_models import compute_dtype, frozen_models, router_dtype
 from areal_agents.training.model.sharding import Checkpointing
+
+
+class MemoryUnknown(TrainingError):
+    """The memory of a model cannot be computed; whether it can be trained is another question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class TrainerMemory:
         measured: what other objects of this class have measured; it does not depend on the ranks.
 
     Raises:
-        TrainingError: the configuration of a model cannot be used.
+        MemoryUnknown: a model cannot be built or measured without its weights.
     """
 
     def __init__(
@@ -91,8 +98,23 @@ class TrainerMemory:
         measured: dict[object, Measurer] | None = None,
     ) -> None:
         self.dtype = compute_dtype(config, on_gpu=on_gpu)
+        self._path = model_path
         self._context = ranks.context_count
         self._offload = config.offload
+        self._measured: dict[int, list[Activations]] = {}
+        with _unknown_if_it_fails(model_path):
+            self._build(config, algorithm, model_path, ranks, on_gpu=on_gpu, measured=measured)
+
+    def _build(
+        self,
+        config: TrainerConfig,
+        algorithm: AlgorithmConfig,
+        model_path: Path,
+        ranks: Ranks,
+        *,
+        on_gpu: bool,
+        measured: dict[object, Measurer] | None,
+    ) -> None:
         options = ModelOptions(
             dtype=self.dtype, lora=lora_options(config.lora), router_dtype=router_dtype(config)
         )
@@ -124,7 +146,6 @@ class TrainerMemory:
             self._states(path, ranks, frozen, optimized_by=None)
             for path in frozen_models(config, algorithm, model_path)
         ]
-        self._measured: dict[int, list[Activations]] = {}
         text = policy.config.get_text_config()
         self.layers = int(text.num_hidden_layers)
         self.positions = int(getattr(text, "max_position_embeddings", 0) or 0)
@@ -177,7 +198,8 @@ class TrainerMemory:
         return need
 
     def _measure(self, tokens: int) -> list[Activations]:
-        return [model.measure(tokens) for model in self._models]
+        with _unknown_if_it_fails(self._path):
+            return [model.measure(tokens) for model in self._models]
 
     def _states(
         self, path: Path, ranks: Ranks, options: ModelOptions, *, optimized_by: TrainerConfig | None
@@ -191,3 +213,13 @@ class TrainerMemory:
             path, lambda model, _: Critic(model), options=options, head=False
         )
         return count_states(module, model, ranks, options=options, optimized_by=config)
+
+
+@contextmanager
+def _unknown_if_it_fails(model: Path) -> Iterator[None]:
+    """Translate what models raise that cannot be built, or that read values of tensors that have none."""
+    try:
+        yield
+    except (TrainingError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise MemoryUnknown(f"the memory of the model {model} is not known: {reason}") from error
