@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
 from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import TrainingError
 from areal_agents.training.config import Offload, TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.memory.choices import settle
+from areal_agents.training.memory.activations import Measurer
+from areal_agents.training.memory.choices import settle, settled_within
 from areal_agents.training.memory.estimate import Need, TrainerMemory
 from areal_agents.training.model.lora import LoraOptions
 from areal_agents.training.model.model import ModelOptions, load_policy
@@ -224,12 +228,62 @@ def test_what_is_in_host_memory_is_not_counted_for_the_gpu(folders: dict[str, Pa
     assert all_away.gathered == here.gathered + 160 * 64 * 4  # the largest parameter arrives in float32
 
 
+def test_what_does_not_fit_is_refused_or_tried_and_the_longest_sample_is_held(
+    folders: dict[str, Path], group: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = TrainerConfig(device="cpu")
+    memory = TrainerMemory(config, AlgorithmConfig(), folders["qwen3"], group, on_gpu=False)
+    plenty = memory.need("off", 4096).peak
+    assert settled_within(config, memory, plenty, longest=0).microbatch_tokens == 4096
+    assert settled_within(config, memory, plenty * 2, longest=5000).microbatch_tokens == 5000
+    some = memory.need("full", 2500).peak  # enough for the longest sample, if every block is recomputed
+    chosen = settled_within(config, memory, some, longest=2500)
+    assert (chosen.microbatch_tokens, chosen.activation_checkpointing) == (2500, "full")
+    assert not caplog.records
+
+    assert settled_within(config, memory, some, longest=4000).microbatch_tokens < 4000
+    assert "a sample may have up to 4000 tokens" in caplog.text
+    with pytest.raises(TrainingError, match=r"plan shows what would help; trainer.memory_check: warn tries"):
+        settled_within(config, memory, 1000, longest=0)
+    warned = TrainerConfig(device="cpu", memory_check="warn")
+    least = settled_within(warned, memory, 1000, longest=0)
+    assert (least.microbatch_tokens, least.activation_checkpointing) == (1024, "full")
+    assert "it goes on, because trainer.memory_check is warn" in caplog.text
+
+
+def test_a_model_that_cannot_be_measured_is_trained_with_careful_settings(
+    folders: dict[str, Path], group: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def reads_a_value(*_: object) -> None:
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors\nmore")
+
+    monkeypatch.setattr(Measurer, "measure", reads_a_value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**34))
+    on_gpu = replace(group, device=torch.device("cuda"))
+    for folder, reason in ((folders["qwen3"], "cannot be called on meta tensors"), (tmp_path, "cannot load")):
+        caplog.clear()
+        settled = settle(TrainerConfig(), AlgorithmConfig(), folder, on_gpu, longest=9000)
+        assert (settled.dtype, settled.activation_checkpointing) == ("bfloat16", "full")
+        assert settled.microbatch_tokens == 9000
+        (record,) = caplog.records
+        assert f"the memory of the model {folder} is not known" in record.getMessage()
+        assert reason in record.getMessage()
+    monkeypatch.setattr(Measurer, "measure", lambda *_: {}["a mistake of ours"])
+    with pytest.raises(KeyError):
+        settle(TrainerConfig(), AlgorithmConfig(), folders["qwen3"], on_gpu)
+
+
 def test_settings_are_settled_on_a_cpu_as_before(folders: dict[str, Path], group: Ranks) -> None:
     settled = settle(TrainerConfig(), AlgorithmConfig(), folders["qwen3"], group)
     assert (settled.dtype, settled.activation_checkpointing, settled.microbatch_tokens) == (
         "float32",
         "off",
         4096,
+    )
+    assert (
+        settle(TrainerConfig(), AlgorithmConfig(), folders["qwen3"], group, longest=6000).microbatch_tokens
+        == 6000
     )
     given = TrainerConfig(dtype="bfloat16", activation_checkpointing=3, microbatch_tokens=512)
     assert settle(given, AlgorithmConfig(), folders["qwen3"], group) == given
