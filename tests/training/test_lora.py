@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from training_support import build_model
 from transformers import AutoModelForCausalLM
 from vision_support import build_vision_model, samples_with_images
 
+from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
@@ -22,7 +24,7 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.lora import LoraOptions, write_adapter
 from areal_agents.training.model.model import ModelOptions, Policy, load_policy
 from areal_agents.training.model.reference import BaseOfAdapter
-from areal_agents.training.model.run_models import load_reference
+from areal_agents.training.model.run_models import Models, load_models, load_reference
 from areal_agents.training.step.optimizer import make_optimizer
 from areal_agents.training.step.proximal_pass import release
 
@@ -147,6 +149,23 @@ def test_the_reference_of_an_adapter_is_the_policy_with_the_adapter_off(
     assert not torch.allclose(with_adapter, off.logprobs, atol=1e-2)
     assert torch.equal(again, with_adapter)
     assert [p.requires_grad for p in policy.parameters()] == trained
+
+
+def test_a_run_of_an_adapter_loads_no_reference(model_folder: Path, group: Ranks) -> None:
+    algorithm = AlgorithmConfig.model_validate({"kl_in": {"kind": "loss", "kl_coefficient": 0.1}})
+
+    def load(**settings: Any) -> Models:
+        config = TrainerConfig(dtype="bfloat16", activation_checkpointing="off", **settings)
+        return load_models(config, algorithm, model_folder, group)
+
+    adapter = load(lora={"rank": 3})
+    assert isinstance(adapter.reference, BaseOfAdapter) and adapter.reference.policy is adapter.policy
+    frozen = {p.dtype for p in adapter.policy.parameters() if not p.requires_grad}
+    assert frozen == {torch.bfloat16}
+    whole = load()
+    assert isinstance(whole.reference, Policy)
+    assert {p.dtype for p in whole.reference.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in whole.policy.parameters()} == {torch.float32}
 
 
 def test_frozen_weights_have_the_compute_type_and_change_nothing(model_folder: Path, group: Ranks) -> None:
