@@ -23,6 +23,7 @@ def test_differences_are_summed_by_position_and_by_routing() -> None:
         on_policy=torch.tensor([True, True, True, True, True, False]),
         positions=torch.tensor([1, 255, 256, 5000, 20_000, 3]),
         replayed=torch.tensor([True, False, True, False, False, True]),
+        rerouted=torch.tensor([0.25, 0.0, 0.0, 0.0, 0.0, 1.0]),  # the last token is of an older version
     )
     found = statistics.as_dict()
     assert {name: found[f"tokens_at_{name}"] for name in POSITIONS} == {
@@ -32,6 +33,7 @@ def test_differences_are_summed_by_position_and_by_routing() -> None:
         {"0-255": 0.375, "256-1023": 0.5, "1024-4095": 0, "4096-16383": 1.0, "16384+": 2.0}
     )
     assert found["on_policy_tokens"] == 5 and found["on_policy_abs_diff"] == pytest.approx(3.875)
+    assert (found["rerouted_tokens"], found["rerouted_layers"]) == (1, 0.25)
     assert found["replayed_tokens"] == 2 and found["replayed_abs_diff"] == pytest.approx(0.625)
 
 
@@ -44,3 +46,4 @@ def test_without_positions_all_tokens_are_in_the_first_range_and_none_is_replaye
     found = statistics.as_dict()
     assert found["tokens_at_0-255"] == found["on_policy_tokens"] == 3
     assert found["abs_diff_at_0-255"] == pytest.approx(1.5) and found["replayed_tokens"] == 0
+    assert found["rerouted_tokens"] == found["rerouted_layers"] == 0

@@ -12,17 +12,19 @@ import torch
 from families_support import build_family, build_tiny, tiny_config
 from model_support import CHOSEN, EXPERTS, assert_same, build_moe, packed, reference, samples
 from safetensors.torch import load_file, save_file
-from training_support import VOCAB
+from training_support import VOCAB, training_data
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig
 
+from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model.experts import prepare_replay, router_of
+from areal_agents.training.model.experts import prepare_replay, rerouted_share, router_of
 from areal_agents.training.model.loading import load_weights
 from areal_agents.training.model.model import ModelOptions, load_policy
 from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.step import StepOptions, train_batch
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,21 @@ def test_recorded_experts_are_taken_with_the_current_weights(
         assert_same(packed(policy, samples()), plain)  # nothing recorded: the router's own choice
 
 
+def test_a_step_says_how_often_the_routers_would_choose_others(folder: Path, group: Ranks) -> None:
+    """Of three layers, two have a router; the middle one of the sample's experts counts nothing."""
+    policy = load_policy(folder, group)
+    chosen = [np.tile(np.arange(CHOSEN, dtype=np.int16), (len(s), 3, 1)) for s in samples()]
+    batch = [replace(s, routed_experts=c) for s, c in zip(samples(), chosen, strict=True)]
+    result = train_batch(
+        policy, make_optimizer(policy, TrainerConfig()), training_data(batch), AlgorithmConfig(),
+        StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1.0),
+        ranks=group, version=int(batch[0].versions.max()), seed=0,
+    )  # fmt: skip
+    found = result.statistics.as_dict()
+    assert 0 < found["rerouted_tokens"] <= found["replayed_tokens"] <= found["tokens"]
+    assert 0.5 * found["rerouted_tokens"] <= found["rerouted_layers"] <= found["rerouted_tokens"]
+
+
 @pytest.mark.parametrize("family", ["minimax_m2", "hy_v3", "lfm2_moe"])
 def test_routers_of_two_arguments_take_what_was_recorded(family: str, tmp_path: Path, group: Ranks) -> None:
     """The oracle is transformers with the formula of these routers, in float64, over a forced choice."""
@@ -244,6 +261,16 @@ def test_other_routers_weigh_what_was_recorded_by_their_own_formula(kind: str) -
     torch.testing.assert_close(same, plain, atol=1e-5, rtol=1e-5)
     other = decode(tokens, use_cache=False, routed_experts=(own + 1) % EXPERTS).last_hidden_state
     assert (other - plain).abs().max() > 1e-2
+
+    # the share of layers in which the router would choose others; in no layer where nothing was recorded
+    decode(tokens, use_cache=False, routed_experts=own.flip(-1))
+    assert rerouted_share(model).tolist() == [0.0] * 12  # type: ignore[union-attr]
+    second = torch.stack([own[:, 0], (own[:, 1] + 1) % EXPERTS], dim=1)
+    second[0] = -1
+    decode(tokens, use_cache=False, routed_experts=second)
+    assert rerouted_share(model).tolist() == [0.0] + [0.5] * 11  # type: ignore[union-attr]
+    decode(tokens, use_cache=False)
+    assert rerouted_share(model) is None
 
 
 def test_a_router_that_weighs_otherwise_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

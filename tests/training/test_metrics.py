@@ -127,7 +127,7 @@ def test_policy_metrics_by_hand() -> None:
         weight_capped=1, rejected_tokens=1, rejected_sequences=1, vetoed_sequences=1, abs_diff=2.0,
         on_policy_tokens=2, on_policy_abs_diff=0.5, entropy=8.0, abs_diff_max=0.75,
         on_policy_abs_diff_max=0.25, abs_log_ratio_max=0.5, weight_raw_max=3.0,
-        replayed_tokens=1, replayed_abs_diff=0.125,
+        replayed_tokens=1, replayed_abs_diff=0.125, rerouted_tokens=1, rerouted_layers=0.25,
         **{"tokens_at_0-255": 1, "abs_diff_at_0-255": 0.125},
         **{"tokens_at_16384+": 1, "abs_diff_at_16384+": 0.375},
     )  # fmt: skip
@@ -152,6 +152,7 @@ def test_policy_metrics_by_hand() -> None:
         "logprob_diff_on_policy_mean": 0.25, "logprob_diff_on_policy_max": 0.25,
         "logprob_diff_on_policy_by_position": {"0-255": 0.125, "16384+": 0.375},
         "logprob_diff_on_policy_by_routing": {"replayed": 0.125, "routed": 0.375},
+        "routing_diff_on_policy": {"tokens": 1.0, "layers": 0.25},
         "weight_mean": 1.5, "weight_raw_mean": 2.0, "weight_raw_max": 3.0, "weight_capped": 0.25,
         "ess": 36 / 12 / 4, "rejected_tokens": 0.25, "rejected_sequences": 0.5, "vetoed_sequences": 0.5,
         "entropy": 2.0, "value_loss": 0.5, "value_clipped": 0.1,

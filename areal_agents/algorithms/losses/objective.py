@@ -56,6 +56,7 @@ def policy_loss(
     divergence: Tensor | None = None,
     positions: Tensor | None = None,
     replayed: Tensor | None = None,
+    rerouted: Tensor | None = None,
 ) -> tuple[Tensor, LossStatistics]:
     """Compute these tokens' share of the loss.
 
@@ -86,7 +87,8 @@ def policy_loss(
             sample trains them. By default all are trained.
         divergence: [N] of the current policy from a teacher, with a gradient; for distillation.
         positions: [N] int64, where each token is in its sequence; replayed: [N] bool, tokens whose experts
-            the engine recorded; both for the statistics.
+            the engine recorded; rerouted: [N], in which share of the layers the trainer would choose other
+            experts; all three for the statistics.
 
     Returns:
         The loss, a scalar (float32 for half and single precision), and its statistics.
@@ -95,7 +97,18 @@ def policy_loss(
         ValueError: the shapes differ, or a reference or entropy that the settings need is missing.
     """
     turn_ids = sequence_ids if turn_ids is None else turn_ids
-    several = (reference, entropy, on_policy, keep, penalty, trained, divergence, positions, replayed)
+    several = (
+        reference,
+        entropy,
+        on_policy,
+        keep,
+        penalty,
+        trained,
+        divergence,
+        positions,
+        replayed,
+        rerouted,
+    )
     optional = [tensor for tensor in several if tensor is not None]
     _check_shapes(current, proximal, behavior, advantages, loss_weights, sequence_ids, turn_ids, *optional)
     if isinstance(objective.kl, KlInLoss) and reference is None:
@@ -136,6 +149,7 @@ def policy_loss(
         statistics = measure(
             weighted, tokens.log_ratio, log_weight, correction, policy, sequences, trained=trained,
             kl=kl, entropy=entropy, on_policy=on_policy, positions=positions, replayed=replayed,
+            rerouted=rerouted,
         )  # fmt: skip
     return loss, statistics
 

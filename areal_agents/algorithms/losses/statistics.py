@@ -39,6 +39,8 @@ SUMS = (
     "entropy",
     "replayed_tokens",
     "replayed_abs_diff",
+    "rerouted_tokens",
+    "rerouted_layers",
     *(f"tokens_at_{name}" for name in POSITIONS),
     *(f"abs_diff_at_{name}" for name in POSITIONS),
 )
@@ -62,8 +64,9 @@ class LossStatistics:
             rejected, sequences of which every token was, and sequences vetoed; |proximal − behavior|
             logprob, and the same on tokens of the trainer's own version (there it is the numerical
             difference between engine and trainer); entropy; tokens of the trainer's own version whose
-            experts the engine recorded, and the difference on them; and for each range of `POSITIONS` the
-            tokens of the own version there, and the difference on them.
+            experts the engine recorded, the difference on them, those of them for which the trainer would
+            choose other experts in any layer, and the sum of their shares of layers; and for each range of
+            `POSITIONS` the tokens of the own version there, and the difference on them.
         maxima: [len(MAXIMA)] float64, in the order of `MAXIMA`.
     """
 
@@ -101,6 +104,7 @@ def measure(
     on_policy: Tensor | None = None,
     positions: Tensor | None = None,
     replayed: Tensor | None = None,
+    rerouted: Tensor | None = None,
 ) -> LossStatistics:
     """Compute the statistics of N tokens from the parts of their loss.
 
@@ -112,6 +116,7 @@ def measure(
         entropy: [N]; None counts as 0. on_policy: [N] bool; None means all tokens.
         positions: [N] int64, where each token is in its sequence; None counts as 0.
         replayed: [N] bool, tokens whose experts the engine recorded; None means no token.
+        rerouted: [N], the share of layers in which the trainer would choose other experts; None counts as 0.
     """
     own = trained if on_policy is None else trained & on_policy
     rejected = correction.rejected & trained
@@ -155,7 +160,12 @@ def measure(
         **_by_position(log_weight.abs(), own, positions),
     }
     by_engine = torch.zeros_like(own) if replayed is None else own & replayed
-    sums |= {"replayed_tokens": total(by_engine), "replayed_abs_diff": total(log_weight.abs(), by_engine)}
+    sums |= {
+        "replayed_tokens": total(by_engine),
+        "replayed_abs_diff": total(log_weight.abs(), by_engine),
+        "rerouted_tokens": total(None if rerouted is None else rerouted > 0, by_engine),
+        "rerouted_layers": total(rerouted, by_engine),
+    }
     maxima = {
         "abs_diff_max": largest(log_weight.abs()),
         "on_policy_abs_diff_max": largest(log_weight.abs(), own),

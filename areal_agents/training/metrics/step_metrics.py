@@ -35,6 +35,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "logprob_diff_mean", "logprob_diff_max",
         "on_policy_tokens", "logprob_diff_on_policy_mean", "logprob_diff_on_policy_max",
         "logprob_diff_on_policy_by_position", "logprob_diff_on_policy_by_routing",
+        "routing_diff_on_policy",
         "weight_mean", "weight_raw_mean", "weight_raw_max", "weight_capped", "ess",
         "rejected_tokens", "rejected_sequences", "vetoed_sequences",
         "value_loss", "value_clipped", "explained_variance", "critic_grad_norm", "critic_skipped_steps",
@@ -199,6 +200,11 @@ def policy_metrics(result: StepResult) -> dict[str, Any]:
             if values[f"tokens_at_{name}"]
         },
         "logprob_diff_on_policy_by_routing": _by_routing(values),
+        "routing_diff_on_policy": {
+            kind: values[f"rerouted_{kind}"] / values["replayed_tokens"]
+            for kind in ("tokens", "layers")
+            if values["replayed_tokens"]
+        },
         "weight_mean": mean["weight"],
         "weight_raw_mean": mean["weight_raw"],
         "weight_raw_max": values["weight_raw_max"],

@@ -44,9 +44,18 @@ def prepare_replay(model: PreTrainedModel) -> None:
     for index, block in enumerate(model.get_decoder().layers):
         router: Any = router_of(block)
         if router is not None:
-            router.recorded = None
+            router.recorded = router.rerouted = None
             router.forward = _replaying(router)
         block.forward = _binding(block, router, index)
+
+
+def rerouted_share(model: PreTrainedModel) -> Tensor | None:
+    """After a pass with recorded routing: [T], the share of layers in which the router itself would have
+    chosen other experts for a row. None if none was recorded."""
+    layers = [router_of(block) for block in model.get_decoder().layers]
+    found: list[Tensor | None] = [getattr(router, "rerouted", None) for router in layers]
+    known = [rerouted for rerouted in found if rerouted is not None]
+    return torch.stack(known).float().mean(0) if known else None
 
 
 def _binding(block: nn.Module, router: Any, index: int) -> Any:
@@ -73,6 +82,7 @@ def _replaying(router: Any) -> Any:
         nonlocal weigh
         logits, weights, chosen = forward(*args, **kwargs)
         if router.recorded is None:
+            router.rerouted = None
             return logits, weights, chosen
         if router.recorded.shape != chosen.shape:
             raise TrainingError(
@@ -80,7 +90,9 @@ def _replaying(router: Any) -> Any:
                 "the engine serves a different model"
             )
         weigh = weigh or _weighing(router, logits, weights, chosen)
-        chosen = torch.where(router.recorded >= 0, router.recorded, chosen)
+        own = chosen
+        chosen = torch.where(router.recorded >= 0, router.recorded, own)
+        router.rerouted = (chosen.sort(1).values != own.sort(1).values).any(1)
         return logits, weigh(logits, chosen).to(weights.dtype), chosen
 
     return route

@@ -22,6 +22,7 @@ from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.algorithms.losses.value import value_loss
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.critic import Critic
+from areal_agents.training.model.experts import rerouted_share
 from areal_agents.training.model.model import Policy
 from areal_agents.training.step.divergence import FullTargets, TopTargets
 from areal_agents.training.step.plan import BatchPlan, Minibatch, PlannedMicroBatch, by_sample
@@ -65,9 +66,10 @@ def policy_share(
         return None if whole is None else of_policy(whole[work.indices])
 
     proximal = share(scores.proximal)
-    replayed = None
+    replayed = rerouted = None
     if batch.routed_experts is not None:  # -1 where the engine returned no experts
         replayed = (batch.routed_experts[batch.predictor_rows] >= 0).flatten(1).any(1)
+        rerouted = rerouted_share(policy.model)
     loss, statistics = policy_loss(
         of_policy(current),
         Objective.of(algorithm),
@@ -86,6 +88,7 @@ def policy_share(
         divergence=None if divergence is None else of_policy(divergence),
         positions=of_policy(batch.position_ids[batch.predictor_rows] + 1),
         replayed=None if replayed is None else of_policy(replayed),
+        rerouted=None if rerouted is None else of_policy(rerouted[batch.predictor_rows]),
     )
     if batch.observed is None:
         return loss, statistics, None
