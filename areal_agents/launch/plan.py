@@ -128,10 +128,10 @@ class Plan:
         if self.fits:
             return "The run fits."
         where = " and ".join(share.fault() for share in self.shares if not share.fits)
-        helps = "; or ".join(self.helps) or (
-            "none of the settings that were tried is enough; use more or larger machines, or a smaller model"
-        )
-        return f"The run does not fit: {where}. It would fit with: {helps}."
+        helps = "none of the settings that were tried is enough; use larger machines, or a smaller model"
+        if self.helps:
+            helps = f"it would fit with: {'; or '.join(self.helps)}"
+        return f"The run does not fit: {where}. {helps[0].upper()}{helps[1:]}."
 
 
 def plan_memory(config: Config, machine: Machine) -> Plan:
@@ -141,6 +141,8 @@ def plan_memory(config: Config, machine: Machine) -> Plan:
         ConfigError: the machine has too few GPUs, or engine and trainer would share a GPU unintendedly.
         MemoryUnknown: the memory of the model cannot be computed.
     """
+    from areal_agents.training.memory.estimate import MemoryUnknown
+
     check_gpus(config, machine)
     measured: dict[object, Any] = {}
     plan = _plan(config, machine, measured)
@@ -149,7 +151,10 @@ def plan_memory(config: Config, machine: Machine) -> Plan:
 
     def fits(changed: Config) -> bool:
         check_gpus(changed, machine)
-        return _plan(changed, machine, measured).fits
+        try:
+            return _plan(changed, machine, measured).fits
+        except MemoryUnknown:  # the model cannot be trained so, for example with an adapter
+            return False
 
     return Plan(plan.shares, plan.remarks, tuple(suggestions(config, machine, fits)))
 
@@ -260,7 +265,9 @@ def _trainer_share(
         note += f"; in host memory: {need.on_host / GIB:.1f} GiB per rank"
     if engine is not None:
         note += f"; engine: keys and values of {engine.tokens:,} tokens"
-    title = f"GPU {ranges(range(gpus))}: the trainer" + (" and the engines" if engine is not None else "")
+    elsewhere = not config.trainer.start and not config.trainer.nodes
+    where = "Each of the trainer's GPUs" if elsewhere else f"GPU {ranges(range(gpus))}: the trainer"
+    title = where + (" and the engines" if engine is not None else "")
     return Share(title, columns, tuple(rows), machine.memory, note, room, least)
 
 

@@ -18,10 +18,10 @@ from transformers import Qwen3Config
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
-from areal_agents.launch import memory_check
+from areal_agents.launch import gpus, memory_check
 from areal_agents.launch.context_length import POSITIONS, Longest, longest_sequence
 from areal_agents.launch.engine_memory import engine_bytes_in_training
-from areal_agents.launch.gpus import Machine
+from areal_agents.launch.gpus import Machine, this_machine
 from areal_agents.launch.memory_check import check_memory
 from areal_agents.launch.nodes import Nodes
 from areal_agents.launch.plan import check_gpus
@@ -264,6 +264,19 @@ def test_on_a_cpu_the_host_holds_trainer_and_engine(tmp_path: Path, model: Path)
     assert "Host memory: the trainer and the engine (" in small["verdict"] and not small["fits"]
     assert unknown["fits"]  # the host of --gpus is not known
     assert "Not counted: engines on the CPU, with up to 2.9 GiB of host memory." in on_gpu["remarks"]
+
+
+def test_the_limit_of_a_container_is_the_memory_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(gpus, "_CONTAINER_LIMIT", limit)
+    monkeypatch.setattr(gpus, "_has_driver", lambda: False)
+    whole = this_machine()
+    assert (whole.gpus, whole.memory) == (0, 0) and whole.host > 0
+    for text, host in (("max\n", whole.host), (f"{10 * whole.host}\n", whole.host), ("1048576\n", 2**20)):
+        limit.write_text(text)
+        assert this_machine().host == host
 
 
 def test_changed_settings_are_validated_and_what_follows_from_them_is_set_anew(
