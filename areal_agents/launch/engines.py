@@ -192,7 +192,9 @@ def check_running(config: Config, urls: Sequence[str] | None = None) -> None:
             # A server without the setting, such as the embedded engine, does not need the flag.
             if isinstance(info, dict) and info.get(field, True) in (False, None):
                 raise ConfigError(f"engine.urls: {url} was started without {flag}, which {why} needs")
-        if isinstance(info, dict) and (fault := _cannot_take_weights(config, info)):
+        if isinstance(info, dict) and (
+            fault := _cannot_take_weights(config, info) or _other_type(config, info)
+        ):
             raise ConfigError(f"engine.urls: {url} {fault}")
 
 
@@ -213,6 +215,24 @@ def _cannot_take_weights(config: Config, info: Mapping[str, Any]) -> str:
             f"{ours}: NCCL cannot connect them; start it without, or set NCCL_CUMEM_ENABLE=1 for the run"
         )
     return ""
+
+
+def _other_type(config: Config, info: Mapping[str, Any]) -> str:
+    """Say that a running server computes in another type than the trainer chooses; "" if it is not known."""
+    served, trainer = info.get("dtype"), config.trainer
+    if (
+        trainer.dtype != "auto"
+        or trainer.device == "auto"
+        or served not in ("float32", "bfloat16", "float16")
+    ):
+        return ""
+    trained = "bfloat16" if trainer.device == "cuda" else "float32"
+    if served == trained:
+        return ""
+    return (
+        f"computes in {served}, and trainer.dtype: auto is {trained} on trainer.device: {trainer.device}, "
+        "so their logprobs would differ; set trainer.dtype to the type in which the trainer shall compute"
+    )
 
 
 def check_nccl(config: Config, own: str | None) -> None:

@@ -201,3 +201,18 @@ def test_idle_time_is_unknown_where_an_engine_does_not_count() -> None:
         busy.follow(1, 9)
         busy.follow(2, 9)
         assert busy.idle_share() is None
+
+
+def test_a_running_server_of_another_type_than_the_trainer_is_refused_unless_the_type_is_given() -> None:
+    def check(dtype: str, *overrides: str) -> None:
+        with server_that_says({"dtype": dtype}) as url:
+            check_running(config("engine.kind=sglang", f"engine.urls=[{url}]", *overrides))
+
+    with pytest.raises(ConfigError, match="computes in bfloat16, and trainer.dtype: auto is float32"):
+        check("bfloat16", "trainer.device=cpu")
+    with pytest.raises(ConfigError, match="computes in float16, and trainer.dtype: auto is bfloat16"):
+        check("float16", "trainer.device=cuda")
+    check("float32", "trainer.device=cpu")
+    check("bfloat16", "trainer.device=cuda")
+    check("auto", "trainer.device=cpu")
+    check("bfloat16", "trainer.device=cpu", "trainer.dtype=float32")  # given
