@@ -22,7 +22,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "cloudpickle", "datasets", "llvmlite", "matplotlib", "numba", "peft", "safetensors", "tensorboard",
         "torch", "transformers", "xgrammar",
     ),
-    "gpu": ("liger_kernel",),
+    "gpu": ("bitsandbytes", "liger_kernel"),
 }  # fmt: skip
 
 TRAIN_COMMANDS = ("train", "eval", "engine", "export", "verify")

@@ -26,6 +26,10 @@ class LoraConfig(BaseModel):
         min_length=1,
         description="Names of the linear layers that get an adapter; all-linear: all except the head.",
     )
+    base: Literal["dtype", "nf4"] = Field(
+        default="dtype",
+        description="Frozen weights of the blocks: in the compute type, or nf4: in four bits (extra gpu).",
+    )
     dropout: Literal[0] = Field(
         default=0,
         description="Must be 0: with dropout the ratio would differ from 1 on-policy.",

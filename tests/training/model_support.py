@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from training_support import VOCAB, random_group
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.model.model import Policy
+from areal_agents.training.model.sharding import local_rows
 
 EXPERTS, CHOSEN = 6, 2
 
@@ -39,6 +41,28 @@ def build_moe(path: Path) -> Path:
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
     return path
+
+
+def build_wide(path: Path) -> Path:
+    """A random Qwen3 whose rows can be packed in blocks of 64 weights."""
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, initializer_range=0.15,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def set_adapters(policy: Policy) -> None:
+    """Give all adapters values, the same on any number of ranks."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if ".lora_" in name:
+                whole = 0.1 * torch.randn(parameter.shape, generator=generator)
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.copy_(whole[local_rows(parameter)])
 
 
 def samples(seed: int = 0, temperature: float = 1.0) -> list[TrainingSample]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_support import samples
+from model_support import samples, set_adapters
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from vision_support import samples_with_images
@@ -29,6 +29,8 @@ OPTIONS = {
 }
 
 HALF = ModelOptions(dtype=torch.bfloat16, activation_checkpointing="full")
+
+NF4 = ModelOptions(lora=LoraOptions(rank=3, base="nf4"), activation_checkpointing="full")
 
 
 def gradients(
@@ -66,6 +68,12 @@ def main(rank: int, port: int, folders: dict[str, Path], out: Path) -> None:
         results["experts whole"] = policy.full_state_dict()
         policy = load_policy(folders["experts"], group, options=HALF)
         results["half"] = gradients(policy, group)
+        policy = load_policy(folders["wide"], group, options=NF4)
+        set_adapters(policy)
+        results["nf4"] = gradients(policy, group)
+        results["nf4 whole"] = policy.full_state_dict()
+        results["nf4 adapter"] = policy.adapter_state_dict()
+        results["nf4 local"] = sum(p.to_local().nbytes for p in policy.parameters() if not p.requires_grad)
         policy = load_policy(folders["vision"], group)
         # one image for one rank: the other has none, and takes part all the same
         results["vision"] = gradients(policy, group, samples_with_images()[::5])

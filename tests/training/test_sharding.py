@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from model_support import assert_same, build_moe, packed, reference, samples
+from model_support import (
+    assert_same,
+    build_moe,
+    build_wide,
+    packed,
+    reference,
+    samples,
+    set_adapters,
+)
 from safetensors.torch import load_file
-from sharding_worker import HALF, OPTIONS, gradients, main
+from sharding_worker import HALF, NF4, OPTIONS, gradients, main
 from torch import Tensor
 from training_support import build_model
 from vision_support import build_vision_model, samples_with_images
@@ -31,6 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     file = found["broken"] / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
     found["experts"] = build_moe(root / "experts")
+    found["wide"] = build_wide(root / "wide")
     found["vision"] = build_vision_model(root / "vision")
     return found
 
@@ -50,6 +59,21 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], bound: float =
     for name, gradient in want.items():
         error = (got[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12)
         assert error <= bound, (name, float(error))
+
+
+def test_two_ranks_share_a_base_in_four_bits(
+    folders: dict[str, Path], results: list[dict[str, Any]], group: Ranks
+) -> None:
+    policy = load_policy(folders["wide"], group, options=NF4)
+    set_adapters(policy)
+    want, whole = gradients(policy, group), policy.full_state_dict()
+    frozen = sum(p.to_local().nbytes for p in policy.parameters() if not p.requires_grad)  # type: ignore[attr-defined]
+    assert want and all("lora_" in name for name in want)
+    for result in results:
+        assert_close(result["nf4"], {name.removeprefix("model."): g for name, g in want.items()})
+        assert all(torch.equal(result["nf4 whole"][name], tensor) for name, tensor in whole.items())
+        assert result["nf4 adapter"].keys() == policy.adapter_state_dict().keys()  # type: ignore[union-attr]
+    assert sum(result["nf4 local"] for result in results) == frozen
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "lora"])

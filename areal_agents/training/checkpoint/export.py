@@ -73,7 +73,7 @@ def lora_options(saved: LoraConfig | dict[str, Any] | None) -> LoraOptions | Non
     if saved is None:
         return None
     config = LoraConfig.model_validate(saved)
-    return LoraOptions(rank=config.rank, alpha=config.alpha, targets=config.targets)
+    return LoraOptions(rank=config.rank, alpha=config.alpha, targets=config.targets, base=config.base)
 
 
 def write_final(policy: Policy, run_dir: Path, *, like: Path, writes: bool) -> None:

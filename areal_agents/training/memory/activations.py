@@ -213,7 +213,8 @@ class _Alone:
 def _convert(model: PreTrainedModel, dtype: torch.dtype, router_dtype: torch.dtype | None) -> None:
     """Give the parameters the type in which FSDP gathers them."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     if router_dtype in (None, dtype):
         return
     for block in blocks(model):

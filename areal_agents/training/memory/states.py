@@ -23,6 +23,7 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.memory.allocations import Allocations
 from areal_agents.training.model.images import vision_blocks
 from areal_agents.training.model.model import ModelOptions
+from areal_agents.training.model.nf4 import QuantizedWeight
 from areal_agents.training.model.sharding import blocks, shard
 from areal_agents.training.step.optimizer import make_optimizer
 
@@ -101,7 +102,7 @@ def count_states(
         options: those of the model, with the compute type.
         optimized_by: the settings of the optimizer; None for a model without one.
     """
-    whole = sum(p.numel() for p in module.parameters())
+    whole = sum(_weights(p) for p in module.parameters())
     per_byte, step_per_byte = (0.0, 0.0) if optimized_by is None else _optimizer(module, optimized_by)
     shard(module, model, ranks, dtype=options.dtype, router_dtype=options.router_dtype)
     parameters = list(module.parameters())
@@ -111,10 +112,10 @@ def count_states(
     inner = {id(p) for block in [*blocks(model), *vision_blocks(model)] for p in block.parameters()}
     ends = [root, *(unit for unit in units if not inner.issuperset(map(id, unit)))]
     blocks_of = [unit for unit in units if inner.issuperset(map(id, unit))]
-    largest = max(map(_elements, blocks_of), default=0)
+    width = options.dtype.itemsize
+    largest = max((_bytes(unit, width) for unit in blocks_of), default=0)
     largest_trained = max((_elements(unit, trained=True) for unit in blocks_of), default=0)
     largest_part = max(map(_trained_bytes, [sum(ends, []), *blocks_of]))
-    width = options.dtype.itemsize
     reduced = sum(_local(p).numel() for p in parameters if p.requires_grad) * REDUCED
     return States(
         trained=trained,
@@ -123,7 +124,7 @@ def count_states(
         optimizer=round(trained * per_byte),
         step=round(trained * step_per_byte),
         step_by_block=round(largest_part * (per_byte + step_per_byte)),
-        gathered=(_elements(root) + 3 * largest) * width,
+        gathered=_bytes(root, width) + 3 * largest,
         unsharded=_elements(root, trained=True) * width + largest_trained * (width + 2 * REDUCED),
         ending=sum(_elements(unit) for unit in ends) * width
         + sum(_elements(unit, trained=True) for unit in ends) * (width + REDUCED),
@@ -146,6 +147,16 @@ def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
 
 def _elements(unit: list[nn.Parameter], *, trained: bool = False) -> int:
     return sum({id(p): p.numel() for p in unit if p.requires_grad or not trained}.values())
+
+
+def _bytes(unit: list[nn.Parameter], width: int) -> int:
+    """Bytes of the gathered weights, with `width` bytes for each; packed ones are gathered as they are."""
+    return sum({id(p): p.numel() * (width if p.is_floating_point() else 1) for p in unit}.values())
+
+
+def _weights(parameter: nn.Parameter) -> int:
+    """The number of weights in a parameter, which may be packed in four bits."""
+    return parameter.numel() if parameter.is_floating_point() else QuantizedWeight(parameter).shape.numel()
 
 
 def _trained_bytes(unit: list[nn.Parameter]) -> int:

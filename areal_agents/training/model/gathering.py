@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from areal_agents.training.model.loading import base_state, tied_weights
 from areal_agents.training.model.lora import LoraOptions, adapter_tensors, merged
+from areal_agents.training.model.nf4 import QuantizedWeight, dequantize
 
 Shape = tuple[int, ...]
 
@@ -99,8 +100,13 @@ def _reverted_shapes(model: PreTrainedModel, parameters: Mapping[str, Shape]) ->
     return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor unsharded, on the device of the ranks, wherever its shards are. Collective."""
+def whole(tensor: Tensor | QuantizedWeight) -> Tensor:
+    """Return a tensor unsharded, on the device of the ranks, wherever its shards are. Collective.
+
+    A quantised weight is returned in float32.
+    """
+    if isinstance(tensor, QuantizedWeight):
+        return dequantize(whole(tensor.packed), torch.float32)
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor

@@ -40,6 +40,8 @@ from areal_agents.errors import TrainingError
 from areal_agents.training.model import attention
 from areal_agents.training.model.compatibility import check_layers, logit_scale
 from areal_agents.training.model.images import SUPPORTED, sees_images
+from areal_agents.training.model.nf4 import NAME as PACKED
+from areal_agents.training.model.nf4 import QuantizedWeight
 from areal_agents.training.model.safetensors_files import Checkpoint, Stored
 from areal_agents.training.model.sharding import local_rows
 
@@ -124,13 +126,22 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
     return checkpoint.bytes_read
 
 
-def base_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's state dict without adapters, under the names that the weights have without adapters."""
-    return {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
-    }
+Target = Tensor | QuantizedWeight
+
+
+def base_state(model: PreTrainedModel) -> dict[str, Target]:
+    """The model's state dict without adapters, under the names that the weights have without adapters, and
+    without quantisation."""
+    state: dict[str, Target] = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name:
+            continue
+        name = name.replace(".base_layer.", ".")
+        if name.endswith(f".{PACKED}"):
+            state[name.removesuffix(PACKED) + "weight"] = QuantizedWeight(tensor)
+        else:
+            state[name] = tensor
+    return state
 
 
 def tied_weights(model: PreTrainedModel) -> dict[str, str]:
@@ -151,7 +162,7 @@ class _Recipe:
         """The file names, for error messages."""
         return ", ".join(sorted({str(stored.file) for _, stored in self.sources}))
 
-    def misshapen(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
+    def misshapen(self, targets: Mapping[str, Target]) -> Iterable[str]:
         """Describe the wrong shape of a stored tensor that is used without conversion."""
         _, stored = self.sources[0]
         want = tuple(targets[self.targets[0]].shape)
@@ -173,7 +184,7 @@ class _Recipe:
 
 
 def _recipes(
-    model: PreTrainedModel, checkpoint: Checkpoint, targets: Mapping[str, Tensor]
+    model: PreTrainedModel, checkpoint: Checkpoint, targets: Mapping[str, Target]
 ) -> tuple[list[_Recipe], list[str]]:
     """Return the source of each parameter, and the stored tensors that no parameter uses."""
     mapping = get_model_conversion_mapping(model)
@@ -219,21 +230,20 @@ def _complain(folder: Path, what: str, names: Sequence[str]) -> None:
 
 
 def _fill(
-    targets: Mapping[str, Tensor], recipe: _Recipe, checkpoint: Checkpoint, model: PreTrainedModel
+    targets: Mapping[str, Target], recipe: _Recipe, checkpoint: Checkpoint, model: PreTrainedModel
 ) -> None:
     """Read this rank's shards of the recipe's parameters."""
     first = targets[recipe.targets[0]]
-    rows = local_rows(first)
+    rows = local_rows(_tensor(first))
     if recipe.converter is None:
-        _local(first).copy_(checkpoint.read(recipe.sources[0][1], rows.start, rows.stop))
-    elif recipe.is_by_expert(len(first)):
+        _copy(checkpoint.read(recipe.sources[0][1], rows.start, rows.stop), first, recipe)
+    elif recipe.is_by_expert(len(_tensor(first))):
         if rows.start < rows.stop:
-            made = _convert(recipe, checkpoint, model, rows)[recipe.targets[0]]
-            _copy(made, _local(first), recipe)
+            _copy(_convert(recipe, checkpoint, model, rows)[recipe.targets[0]], first, recipe)
     else:  # only one parameter at a time is whole on each rank
         for name, made in _convert(recipe, checkpoint, model, None).items():
-            rows = local_rows(targets[name])
-            _copy(made[rows] if made.ndim else made, _local(targets[name]), recipe)
+            rows = local_rows(_tensor(targets[name]))
+            _copy(made[rows] if made.ndim else made, targets[name], recipe)
 
 
 def _convert(
@@ -256,14 +266,22 @@ def _convert(
     return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 
 
-def _copy(made: Tensor, local: Tensor, recipe: _Recipe) -> None:
-    if made.shape != local.shape:
+def _copy(made: Tensor, target: Target, recipe: _Recipe) -> None:
+    """Set this rank's rows of a parameter."""
+    tensor = _tensor(target)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    expected = (*local.shape[:1], *target.shape[1:])
+    if made.shape != expected:
         raise TrainingError(
             f"{recipe.files}: mismatched weights for {recipe.targets[0]}: "
-            f"got shape {tuple(made.shape)}, expected {tuple(local.shape)}"
+            f"got shape {tuple(made.shape)}, expected {expected}"
         )
-    local.copy_(made)
+    if isinstance(target, QuantizedWeight):
+        target.fill(made)
+    else:
+        local.copy_(made)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _tensor(target: Target) -> Tensor:
+    """The tensor that is sharded."""
+    return target.packed if isinstance(target, QuantizedWeight) else target

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,7 @@ from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.experts import has_experts
 from areal_agents.training.model.images import sees_images
+from areal_agents.training.model.nf4 import use_nf4
 from areal_agents.training.model.sharding import local_rows
 
 _NAME = "default"  # peft's default adapter name
@@ -38,10 +39,12 @@ class LoraOptions:
         targets: names of linear layers, as peft accepts them. "all-linear" selects all linear layers of the
             decoder's blocks, or only those of attention in a model with experts. A vision tower gets no
             adapters.
+        base: the type of the frozen weights of the blocks: the compute type, or four bits (see `nf4`).
     """
 
     rank: int = 16
     alpha: float = 32.0
+    base: Literal["dtype", "nf4"] = "dtype"
     targets: str | tuple[str, ...] = "all-linear"
 
     def __post_init__(self) -> None:
@@ -55,7 +58,8 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     """Add an adapter to every target, in place, and freeze all other weights.
 
     Raises:
-        TrainingError: no module has the name of a target, or a target is the head or is not a linear layer.
+        TrainingError: no module has the name of a target, a target is the head or is not a linear layer, or
+            the base cannot be nf4.
     """
     import peft  # slow to import, and few runs need it
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -75,6 +79,8 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     # logprobs are computed from its weight alone
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise TrainingError("trainer.lora.targets: the head cannot have an adapter; leave its name out")
+    if options.base == "nf4":
+        use_nf4(model)
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:

@@ -303,7 +303,7 @@ def build_without_weights(
     if options.frozen:
         module.requires_grad_(False)
     for parameter in module.parameters():
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(options.dtype)
     return module, model
 
