@@ -63,14 +63,15 @@ def whole(parts: Parts) -> dict[str, Tensor]:
 
 
 def train_recorded(
-    model: Path, run_dir: Path, recorded: Path, *, steps: int, first: bool = True
+    model: Path, run_dir: Path, recorded: Path, *, steps: int, first: bool = True, **settings: Any
 ) -> RunResult:
     """`steps` steps of SFT in all, from wherever the run's last checkpoint is."""
+    trainer = {"lr": 1e-2, "checkpoint_every": 1, "device": "cpu", "microbatch_tokens": 128, **settings}
     own = Store.open(run_dir / "store.db") if first else None
     source = Store.open(recorded) if first else None
     try:
         return run(
-            TrainerConfig(steps=steps, lr=1e-2, checkpoint_every=1, device="cpu", microbatch_tokens=128),
+            TrainerConfig.model_validate({"steps": steps, **trainer}),
             AlgorithmConfig.model_validate("sft"),
             store=own,
             engines=[],

@@ -9,15 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_worker import train_recorded
 from model_support import assert_same, build_moe, build_wide, packed, samples, set_adapters
 from safetensors.torch import load_file
+from stored_support import put_group
 from test_checkpoint import Run, assert_equal
 from training_support import build_model
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
+from areal_agents.store import Store
 from areal_agents.training.checkpoint.checkpoint import TrainingProgress
-from areal_agents.training.checkpoint.export import write_final
+from areal_agents.training.checkpoint.export import export, write_final
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.memory.estimate import Need, TrainerMemory
@@ -91,8 +95,6 @@ def test_logprobs_and_gradients_are_those_of_the_dense_weights(
 
 
 def packed_logprobs(policy: Policy) -> list[torch.Tensor]:
-    from areal_agents.algorithms.packing.microbatches import pack
-
     return [policy(micro).logprobs for micro in pack(samples(), token_budget=4096)]
 
 
@@ -120,6 +122,18 @@ def test_a_run_is_resumed_and_exported_and_its_base_cannot_change(
     assert_equal(merged, again.weights())
     adapter = load_file(tmp_path / "run" / "final-adapter" / "adapter_model.safetensors")
     assert adapter.keys() == again.policy.adapter_state_dict().keys()  # type: ignore[union-attr]
+
+
+def test_a_run_trains_an_adapter_on_it_and_its_checkpoint_is_exported(wide: Path, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "recorded.db") as recorded:
+        for index in range(4):
+            put_group(recorded, f"g{index}", [0, 1], prompt=6 + index)
+    run = tmp_path / "run"
+    adapter = {"rank": 3, "base": "nf4"}
+    assert train_recorded(wide, run, tmp_path / "recorded.db", steps=1, lora=adapter).step == 1
+    export(run, tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    assert_equal(exported, load_file(run / "final" / "model.safetensors"))
 
 
 def test_only_packed_weights_are_kept_for_the_backward_pass(wide: Path, group: Ranks) -> None:

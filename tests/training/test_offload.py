@@ -16,12 +16,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from checkpoint_worker import train_recorded
 from fake_ranks_worker import unsharded_gradient
+from safetensors.torch import load_file
+from stored_support import put_group
 from training_support import episode_groups, random_group
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import build_training_data
+from areal_agents.store import Store
 from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress, load_checkpoint
 from areal_agents.training.config import Offload, TrainerConfig
 from areal_agents.training.distributed import Ranks
@@ -98,6 +102,21 @@ def test_no_gradient_waits_on_the_device_for_the_last_micro_batch(model_folder: 
             assert unsharded_gradient(models.policy) == 0
     assert held["none"] > 0
     assert held["all"] == 0
+
+
+def test_a_run_continues_with_its_weights_elsewhere(model_folder: Path, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "recorded.db") as recorded:
+        for index in range(6):
+            put_group(recorded, f"g{index}", [0, 1], prompt=6 + index)
+    finals = []
+    for name, values in (("moved", ("all", "none")), ("stayed", ("none", "none"))):
+        for steps, offload in enumerate(values, 1):
+            result = train_recorded(
+                model_folder, tmp_path / name, tmp_path / "recorded.db", steps=steps, offload=offload
+            )
+        assert result.step == 2
+        finals.append(load_file(tmp_path / name / "final" / "model.safetensors"))
+    assert_close(finals[0], finals[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds torch's library by its name")
