@@ -25,6 +25,8 @@ _DISCARDED_BYTES = 64 * 2**20  # most bytes that are read and dropped after a re
 _LINGER_S = 5.0  # for which a refused client may continue sending, so that it reads the refusal
 _CHECK_S = 5.0  # interval between checks of the speed of a body
 _MOST_FRAMING = 9  # most bytes received per byte of a body
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # sent before a response if the client waits for it
+_CONTENT_LENGTH = b"\r\ncontent-length: "  # as uvicorn writes it
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -109,7 +111,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._frame_bytes = self._body_bytes = self._discarded = 0
         self._body_began = time.monotonic()
         self._set_reading_timer(self.loop.call_later(BODY_GRACE_S, self._check_speed))
+        earlier = self.cycle
         super().on_headers_complete()
+        if self.cycle is not earlier and self.cycle.scope["method"] != "HEAD":  # its response has no body
+            self.cycle.transport = _HeadWithBody(self.transport)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         """Count a part of a request's body; drop it if the response is complete."""
@@ -236,3 +241,36 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._reading_timer is not None:
             self._reading_timer.cancel()
         self._reading_timer = timer
+
+
+class _HeadWithBody:
+    """The transport of one response, which sends a head with a Content-Length and its body in one write.
+
+    uvicorn writes them separately, and with uvloop each write is a system call that wakes the client. The
+    head of a stream is sent at once.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._has_begun = False
+        self._head = b""  # not sent yet
+
+    def write(self, data: bytes) -> None:
+        """Send the next part of the response."""
+        if not self._has_begun and data != _CONTINUE:
+            self._has_begun = True
+            if _CONTENT_LENGTH in data:
+                self._head = data
+                return
+        self._transport.writelines((self._head, data) if self._head else (data,))
+        self._head = b""
+
+    def close(self) -> None:
+        """Close the connection; a head without a body is sent before."""
+        if self._head:
+            self._transport.write(self._head)
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether the connection is closed or being closed."""
+        return self._transport.is_closing()

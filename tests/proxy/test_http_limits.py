@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -52,6 +53,13 @@ def answer_of(data: bytes) -> tuple[int, dict[str, dict[str, str]]]:
     assert head.startswith(b"HTTP/1.1 "), data[:200]
     assert b"content-type: application/json" in head and b"connection: close" in head
     return int(head.split()[1]), json.loads(body)
+
+
+def segments_received(connection: socket.socket) -> int:
+    """The number of segments with data that arrived, which on loopback is the number of writes."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    counted: int = struct.unpack_from("I", info, 152)[0]  # tcpi_data_segs_in of Linux
+    return counted
 
 
 def is_served(proxy: RunningProxy) -> bool:
@@ -300,3 +308,34 @@ def test_what_is_refused_behind_a_request_leaves_its_answer_whole(
     assert answer.startswith(b"HTTP/1.1 200 OK") and answer.endswith(b"\r\n0\r\n\r\n")
     assert answer.count(b"HTTP/1.1 ") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_response_is_sent_in_one_write(proxy: RunningProxy) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    head = BEGIN + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with dial(proxy) as connection:
+        for count in range(1, 6):
+            connection.sendall(head + body)
+            answer = connection.recv(65536)
+            while not answer.endswith(b"}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert segments_received(connection) == count
+
+
+def test_a_client_that_waits_to_continue_gets_the_whole_response(proxy: RunningProxy) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    headers = b"Expect: 100-continue\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with dial(proxy) as connection:
+        connection.sendall(BEGIN + headers)
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        assert json.loads(received(connection).partition(b"\r\n\r\n")[2])["object"] == "chat.completion"
+
+
+def test_a_head_request_is_answered_and_its_connection_reused(proxy: RunningProxy) -> None:
+    with dial(proxy) as connection:
+        for _ in range(2):
+            connection.sendall(b"HEAD /v1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"\r\n\r\n")
