@@ -15,6 +15,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from areal_agents.core.completion import UNSURE, Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.continuation import Decode, OldVersion, PartialCompletion, StopString
@@ -314,19 +317,22 @@ class EnginePool:
                 affinity=affinity,
                 stream_interval=interval,
             )
-        await self._check_versions(replica, completion.versions.tolist(), least)
+        await self._check_versions(replica, completion.versions, least)
         if completion.finish_reason != "abort":
             replica.answered()
         return completion
 
-    async def _check_versions(self, replica: Replica, versions: Sequence[int], least: int) -> None:
+    async def _check_versions(self, replica: Replica, found: npt.ArrayLike, least: int) -> None:
         """Raise EngineError if consecutive tokens have versions that are impossible for this run or
         replica."""
-        if not versions:
+        versions = np.asarray(found)
+        if not len(versions):
             return
-        if any(later < earlier for earlier, later in itertools.pairwise(versions)):
-            raise EngineError(f"{replica.name} sampled tokens with decreasing versions: {_runs(versions)}")
-        oldest, newest = versions[0], versions[-1]
+        if (versions[1:] < versions[:-1]).any():
+            raise EngineError(
+                f"{replica.name} sampled tokens with decreasing versions: {_runs(versions.tolist())}"
+            )
+        oldest, newest = int(versions[0]), int(versions[-1])
         if oldest < least:
             raise OldVersion(f"{replica.name} sampled with version {oldest} after version {least}")
         current = self._monitor.current
