@@ -118,8 +118,9 @@ def refuse_unknown_results(messages: Sequence[Message]) -> None:
     known: set[str] = set()
     for index, message in enumerate(messages):
         if message.tool_calls:
-            known.update(call.id for call in message.tool_calls)
-        elif message.tool_call_id is not None and not known & {message.tool_call_id, ""}:
+            for call in message.tool_calls:  # nearly always one, and this runs for every message of a request
+                known.add(call.id)
+        elif message.tool_call_id is not None and message.tool_call_id not in known and "" not in known:
             raise RequestError(
                 f"message {index} is the result of the tool call {shown(message.tool_call_id)}, but no "
                 "message before it has this call; send the assistant's message with the call, too",

@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 4_000_000  # longer histories are not kept, and are parsed ag
 Group = tuple[Message, ...]  # the messages that one item of a request is parsed into
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class History:
     """Parsed items of a conversation.
 
@@ -28,17 +28,13 @@ class History:
         items: the items in the form in which they are compared.
         as_json: the indices of the items that are compared as JSON.
         groups: the messages of each item.
+        characters: the approximate size of the messages of `items` in characters.
     """
 
     items: list[Any]
     as_json: list[int]
     groups: list[Group]
-
-    @property
-    def characters(self) -> int:
-        """The approximate size of the history in characters."""
-        messages = (message for group in self.groups for message in group)
-        return sum(len(message.content) + len(message.reasoning) for message in messages)
+    characters: int = 0
 
 
 class MessageMemo:
@@ -60,7 +56,9 @@ class MessageMemo:
                 best, most = history, count
         if best is None:
             return History([], [], [])
-        return History(best.items[:most], [i for i in best.as_json if i < most], best.groups[:most])
+        groups = best.groups[:most]
+        characters = best.characters if most == len(best.items) else _characters(groups)
+        return History(best.items[:most], [i for i in best.as_json if i < most], groups, characters)
 
     def keep(self, history: History, items: Sequence[Any]) -> None:
         """Keep `history`, whose groups now have the messages of all `items`.
@@ -68,6 +66,7 @@ class MessageMemo:
         It replaces the history that it continues.
         """
         reused = len(history.items)
+        history.characters += _characters(history.groups[reused:])
         if history.characters > _MOST_CHARACTERS:
             return
         self._histories = [h for h in self._histories if not _is_beginning(h, history, reused)]
@@ -78,6 +77,10 @@ class MessageMemo:
                 history.as_json.append(index)
         self._histories.insert(0, history)
         del self._histories[self._most :]
+
+
+def _characters(groups: Sequence[Group]) -> int:
+    return sum(len(message.content) + len(message.reasoning) for group in groups for message in group)
 
 
 def _is_beginning(earlier: History, history: History, reused: int) -> bool:
