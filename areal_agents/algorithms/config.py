@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from areal_agents.algorithms.credit.anchors import TurnAnchor
 from areal_agents.algorithms.credit.estimators import (
@@ -34,6 +34,7 @@ from areal_agents.algorithms.losses.trust_region import KlCov, NoTrustRegion, Tr
 from areal_agents.algorithms.parts import as_yaml, differing, fill, kind_given
 from areal_agents.algorithms.presets import preset_values
 from areal_agents.algorithms.replay import NoReplay, Replay
+from areal_agents.core.settings import Settings
 
 Proximal = Literal["batch", "behavior"]
 
@@ -43,14 +44,12 @@ _NO_TOKEN_RETURN = (
 )
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Settings):
     """Decoupled PPO with group-relative advantages unless a preset or a setting says otherwise.
 
     Settings can be given flat (`clip_high=0.3`) or under their part (`policy_loss={"kind": "ppo",
     "clip_high": 0.3}`); see `parts.fill`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: str = Field(
         default="decoupled_ppo", description="The algorithm whose settings apply unless others are given."

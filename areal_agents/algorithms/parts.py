@@ -12,16 +12,16 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from areal_agents.core.settings import Settings
 
 NONE = "none"  # the kind of an alternative that does nothing
 
 
-class Part(BaseModel):
+class Part(Settings):
     """A frozen group of settings; if it is one of several alternatives, its field `kind` says which."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def fill(model: type[BaseModel], given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstimator, MaxRlEstimator
@@ -19,6 +19,7 @@ from areal_agents.algorithms.losses.correction import NoCorrection
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.replay import NoReplay
 from areal_agents.config.profiles import with_profile
+from areal_agents.core.settings import Settings
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.model_folder import folder_fault, read_object
@@ -32,10 +33,8 @@ from areal_agents.training.config import TrainerConfig
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
 
 
-class Config(BaseModel):
+class Config(Settings):
     """All settings of one run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(
         default="",

@@ -7,15 +7,15 @@ from itertools import pairwise
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from areal_agents.core.settings import Settings
 
 DEFAULT_MAX_CONTEXT = 4096  # of an embedded engine whose model takes more
 
 
-class EmbeddedEngineConfig(BaseModel):
+class EmbeddedEngineConfig(Settings):
     """The options of one embedded engine process (`areal-agents engine`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: Annotated[str, Field(min_length=1, description="Hugging Face folder of the model to serve.")]
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
@@ -87,10 +87,8 @@ OWN_ARGUMENTS = (
 )
 
 
-class EngineConfig(BaseModel):
+class EngineConfig(Settings):
     """Which engines a run samples from: its own, embedded or SGLang, or running servers by URL."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Annotated[
         Literal["embedded", "sglang"],

@@ -6,8 +6,9 @@ import math
 import os
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from areal_agents.core.settings import Settings
 from areal_agents.inference.config import SGLANG_SEQUENCES
 
 PinnedField = Literal[
@@ -21,10 +22,8 @@ SEQUENCES_PER_WORKER = 512
 CORES_PER_WORKER = 4
 
 
-class Upstream(BaseModel):
+class Upstream(Settings):
     """Another server with an API of its own: a judge, a simulated user, embeddings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     base_url: str = Field(
         description="Base URL of the server, for example https://host/v1.", pattern=r"^https?://"
@@ -35,10 +34,8 @@ class Upstream(BaseModel):
     )
 
 
-class ProxyConfig(BaseModel):
+class ProxyConfig(Settings):
     """Settings of the proxy process."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("admin_key", "project_keys")
     @classmethod

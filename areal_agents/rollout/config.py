@@ -6,15 +6,14 @@ import math
 from itertools import pairwise
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from areal_agents.core.rollout import LARGEST_GROUP, OnStale
+from areal_agents.core.settings import Settings
 
 
-class LimitsConfig(BaseModel):
+class LimitsConfig(Settings):
     """Limits of an episode; an episode that reaches one is truncated, not failed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_turns: int | None = Field(default=None, ge=1, description="Most model calls per episode.")
     max_tokens: int | None = Field(
@@ -27,10 +26,8 @@ class LimitsConfig(BaseModel):
     time_s: float = Field(default=600.0, gt=0, description="Wall-clock time of an episode, in seconds.")
 
 
-class ContextStage(BaseModel):
+class ContextStage(Settings):
     """A bound on the context of training episodes during a part of the run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     until_step: int | None = Field(
         default=None, ge=1, description="The stage ends when this step is published; absent: with the run."
@@ -38,10 +35,8 @@ class ContextStage(BaseModel):
     max_tokens: int = Field(ge=2, description="Most tokens of a prompt plus its completion, in every call.")
 
 
-class RolloutConfig(BaseModel):
+class RolloutConfig(Settings):
     """How training episodes are collected."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     groups: int = Field(default=8, ge=1, description="Groups in a training batch.")
     group_size: int = Field(default=8, ge=1, le=LARGEST_GROUP, description="Episodes of one task in a group.")
@@ -157,10 +152,8 @@ class RolloutConfig(BaseModel):
         return self.limits
 
 
-class RewardConfig(BaseModel):
+class RewardConfig(Settings):
     """A reward function apart from the agent; a string is short for `episode`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     episode: str = Field(
         default="",
@@ -188,10 +181,8 @@ class RewardConfig(BaseModel):
         return self
 
 
-class DataConfig(BaseModel):
+class DataConfig(Settings):
     """The source of tasks, or of recorded episodes to train on instead."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     episodes: str = Field(
         default="",
@@ -226,10 +217,8 @@ class DataConfig(BaseModel):
         return self
 
 
-class EvalConfig(BaseModel):
+class EvalConfig(Settings):
     """Evaluation on held-out tasks: before, during and after training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     data: DataConfig
     episodes: int = Field(

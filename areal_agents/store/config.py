@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from areal_agents.core.settings import Settings
 
 Durability = Literal["process", "power"]
 
 
-class RetainConfig(BaseModel):
+class RetainConfig(Settings):
     """How long the turns of groups are kept after the trainer trained or dropped the groups.
 
     After their texts and tokens are deleted, a summary remains: episodes, rewards, and the size, versions and
     finish reason of every turn.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     versions: int | None = Field(
         default=None,
@@ -39,10 +39,8 @@ class RetainConfig(BaseModel):
         return self
 
 
-class StoreConfig(BaseModel):
+class StoreConfig(Settings):
     """Settings of the durable store between rollout and training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     url: str | None = Field(
         default=None,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from areal_agents.core.settings import Settings
 from areal_agents.training.publish.config import PublishConfig
 
 Fused = Literal["none", "compile", "liger", "auto"]
@@ -14,10 +15,8 @@ Offload = Literal["none", "optimizer", "all"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(Settings):
     """Low-rank adapters in place of training every weight (arXiv 2106.09685)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: int = Field(default=16, ge=1, description="Rank of each adapter.")
     alpha: float = Field(default=32.0, gt=0, description="The adapter's output is scaled by alpha / rank.")
@@ -36,10 +35,8 @@ class LoraConfig(BaseModel):
     )
 
 
-class TrainerConfig(BaseModel):
+class TrainerConfig(Settings):
     """Optimizer, batches, checkpoints. The batch's size is the rollout's: groups × group_size."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     steps: int = Field(default=100, ge=1, description="Batches to train; each publishes one version.")
     optimizer: Literal["adamw", "muon"] = Field(

@@ -6,7 +6,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from areal_agents.core.settings import Settings
 
 Transport = Literal["disk", "tensor", "broadcast", "ipc", "delta", "lora"]
 Pause = Literal["retract", "in_place", "abort", "drain"]
@@ -17,10 +19,8 @@ Backend = Literal["auto", "gloo", "nccl"]
 _PIECEWISE = ("tensor", "broadcast", "ipc", "delta")
 
 
-class PublishConfig(BaseModel):
+class PublishConfig(Settings):
     """How a new policy version reaches the engines."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     transport: Transport = Field(
         default="disk",
