@@ -4,7 +4,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 SEED ?= 0
-WORKERS ?= 2
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 LITELLM := .venv-litellm
@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 demo: setup ## Train the search agent on this machine: under ten minutes on two cores.
 	$(BIN)/areal-agents train examples/search_agent/config.yaml --fresh seed=$(SEED)
 
-test: setup ## Run the test suite, in two processes (WORKERS=1: in one).
+test: setup ## Run the test suite, in three processes, since many tests wait (WORKERS=1: in one).
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-all: setup ## Run the test suite with its long forms, and property tests on examples that are new.

@@ -7,9 +7,10 @@ for the number 1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Settings(BaseModel):
@@ -17,15 +18,15 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _refuse_booleans_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool):
-            assert info.field_name is not None
-            types = _types(cls.model_fields[info.field_name].annotation)
-            if types & {int, float} and bool not in types:
-                raise ValueError(f"must be a number, got {str(value).lower()}")
-        return value
+    def _refuse_booleans_for_numbers(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            if isinstance(value, bool) and (field := cls.model_fields.get(name)) is not None:
+                types = _types(field.annotation)
+                if types & {int, float} and bool not in types:
+                    raise ValueError(f"{name} must be a number, got {str(value).lower()}")
+        return values
 
 
 def _types(annotation: Any) -> set[Any]:

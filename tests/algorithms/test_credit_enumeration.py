@@ -56,7 +56,17 @@ from benchmarks.credit.run import (
 # --- The figures of `python -m benchmarks credit`.
 
 
-@pytest.mark.parametrize("task", forests(), ids=lambda task: task.name)
+# The tasks with the most outcomes take a minute each.
+LONG_TASKS = ("linear", "branches_8", "parallel_subagents")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, marks=[pytest.mark.slow] if task.name in LONG_TASKS else [], id=task.name)
+        for task in forests()
+    ],
+)
 def test_every_expected_gradient_is_the_right_multiple_of_the_true_one(task: ForestTask) -> None:
     figures = measure([task])
     right = {"mean": 0.75, "loo": 1.0, "std": 1.0}

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.proxy.saturate import Load, run
 
 
+@pytest.mark.slow
 def test_every_stream_is_recorded_exactly(capfd: pytest.CaptureFixture[str]) -> None:
     figures = run(json=True, loads=(Load(40, 100, engines=2),))
     printed = capfd.readouterr()

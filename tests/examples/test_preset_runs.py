@@ -1,7 +1,6 @@
 """Every preset on the quick-start task, by the command that a user gives.
 
-Two run each time, which have nearly every part between them: a critic, and refilled groups with several
-minibatches. All the others are `slow`.
+PPO, which has a critic, runs each time. All the others are `slow`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SMALL = [
     "eval.episodes=2",
     "eval.every=null",
 ]
-EACH_TIME = ("ppo", "dapo")
+EACH_TIME = ("ppo",)
 
 
 def train(name: str, run_dir: Path) -> RunFolder:

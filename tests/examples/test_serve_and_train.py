@@ -106,7 +106,7 @@ def test_calls_of_split_eval_are_refused_by_name(tmp_path: Path) -> None:
     assert "4 rewarded episodes are of split eval" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("algorithm", ["dpo", "maxrl"])
+@pytest.mark.parametrize("algorithm", ["dpo", pytest.param("maxrl", marks=pytest.mark.slow)])
 def test_single_episodes_are_refused_by_name_where_they_cannot_be_compared(
     tmp_path: Path, algorithm: str
 ) -> None:
