@@ -28,7 +28,7 @@ class Framework:
         file: the file of the agent.
         doctor: the arguments of `areal-agents doctor` that name the agent, as Python strings.
         packages: the packages that the agent needs besides areal-agents.
-        module: a module of these packages; "" if the agent needs none.
+        modules: one module of each of these packages.
         program: the program that runs the agent, if it is not Python.
     """
 
@@ -36,24 +36,27 @@ class Framework:
     file: str = "agent.py"
     doctor: str = '"--agent", "agent.py:agent"'
     packages: tuple[str, ...] = ()
-    module: str = ""
+    modules: tuple[str, ...] = ()
     program: str = ""
 
     def missing(self) -> str | None:
         """Return what has to be installed before the agent runs; None if nothing is missing."""
         if self.program and shutil.which(self.program) is None:
             return f"{self.program}, which is not on the PATH"
-        if self.module and importlib.util.find_spec(self.module) is None:
+        if any(importlib.util.find_spec(module) is None for module in self.modules):
             return f"pip install {' '.join(self.packages)}"
         return None
 
 
 FRAMEWORKS: Mapping[str, Framework] = {
-    "openai": Framework(packages=("openai",), module="openai"),
-    "langgraph": Framework(packages=("langchain", "langgraph", "langchain-openai"), module="langgraph"),
-    "openai-agents": Framework(packages=("openai-agents",), module="agents"),
-    "pydantic-ai": Framework(packages=("'pydantic-ai-slim[openai]'",), module="pydantic_ai"),
-    "anthropic": Framework(packages=("anthropic",), module="anthropic"),
+    "openai": Framework(packages=("openai",), modules=("openai",)),
+    "langgraph": Framework(
+        packages=("langchain", "langgraph", "langchain-openai"),
+        modules=("langchain", "langgraph", "langchain_openai"),
+    ),
+    "openai-agents": Framework(packages=("openai-agents",), modules=("agents",)),
+    "pydantic-ai": Framework(packages=("'pydantic-ai-slim[openai]'",), modules=("pydantic_ai",)),
+    "anthropic": Framework(packages=("anthropic",), modules=("anthropic",)),
     "node": Framework(
         agent="{command: node agent.mjs}",
         file="agent.mjs",

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from areal_agents.starter import FRAMEWORKS
+from areal_agents.starter.project import Framework
 
 ROOT = Path(__file__).parents[2]
 DATA = ("facts.json", "tasks.jsonl", "heldout.jsonl")
@@ -99,3 +100,9 @@ def test_the_wheel_has_the_model_and_the_starters_and_nothing_of_the_checkout(tm
     assert "areal_agents/starter/files/node/agent.mjs" in names
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"areal_agents"}
+
+
+def test_one_missing_package_of_several_is_named() -> None:
+    framework = Framework(packages=("one", "two"), modules=("json", "no_such_module"))
+    assert framework.missing() == "pip install one two"
+    assert Framework(packages=("one",), modules=("json",)).missing() is None
