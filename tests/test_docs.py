@@ -82,6 +82,14 @@ def test_named_benchmarks_exist() -> None:
     assert not {(page, name) for page, name in named if name not in _commands(benchmarks.__main__.app)}
 
 
+def test_the_page_on_sglang_names_every_flag_that_a_server_is_started_with() -> None:
+    source = (ROOT / "areal_agents" / "inference" / "sglang" / "server.py").read_text()
+    flags = set(re.findall(r'"(--[a-z0-9\-]+)"', source))
+    assert len(flags) > 20
+    page = (ROOT / "docs" / "sglang.md").read_text()
+    assert not {flag for flag in flags if not re.search(rf"{flag}(?![\w\-])", page)}
+
+
 def _commands(app: typer.Typer) -> set[str]:
     group = typer.main.get_command(app)
     assert isinstance(group, typer.core.TyperGroup)
