@@ -128,8 +128,14 @@ NOT_RUN = {
     ("examples/search_agent/README.md", ". .venv/bin/activate"): "tests/examples",
     ("examples/search_agent/README.md", "python examples/search_agent/make_model.py"): "25 minutes",
     ("docs/training.md", "areal-agents export"): "as in deploying.md",
-    ("docs/training.md", "areal-agents train config.yaml trainer.ranks=16 trainer.nodes"): "tests/launch",
-    ("docs/training.md", "areal-agents train config.yaml trainer.ranks=16 trainer.nodes=2"): "tests/launch",
+    (
+        "docs/training.md",
+        "areal-agents train config.yaml trainer.ranks=16 trainer.nodes=2 trainer.node_rank",
+    ): "tests/launch",
+    (
+        "docs/training.md",
+        "areal-agents train config.yaml trainer.ranks=16 trainer.nodes=2 trainer.start",
+    ): "tests/launch",
     ("docs/training.md", "srun --nodes=2 --ntasks-per-node=1"): "needs Slurm; tests/launch has its variables",
     ("integrations/README.md", "python -m pytest"): "the tests themselves",
     ("integrations/README.md", "Case("): "a part of tests/integrations",
