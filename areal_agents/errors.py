@@ -122,6 +122,10 @@ class TrainingError(ArealAgentsError):
     """A batch or a checkpoint cannot be trained on; the message names the group or the file."""
 
 
+class AdapterError(TrainingError):
+    """The adapter that `trainer.lora` describes does not fit the model, or a package for it is missing."""
+
+
 class TeacherError(TrainingError):
     """A teacher's engine did not answer, or its answer does not fit this policy.
 

@@ -2,7 +2,7 @@
 
 Settings are immutable, and a key that a class does not have is refused. Like pydantic, they accept the string
 "3" for a number, because overrides on the command line are strings; unlike pydantic, they do not take `true`
-for the number 1.
+for the number 1. A setting with the value "off" also accepts false, because YAML reads a bare `off` as false.
 """
 
 from __future__ import annotations
@@ -20,16 +20,25 @@ class Settings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_booleans_for_numbers(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, Mapping) else ():
-            if isinstance(value, bool) and (field := cls.model_fields.get(name)) is not None:
-                types = _types(field.annotation)
-                if types & {int, float} and bool not in types:
-                    raise ValueError(f"{name} must be a number, got {str(value).lower()}")
-        return values
+    def _read_booleans(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        booleans = {name: value for name, value in values.items() if isinstance(value, bool)}
+        return {**values, **{name: cls._read_boolean(name, value) for name, value in booleans.items()}}
+
+    @classmethod
+    def _read_boolean(cls, name: str, value: bool) -> Any:
+        field = cls.model_fields.get(name)
+        values = set() if field is None else _values(field.annotation)
+        if value is False and "off" in values:
+            return "off"
+        takes_numbers = any(one in (int, float) or type(one) in (int, float) for one in values)
+        if takes_numbers and bool not in values:
+            raise ValueError(f"{name} must be a number, got {str(value).lower()}")
+        return value
 
 
-def _types(annotation: Any) -> set[Any]:
-    """The members of a union, or the type itself."""
+def _values(annotation: Any) -> set[Any]:
+    """The types and the literal values in a union or a Literal, or the type itself."""
     members = get_args(annotation)
-    return {annotation}.union(*(_types(member) for member in members)) if members else {annotation}
+    return {annotation}.union(*(_values(member) for member in members)) if members else {annotation}

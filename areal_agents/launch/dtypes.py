@@ -1,4 +1,4 @@
-"""Sees to it that engine and trainer compute in the same type, because otherwise their logprobs differ."""
+"""Checks that engine and trainer compute in the same type; otherwise their logprobs differ."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ _REFUSED = re.compile(r"^ConfigError: (.*)", re.DOTALL | re.MULTILINE)  # how th
 def check_memory(config: Config, console: Console, nodes: Nodes) -> None:
     """Show the plan of a run on this machine's GPUs, and refuse it if it does not fit.
 
-    With `trainer.memory_check: warn` it is only warned of. So it is if the plan cannot be made: the estimate
-    not being known says nothing about the run. A trainer that something else starts checks its own memory.
+    With `trainer.memory_check: warn`, and if the plan cannot be made, it prints a warning instead. A trainer
+    that something else starts checks its own memory.
 
     Raises:
         ConfigError: it does not fit, or there are too few GPUs.

@@ -22,6 +22,7 @@ class OutsideTrainer:
     Args:
         store: the file of the store.
         limit_s: longest time without a trainer.
+        has_ended: whether the training is complete, so that no trainer is needed.
         say: called with each message.
         now: the time in seconds.
     """
@@ -32,14 +33,16 @@ class OutsideTrainer:
         store: Path,
         *,
         limit_s: float,
+        has_ended: Callable[[], bool],
         say: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._command = f"areal-agents processes trainer --folder {folder.root}"
         self._lock = TrainerLock(store)
-        self._limit_s, self._say, self._now = limit_s, say, now
+        self._limit_s, self._has_ended, self._say, self._now = limit_s, has_ended, say, now
         self._alone_since = self._said = now()
         self._looked = -LOOK_S
+        self._looks_held = 0
         self._is_there = False
 
     def check(self) -> None:
@@ -52,12 +55,16 @@ class OutsideTrainer:
         if now - self._looked < LOOK_S:
             return
         self._looked = now
+        if self._has_ended():
+            return
         with self._lock.unheld() as is_free:
             pass
-        if not is_free:
-            if not self._is_there:
-                self._say("the trainer has been started")
+        self._looks_held = 0 if is_free else self._looks_held + 1
+        # One look may find the lock held by a process that only checks it, too.
+        if self._looks_held > 1 and not self._is_there:
+            self._say("the trainer has been started")
             self._is_there = True
+        if not is_free:
             return
         if self._is_there:
             self._is_there = False

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from areal_agents.config import Config
-from areal_agents.errors import ConfigError
+from areal_agents.errors import AdapterError, ConfigError
 from areal_agents.launch.context_length import longest_sequence
 from areal_agents.launch.dtypes import with_trainer_dtype
 from areal_agents.launch.engine_memory import (
@@ -138,14 +138,18 @@ def plan_memory(config: Config, machine: Machine) -> Plan:
     """Compute the memory of a run on a machine.
 
     Raises:
-        ConfigError: the machine has too few GPUs, or engine and trainer would share a GPU unintendedly.
+        ConfigError: the machine has too few GPUs, engine and trainer would share a GPU unintendedly, or the
+            adapter does not fit the model.
         MemoryUnknown: the memory of the model cannot be computed.
     """
     from areal_agents.training.memory.estimate import MemoryUnknown
 
     check_gpus(config, machine)
     measured: dict[object, Any] = {}
-    plan = _plan(config, machine, measured)
+    try:
+        plan = _plan(config, machine, measured)
+    except AdapterError as error:
+        raise ConfigError(str(error)) from error
     if plan.fits:
         return plan
 
@@ -153,7 +157,7 @@ def plan_memory(config: Config, machine: Machine) -> Plan:
         check_gpus(changed, machine)
         try:
             return _plan(changed, machine, measured).fits
-        except MemoryUnknown:  # the model cannot be trained so, for example with an adapter
+        except (AdapterError, MemoryUnknown):  # the model cannot be trained so, for example with an adapter
             return False
 
     return Plan(plan.shares, plan.remarks, tuple(suggestions(config, machine, fits)))

@@ -314,7 +314,7 @@ def _run(
     disk_space = disk_space_of(config, folder)
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
-        look_for_trainer = _looking(config, folder, store, view)
+        look_for_trainer = _looking(config, folder, store, view, ended)
         while not (children.finished("rollout") and ended()):
             children.check(may_finish=("rollout", "trainer"))
             look_for_trainer()
@@ -338,7 +338,7 @@ def _run_recorded(
     metrics = MetricsFile(folder.metrics)
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
-        look_for_trainer = _looking(config, folder, store, view)
+        look_for_trainer = _looking(config, folder, store, view, ended)
         while not ended():
             children.check(may_finish=("trainer",))
             look_for_trainer()
@@ -372,12 +372,14 @@ def _trainer_ended(config: Config, folder: RunFolder, children: Children, store:
     return ended
 
 
-def _looking(config: Config, folder: RunFolder, store: Store, view: LiveView) -> Callable[[], None]:
+def _looking(
+    config: Config, folder: RunFolder, store: Store, view: LiveView, ended: Callable[[], bool]
+) -> Callable[[], None]:
     """Return a function that ends the run if a trainer that something else starts does not come."""
     if config.trainer.start:
         return lambda: None
     limit_s = config.trainer.join_timeout_s
-    return OutsideTrainer(folder, store.path, limit_s=limit_s, say=view.event).check
+    return OutsideTrainer(folder, store.path, limit_s=limit_s, has_ended=ended, say=view.event).check
 
 
 def _check_evaluation(config: Config, ablate_tool: bool) -> None:

@@ -196,8 +196,8 @@ def run(
 def _facts(config: TrainerConfig, algorithm: AlgorithmConfig, seed: int) -> dict[str, str]:
     """Return the settings that must be the same on all ranks, by key.
 
-    Only the first rank calls the teacher's engine. Another node may know it under another URL, and one with a
-    password is nothing for a log.
+    Only the first rank calls the teacher's engine. Another node may know it under another URL, and a URL
+    with a password must not be logged.
     """
     own = {"start", "nodes", "node_rank", "master", "teacher_url"}
     trainer = config.model_dump(mode="json", exclude=own)

@@ -63,8 +63,8 @@ def plan(path: Path, *overrides: str, gpus: int, gib: float) -> tuple[int, str]:
     command += ["--gpus", str(gpus), "--gpu-memory", str(gib)]
     environment = {**os.environ, "COLUMNS": "160"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
-    assert not done.stderr, done.stderr
-    return done.returncode, done.stdout
+    assert done.returncode or not done.stderr, done.stderr
+    return done.returncode, done.stdout + done.stderr
 
 
 _PLANS = """
@@ -179,7 +179,7 @@ def test_train_refuses_before_it_starts_anything(
 
 
 def checked(config: Config, monkeypatch: pytest.MonkeyPatch, *, gib: float = 12) -> str:
-    """What `train` says of the memory of a run on one GPU, before it goes on."""
+    """What `train` says of the memory of a run on one GPU, before it starts anything."""
     monkeypatch.setattr(memory_check, "this_machine", lambda: Machine(1, round(gib * GIB)))
     console = Console(record=True, quiet=True, width=160)
     with console.capture() as said:
@@ -212,6 +212,12 @@ def test_a_model_whose_memory_is_not_known_is_not_refused(
     said = checked(loaded, monkeypatch)
     assert said.startswith("warning: ") and reason in said
     assert said.endswith("the memory of the run is not checked") and "Traceback" not in said
+
+
+def test_a_wrong_adapter_is_refused_and_not_taken_for_unknown_memory(tmp_path: Path, model: Path) -> None:
+    path = config_file(tmp_path, model)
+    status, said = plan(path, "trainer.lora.targets=[typo]", gpus=1, gib=80)
+    assert status == 1 and "ConfigError: trainer.lora.targets" in said and "typo" in said
 
 
 def test_a_micro_batch_should_hold_the_longest_sample(tmp_path: Path, model: Path) -> None:

@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused_or_tried_and_the_longest_sample_is_held(
     warned = TrainerConfig(device="cpu", memory_check="warn")
     least = settled_within(warned, memory, 1000, longest=0)
     assert (least.microbatch_tokens, least.activation_checkpointing) == (1024, "full")
-    assert "it goes on, because trainer.memory_check is warn" in caplog.text
+    assert "the run continues, because trainer.memory_check is warn" in caplog.text
 
 
 def test_a_model_that_cannot_be_measured_is_trained_with_careful_settings(

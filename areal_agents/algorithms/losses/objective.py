@@ -98,17 +98,8 @@ def policy_loss(
     """
     turn_ids = sequence_ids if turn_ids is None else turn_ids
     several = (
-        reference,
-        entropy,
-        on_policy,
-        keep,
-        penalty,
-        trained,
-        divergence,
-        positions,
-        replayed,
-        rerouted,
-    )
+        reference, entropy, on_policy, keep, penalty, trained, divergence, positions, replayed, rerouted,
+    )  # fmt: skip
     optional = [tensor for tensor in several if tensor is not None]
     _check_shapes(current, proximal, behavior, advantages, loss_weights, sequence_ids, turn_ids, *optional)
     if isinstance(objective.kl, KlInLoss) and reference is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.errors import TrainingError
+from areal_agents.errors import ConfigError, TrainingError
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.memory.estimate import MemoryUnknown, TrainerMemory
@@ -111,11 +111,11 @@ def settle(
         except MemoryUnknown as error:
             settled = _settled(config, "bfloat16", "full", max(UNMEASURED_TOKENS, longest))
             logger.warning(
-                "%s; the trainer goes on with activation_checkpointing: %s, microbatch_tokens: %d, which you "
-                "can set", error, settled.activation_checkpointing, settled.microbatch_tokens,
+                "%s; the trainer uses activation_checkpointing: %s, microbatch_tokens: %d, which you can set",
+                error, settled.activation_checkpointing, settled.microbatch_tokens,
             )  # fmt: skip
             box = "", settled
-        except TrainingError as error:
+        except (TrainingError, ConfigError) as error:
             box = str(error), None
     fault, chosen = ranks.broadcast(box)
     if chosen is None:
@@ -146,7 +146,7 @@ def settled_within(config: TrainerConfig, memory: TrainerMemory, free: int, *, l
         )
         if config.memory_check == "refuse":
             raise TrainingError(f"{fault}; trainer.memory_check: warn tries it nevertheless")
-        logger.warning("%s; it goes on, because trainer.memory_check is warn", fault)
+        logger.warning("%s; the run continues, because trainer.memory_check is warn", fault)
     if choice.tokens < longest:
         logger.warning(
             "a sample may have up to %d tokens, and a micro-batch holds %d: longer samples are dropped with "

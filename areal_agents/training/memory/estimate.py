@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.errors import TrainingError
+from areal_agents.errors import AdapterError, TrainingError
 from areal_agents.training.checkpoint.export import lora_options
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
@@ -22,7 +22,7 @@ from areal_agents.training.model.sharding import Checkpointing
 
 
 class MemoryUnknown(TrainingError):
-    """The memory of a model cannot be computed; whether it can be trained is another question."""
+    """The memory of a model cannot be computed; the model may still be trainable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ class TrainerMemory:
         measured: what other objects of this class have measured; it does not depend on the ranks.
 
     Raises:
+        AdapterError: the adapter of the configuration does not fit the model.
         MemoryUnknown: a model cannot be built or measured without its weights.
     """
 
@@ -103,52 +104,40 @@ class TrainerMemory:
         self._offload = config.offload
         self._measured: dict[int, list[Activations]] = {}
         with _unknown_if_it_fails(model_path):
-            self._build(config, algorithm, model_path, ranks, on_gpu=on_gpu, measured=measured)
-
-    def _build(
-        self,
-        config: TrainerConfig,
-        algorithm: AlgorithmConfig,
-        model_path: Path,
-        ranks: Ranks,
-        *,
-        on_gpu: bool,
-        measured: dict[object, Measurer] | None,
-    ) -> None:
-        options = ModelOptions(
-            dtype=self.dtype, lora=lora_options(config.lora), router_dtype=router_dtype(config)
-        )
-        policy = build_without_weights(model_path, policy_around(options), options=options)[1]
-        known = {} if measured is None else measured
-        key = (model_path, options, on_gpu)
-        if key not in known:
-            known[key] = Measurer(
-                policy, dtype=self.dtype, router_dtype=options.router_dtype, on_cpu=not on_gpu
+            options = ModelOptions(
+                dtype=self.dtype, lora=lora_options(config.lora), router_dtype=router_dtype(config)
             )
-        self._models = [known[key]]
-        self._trained = [self._states(model_path, ranks, options, optimized_by=config)]
-        if algorithm.needs_critic:
-            critic = Path(config.critic_model or model_path)
-            headless = (critic, self.dtype, on_gpu)
-            if headless not in known:
-                backbone, _ = build_model(critic, head=False)
-                known[headless] = Measurer(
-                    backbone,
-                    dtype=self.dtype,
-                    router_dtype=options.router_dtype,
-                    on_cpu=not on_gpu,
-                    head=False,
+            policy = build_without_weights(model_path, policy_around(options), options=options)[1]
+            known = {} if measured is None else measured
+            key = (model_path, options, on_gpu)
+            if key not in known:
+                known[key] = Measurer(
+                    policy, dtype=self.dtype, router_dtype=options.router_dtype, on_cpu=not on_gpu
                 )
-            self._models.append(known[headless])
-            self._trained.append(self._critic_states(critic, ranks, config))
-        frozen = replace(options, lora=None, frozen=True)
-        self._frozen = [
-            self._states(path, ranks, frozen, optimized_by=None)
-            for path in frozen_models(config, algorithm, model_path)
-        ]
-        text = policy.config.get_text_config()
-        self.layers = int(text.num_hidden_layers)
-        self.positions = int(getattr(text, "max_position_embeddings", 0) or 0)
+            self._models = [known[key]]
+            self._trained = [self._states(model_path, ranks, options, optimized_by=config)]
+            if algorithm.needs_critic:
+                critic = Path(config.critic_model or model_path)
+                headless = (critic, self.dtype, on_gpu)
+                if headless not in known:
+                    backbone, _ = build_model(critic, head=False)
+                    known[headless] = Measurer(
+                        backbone,
+                        dtype=self.dtype,
+                        router_dtype=options.router_dtype,
+                        on_cpu=not on_gpu,
+                        head=False,
+                    )
+                self._models.append(known[headless])
+                self._trained.append(self._critic_states(critic, ranks, config))
+            frozen = replace(options, lora=None, frozen=True)
+            self._frozen = [
+                self._states(path, ranks, frozen, optimized_by=None)
+                for path in frozen_models(config, algorithm, model_path)
+            ]
+            text = policy.config.get_text_config()
+            self.layers = int(text.num_hidden_layers)
+            self.positions = int(getattr(text, "max_position_embeddings", 0) or 0)
 
     @property
     def model_elements(self) -> int:
@@ -220,6 +209,8 @@ def _unknown_if_it_fails(model: Path) -> Iterator[None]:
     """Translate what models raise that cannot be built, or that read values of tensors that have none."""
     try:
         yield
+    except AdapterError:  # a fault of the configuration, which says nothing about the memory
+        raise
     except (TrainingError, RuntimeError) as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise MemoryUnknown(f"the memory of the model {model} is not known: {reason}") from error

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from areal_agents.errors import TrainingError
+from areal_agents.errors import AdapterError, TrainingError
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.experts import has_experts
 from areal_agents.training.model.images import sees_images
@@ -58,7 +58,7 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     """Add an adapter to every target, in place, and freeze all other weights.
 
     Raises:
-        TrainingError: no module has the name of a target, a target is the head or is not a linear layer, or
+        AdapterError: no module has the name of a target, a target is the head or is not a linear layer, or
             the base cannot be nf4.
     """
     import peft  # slow to import, and few runs need it
@@ -71,14 +71,14 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     try:
         peft.inject_adapter_in_model(config, model, _NAME, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise TrainingError(f"trainer.lora.targets: {error}") from error
+        raise AdapterError(f"trainer.lora.targets: {error}") from error
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             kind = type(module.get_base_layer()).__name__
-            raise TrainingError(f"trainer.lora.targets: {name} is {kind}, expected a linear layer")
+            raise AdapterError(f"trainer.lora.targets: {name} is {kind}, expected a linear layer")
     # logprobs are computed from its weight alone
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise TrainingError("trainer.lora.targets: the head cannot have an adapter; leave its name out")
+        raise AdapterError("trainer.lora.targets: the head cannot have an adapter; leave its name out")
     if options.base == "nf4":
         use_nf4(model)
 

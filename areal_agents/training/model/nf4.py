@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from areal_agents.errors import TrainingError
+from areal_agents.errors import AdapterError
 from areal_agents.training.model.experts import has_experts
 from areal_agents.training.model.images import sees_images
 from areal_agents.training.model.sharding import blocks
@@ -78,11 +78,11 @@ def use_nf4(model: PreTrainedModel) -> None:
     """Replace the linear layers of the decoder's blocks, adapters excluded, in place.
 
     Raises:
-        TrainingError: bitsandbytes is not installed, or the model has layers that cannot be packed.
+        AdapterError: bitsandbytes is not installed, or the model has layers that cannot be packed.
     """
     import_bitsandbytes()
     if has_experts(model) or sees_images(model.config):
-        raise TrainingError(
+        raise AdapterError(
             f"trainer.lora.base: nf4 is for dense text models, not {model.config.model_type}; leave it out"
         )
     for block in blocks(model):
@@ -92,7 +92,7 @@ def use_nf4(model: PreTrainedModel) -> None:
             for child, layer in list(parent.named_children()):
                 if type(layer) is nn.Linear and not child.startswith("lora_"):
                     if layer.in_features % BLOCK:
-                        raise TrainingError(
+                        raise AdapterError(
                             f"trainer.lora.base: nf4 packs rows of a multiple of {BLOCK} weights, and "
                             f"{name or child} has rows of {layer.in_features}; leave it out"
                         )
@@ -100,11 +100,11 @@ def use_nf4(model: PreTrainedModel) -> None:
 
 
 def import_bitsandbytes() -> None:
-    """Load the kernels. Raises TrainingError if they are not installed."""
+    """Load the kernels. Raises AdapterError if they are not installed."""
     try:
         importlib.import_module("bitsandbytes")
     except ImportError as error:
-        raise TrainingError(
+        raise AdapterError(
             f"trainer.lora.base: nf4 needs bitsandbytes ({error}): pip install 'areal-agents[gpu]'"
         ) from error
 

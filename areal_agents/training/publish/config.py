@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from areal_agents.core.settings import Settings
 
@@ -90,11 +90,6 @@ class PublishConfig(Settings):
         ge=0,
         description="Longest time that a version waits for an engine when none answers or all were lost.",
     )
-
-    @field_validator("verify", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads a bare off as false
 
     @model_validator(mode="after")
     def _check(self) -> PublishConfig:
