@@ -15,6 +15,7 @@ from training_support import add_tokenizer, build_model, put_back
 from areal_agents.inference import running_engine
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks, ranks
+from areal_agents.training.model.model import Policy, load_policy
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,6 +70,18 @@ def group() -> Iterator[Ranks]:
     """A process group of one rank."""
     with ranks("cpu") as joined:
         yield joined
+
+
+@pytest.fixture
+def policy(model_folder: Path, group: Ranks) -> Policy:
+    """The tiny model, to be trained."""
+    return load_policy(model_folder, group)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are sent in several buckets where there would be one."""
+    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
 
 
 @pytest.fixture

@@ -18,22 +18,12 @@ from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import PauseMode, WeightGroup
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model.model import Policy, load_policy
+from areal_agents.training.model.model import Policy
 from areal_agents.training.publish.direct_folders import DirectFolders
 from areal_agents.training.publish.host_copy import HostCopy
 
 GIVEN_UP = "TRANSPORT DOES NOT WORK"
-
-
-@pytest.fixture
-def policy(model_folder: Path, group: Ranks) -> Policy:
-    return load_policy(model_folder, group)
-
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets where there would be one."""
-    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 def folders(run_dir: Path) -> list[str]:

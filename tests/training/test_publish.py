@@ -24,11 +24,6 @@ from areal_agents.training.publish.verifying import Verified, verify
 
 
 @pytest.fixture
-def policy(model_folder: Path, group: Ranks) -> Policy:
-    return load_policy(model_folder, group)
-
-
-@pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred buckets where there would be one."""
     monkeypatch.setattr("areal_agents.training.publish.transports.MB", 1_000)

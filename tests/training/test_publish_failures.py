@@ -24,21 +24,11 @@ from areal_agents.inference.engine import ModelInfo, PauseMode, WeightBucket, We
 from areal_agents.inference.engine_process import EngineProcess
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model.model import Policy, load_policy
+from areal_agents.training.model.model import Policy
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
 OPTIONS = {"kernel": "torch", "threads": 1, "slots": 4, "max_context": 256, "port": 0}
-
-
-@pytest.fixture
-def policy(model_folder: Path, group: Ranks) -> Policy:
-    return load_policy(model_folder, group)
-
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets where there would be one."""
-    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 @pytest.fixture
