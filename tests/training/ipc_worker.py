@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from torch import Tensor
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.publish import ipc
-from areal_agents.training.publish.buckets import packed
+from areal_agents.training.publish.buckets import make_buffers, packed
+from areal_agents.training.publish.version_folder import exhaust
 
 COUNT = 2
 FAILURES = ("nothing", "sending", "packing")
@@ -21,31 +23,34 @@ SHAPES = {f"w{number}": (25,) for number in range(6)}  # 100 bytes each, two in 
 
 
 def weights(group: Ranks, fails: str) -> Iterator[tuple[str, Tensor]]:
+    """The weights, each of which the ranks gather together; the second rank may get one that does not fit."""
     for number, (name, shape) in enumerate(SHAPES.items()):
-        if fails == "packing" and number == 3 and not group.is_first:
-            raise ValueError("the second rank cannot pack")
-        yield name, torch.full(shape, float(number))
+        group.barrier()
+        is_wrong = fails == "packing" and number == 2 and not group.is_first
+        yield name, torch.full((26,) if is_wrong else shape, float(number))
 
 
 def hand_over(group: Ranks, fails: str) -> tuple[list[list[bool]], str, list[str]]:
     """Which ranks had handles of each bucket; how it ended; and what is left in shared memory."""
     seen, ended = [], "whole"
     handles = ipc.Handles()
-    buckets = packed(
-        weights(group, fails), SHAPES, dtype=torch.float32, bucket_bytes=200, make_buffer=ipc.shared_buffer
-    )
+    size: dict[str, Any] = {"dtype": torch.float32, "bucket_bytes": 200}
+    buffers = make_buffers(SHAPES, **size, device=group.device, make=ipc.shared_buffer)
+    gathered = weights(group, fails)
+    buckets = packed(gathered, SHAPES, **size, buffers=buffers)
     try:
         with closing(ipc.handed(buckets, group, handles, {1})) as handed:
             for number, bucket in enumerate(handed):
                 seen.append([bool(made) for made in bucket.handles])
                 if fails == "sending" and number == 1 and group.is_first:
                     raise ValueError("the first rank cannot send")
-    except (ValueError, TrainingError) as error:
+    except (ValueError, RuntimeError, TrainingError) as error:
         ended = str(error)
         error.__traceback__ = None  # it holds the buffers
+    exhaust(gathered, None)  # as every rank does, together with the others
     handles.give_back(())
     group.barrier()  # the ranks are still in step
-    del buckets, handed
+    del buckets, handed, buffers
     bucket = None  # noqa: F841 - it holds a buffer
     return seen, ended, [name for name in os.listdir(ipc.SHARED_MEMORY) if f"torch_{os.getpid()}_" in name]
 

@@ -25,11 +25,12 @@ from areal_agents.inference.embedded.updates.payloads import Piece
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import Policy, load_policy
-from areal_agents.training.publish.buckets import packed
+from areal_agents.training.publish.buckets import make_buffers, packed
 from areal_agents.training.publish.delta import split
 from areal_agents.training.publish.host_copy import HostCopy
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 @pytest.fixture
@@ -37,12 +38,6 @@ def policy(model_folder: Path, group: Ranks) -> Policy:
     policy = load_policy(model_folder, group)
     policy.saved_dtype = torch.bfloat16
     return policy
-
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets where there would be one."""
-    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
 
 
 def change_few(policy: Policy, seed: int, share: float = 0.05) -> None:
@@ -187,10 +182,12 @@ def test_changes_lead_to_the_bits_of_the_whole_weights(
     shapes = dict(IncomingWeights(arch)._shapes)
     weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     copy = HostCopy(shapes, dtype, pinned=False)
+    size = {"dtype": dtype, "bucket_bytes": bucket}
+    buffers = make_buffers(shapes, **size, device=torch.device("cpu"))
     for step in range(steps + 1):
         whole, sparse = IncomingWeights(arch), IncomingWeights(arch)
         copy.begin(step)
-        for bucket_of in packed(iter(weights.items()), shapes, dtype=dtype, bucket_bytes=bucket):
+        for bucket_of in packed(iter(weights.items()), shapes, **size, buffers=buffers):
             sent = replace(bucket_of, changes=copy.take(bucket_of, compare=True, changes=True))
             whole.add(Piece(sent.tensors(), is_shared=True))
             if step == 0:

@@ -31,16 +31,7 @@ from areal_agents.training.model.model import Policy, load_policy
 from areal_agents.training.publish import ipc
 from areal_agents.training.publish.buckets import Packed
 
-
-@pytest.fixture
-def policy(model_folder: Path, group: Ranks) -> Policy:
-    return load_policy(model_folder, group)
-
-
-@pytest.fixture(autouse=True)
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets where there would be one."""
-    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
+pytestmark = pytest.mark.usefixtures("small_buckets")
 
 
 def a_bucket(values: torch.Tensor) -> Packed:
@@ -60,6 +51,21 @@ def test_a_handle_is_read_as_the_weights_it_names(dtype: torch.dtype) -> None:
     (a, first), (b, second) = piece.whole
     assert (a, b, first.shape, second.shape) == ("a", "b", (2, 2), (3,))
     assert torch.equal(first, values[:4].view(2, 2)) and torch.equal(second, values[4:])
+
+
+@pytest.mark.parametrize("opened", [0, 1, 2])
+def test_each_handle_of_a_bucket_holds_a_reference_of_its_own(opened: int) -> None:
+    """Two engines get one each; of the engines that fail, each leaves one to give back."""
+    handles, bucket = ipc.Handles(), a_bucket(torch.arange(7.0))
+    made = [handles.make(bucket) for _ in range(2)]
+    assert made[0] != made[1]
+    for payload in made[:opened]:
+        piece = read_payload(payload, "flattened_bucket")
+        assert torch.equal(piece.whole[0][1], torch.arange(4.0).view(2, 2))
+        del piece  # as the engine does, which gives the reference back
+    handles.give_back(made[:opened])
+    del bucket
+    assert not own_buffers()
 
 
 def test_the_process_that_torch_starts_holds_no_pipe_of_ours() -> None:
@@ -166,7 +172,7 @@ def test_no_rank_waits_for_one_that_fails_while_weights_are_sent(handed_over: li
     first, second = handed_over
     other = "another rank failed while weights were sent; see its log"
     assert (first["sending"][1], second["sending"][1]) == ("the first rank cannot send", other)
-    assert (first["packing"][1], second["packing"][1]) == (other, "the second rank cannot pack")
+    assert first["packing"][1] == other and "size of tensor" in second["packing"][1]
     assert [len(results[fails][0]) for results in handed_over for fails in FAILURES] == [3, 2, 1] * 2
     assert not [name for results in handed_over for fails in FAILURES for name in results[fails][2]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -63,18 +63,23 @@ class Change:
         return self.indices.nbytes + self.values.nbytes
 
 
-MakeBuffer = Callable[[int, torch.device], Tensor]
-
-
 def plain_buffer(nbytes: int, device: torch.device) -> Tensor:
     """Return an uninitialised buffer of uint8."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def buffer_bytes(shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype, bucket_bytes: int) -> int:
-    """Return the size of each of the two buffers of `packed`."""
+def make_buffers(
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    device: torch.device,
+    make: Callable[[int, torch.device], Tensor] = plain_buffer,
+) -> list[Tensor]:
+    """Return the buffers of `packed`: two, or one if all weights are in one bucket."""
     sizes = [prod(shape) * dtype.itemsize for shape in shapes.values()]
-    return max(min(bucket_bytes, sum(sizes)), *sizes)
+    nbytes = max(min(bucket_bytes, sum(sizes)), *sizes)
+    return [make(nbytes, device) for _ in range(1 if sum(sizes) <= nbytes else 2)]
 
 
 def packed(
@@ -83,48 +88,48 @@ def packed(
     *,
     dtype: torch.dtype,
     bucket_bytes: int,
-    make_buffer: MakeBuffer = plain_buffer,
+    buffers: Sequence[Tensor],
 ) -> Iterator[Packed]:
     """Pack `weights`, whose names and shapes are `shapes`, as `dtype`.
 
     A weight larger than a bucket forms a bucket by itself. The consumer must be done with a bucket when it
     requests the one after the next.
 
+    A weight that cannot be packed raises its error where its bucket would be yielded. Until then weights are
+    taken as usual: taking one is collective, and the other ranks of a trainer take as many.
+
     Args:
-        make_buffer: allocates a buffer of a number of bytes on a device.
+        buffers: those of `make_buffers`, with the same shapes, type and size of a bucket.
     """
-    nbytes = buffer_bytes(shapes, dtype=dtype, bucket_bytes=bucket_bytes)
-    buffers: list[Tensor | None] = [None, None]
     turn, used, left = 0, 0, len(shapes)
     names: list[str] = []
+    failure: Exception | None = None
 
-    def bucket(data: Tensor) -> Packed:
+    def bucket() -> Packed:
+        if failure is not None:
+            raise failure
         header = WeightBucket(
             tuple(names),
             (str(dtype).removeprefix("torch."),) * len(names),
             tuple(tuple(shapes[name]) for name in names),
         )
-        return Packed(header, data, last=left == 0)
+        return Packed(header, buffers[turn][:used], last=left == 0)
 
     for name, tensor in weights:
-        data = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
-        if used and used + len(data) > bucket_bytes:
-            yield bucket(_filled(buffers, turn, used))
+        nbytes = prod(shapes[name]) * dtype.itemsize
+        if used and used + nbytes > bucket_bytes:
+            yield bucket()
             turn, used, names = 1 - turn, 0, []
         names.append(name)
         left -= 1
-        if buffers[turn] is None:
-            buffers[turn] = make_buffer(nbytes, data.device)
-        _filled(buffers, turn, used + len(data))[used:].copy_(data)
-        used += len(data)
+        try:
+            data = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
+            buffers[turn][used : used + nbytes].copy_(data)
+        except Exception as error:
+            failure = failure or error
+        used += nbytes
     if used:
-        yield bucket(_filled(buffers, turn, used))
-
-
-def _filled(buffers: list[Tensor | None], turn: int, used: int) -> Tensor:
-    buffer = buffers[turn]
-    assert buffer is not None
-    return buffer[:used]
+        yield bucket()
 
 
 def _fields(header: WeightBucket) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, ...], ...]]:

@@ -146,7 +146,7 @@ class Handles:
 
     def make(self, bucket: Packed) -> str:
         """Return a new handle of the bucket; every receiver needs its own."""
-        payload, give_back = handle(bucket)
+        payload, give_back = handle(bucket, number=len(self._made))
         self._made[payload] = give_back
         return payload
 
@@ -197,10 +197,12 @@ def _close_files_on_exec() -> None:
 def handed(
     buckets: Iterator[Packed], ranks: Ranks, handles: Handles, receiving: Collection[int]
 ) -> Generator[Packed]:
-    """The buckets with the handles of the ranks in `receiving`. Collective: every rank exhausts or closes it.
+    """Yield each bucket with a handle of it from every rank in `receiving`. Collective: every rank iterates
+    to the end, or closes the generator.
 
-    No rank fills a buffer again before the first rank is done with it. If one rank fails, or closes it early,
-    no other waits: it raises there.
+    Every rank waits at each bucket until the first rank requests the next one. The first rank does so when
+    engines have received the bucket before, so no buffer is overwritten while an engine reads it. A rank that
+    fails, or closes the generator early, makes all others raise at the same bucket.
 
     Raises:
         TrainingError: another rank has failed.
@@ -234,9 +236,13 @@ def handed(
             raise TrainingError(_OTHER_FAILED)
 
 
-def handle(bucket: Packed) -> tuple[str, Callable[[], None]]:
-    """Return the base64 form of a pickled {"flattened_tensor": …, "metadata": …}, and a call that gives back
-    what it holds if nobody opens it."""
+def handle(bucket: Packed, *, number: int = 0) -> tuple[str, Callable[[], None]]:
+    """Return the base64 form of a pickled {"flattened_tensor": …, "metadata": …, "number": …}, and a call
+    that gives back what it holds if nobody opens it.
+
+    Args:
+        number: makes two handles of one bucket differ; engines ignore it.
+    """
     metadata, start = [], 0
     for name, tensor in bucket.tensors():
         end = start + tensor.nbytes
@@ -249,7 +255,7 @@ def handle(bucket: Packed) -> tuple[str, Callable[[], None]]:
         start = end
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.dump({"flattened_tensor": bucket.data, "metadata": metadata})
+    pickler.dump({"flattened_tensor": bucket.data, "metadata": metadata, "number": number})
     assert pickler.give_back is not None, "a bucket has a storage"
     return base64.b64encode(file.getvalue()).decode(), pickler.give_back
 

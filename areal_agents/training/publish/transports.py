@@ -21,7 +21,7 @@ from areal_agents.training.model.gathering import Shape, published_shapes, whole
 from areal_agents.training.model.model import Policy
 from areal_agents.training.publish import adapters, disk, ipc
 from areal_agents.training.publish.broadcast import BroadcastSender
-from areal_agents.training.publish.buckets import MB, Packed, buffer_bytes, packed, plain_buffer
+from areal_agents.training.publish.buckets import MB, Packed, make_buffers, packed, plain_buffer
 from areal_agents.training.publish.config import PublishConfig
 from areal_agents.training.publish.delta import DeltaSender
 from areal_agents.training.publish.direct_folders import DirectFolders
@@ -215,7 +215,7 @@ class BucketTransport:
             )
         # the same on every rank, which hands over its buckets together with the others
         bucket_bytes = self._ranks.broadcast(self._bucket_bytes())
-        buffers = on_every_rank(self._ranks, lambda: self._shared_buffers(shapes, bucket_bytes))
+        buffers = on_every_rank(self._ranks, lambda: self._buffers(shapes, bucket_bytes))
         on_every_rank(self._ranks, lambda: delivery.begin() if delivery else None)
         started = time.monotonic()
         receiving = self._receiving()
@@ -226,6 +226,7 @@ class BucketTransport:
                 bucket_bytes=bucket_bytes, buffers=buffers, receiving=receiving,
             ),
         )  # fmt: skip
+        buffers.clear()  # every bucket was sent
         self._give_back()
         assemble_s = time.monotonic() - started
         on_every_rank(self._ranks, lambda: delivery.end() if delivery else None)
@@ -261,7 +262,7 @@ class BucketTransport:
                 shapes,
                 dtype=self._policy.saved_dtype,
                 bucket_bytes=bucket_bytes,
-                make_buffer=(lambda *_: buffers.pop()) if buffers else plain_buffer,
+                buffers=buffers,
             )
             with ExitStack() as ends:
                 if receiving:
@@ -312,13 +313,18 @@ class BucketTransport:
             opened = sender.opened if isinstance(sender, ipc.IpcSender) else set()
             self._handles.give_back(self._ranks.broadcast(opened))
 
-    def _shared_buffers(self, shapes: Mapping[str, Shape], bucket_bytes: int) -> list[Tensor]:
-        """Make this rank's buffers of `ipc`; none for other transports, and none that no engine reads."""
-        is_read = self._ranks.is_first or self._ranks.device.type == "cuda"
-        if self._config.transport != "ipc" or not is_read:
+    def _buffers(self, shapes: Mapping[str, Shape], bucket_bytes: int) -> list[Tensor]:
+        """Make this rank's buffers; none on a rank whose buckets nobody reads."""
+        by_ipc, device = self._config.transport == "ipc", self._ranks.device
+        if not (self._ranks.is_first or (by_ipc and device.type == "cuda")):
             return []
-        nbytes = buffer_bytes(shapes, dtype=self._policy.saved_dtype, bucket_bytes=bucket_bytes)
-        return [ipc.shared_buffer(nbytes, self._ranks.device) for _ in range(2)]
+        return make_buffers(
+            shapes,
+            dtype=self._policy.saved_dtype,
+            bucket_bytes=bucket_bytes,
+            device=device,
+            make=ipc.shared_buffer if by_ipc else plain_buffer,
+        )
 
     def _bucket_bytes(self) -> int:
         if self._config.bucket_mb:
