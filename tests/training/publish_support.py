@@ -160,7 +160,7 @@ class ReturningEngine(SGLangEngine):
         self.asked: list[str] = []
         self.is_down = False
         self._first_weights, self._looks = first_weights, looks
-        self._dies_at, self._refuses = dies_at, refuses
+        self.dies_at, self._refuses = dies_at, refuses
         self._group = ""
 
     async def join_weight_group(self, group: WeightGroup) -> None:
@@ -176,7 +176,7 @@ class ReturningEngine(SGLangEngine):
         return await super()._call(method, path, body)
 
     async def _reach(self, path: str) -> None:
-        if path == self._dies_at and path not in self.asked:
+        if path == self.dies_at and path not in self.asked:
             await self.start_anew()
             self.is_down = True
         is_refused = path == self._refuses and path not in self.asked

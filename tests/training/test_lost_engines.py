@@ -76,6 +76,27 @@ def test_a_version_waits_for_the_only_engine(
     assert_serves(engine_url, policy, 1, adapters=lora is not None)
 
 
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+def test_the_engine_that_a_version_waited_for_is_compared_once_more(
+    transport: str, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    """With the next version: whoever came back is not the one that was compared."""
+    policy = load_policy(model_folder, group)
+    engine = ReturningEngine(engine_url, model_folder, dies_at="")
+    with publisher(
+        policy, group, store, [engine], run_dir, model_folder, transport=transport, engine_wait_s=20
+    ) as out:
+        agreements = []
+        for version in range(1, 5):
+            if version == 2:
+                engine.asked.clear()
+                engine.dies_at = "/continue_generation"
+            published = out.publish(version=version, step=version)
+            assert published is not None
+            agreements.append(published.agreement)
+    assert agreements == [1.0, None, 1.0, None]
+
+
 def test_an_adapter_that_a_proxy_has_loaded_meanwhile_is_not_taken_away(
     group: Ranks,
     store: Store,

@@ -252,6 +252,47 @@ def test_an_engine_that_comes_later_is_compared_when_it_has_come(
             out.publish(version=2, step=2)
 
 
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+def test_an_engine_that_was_away_is_compared_like_a_new_one(
+    transport: str, policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path,
+    model_folder: Path, second: EngineProcess,
+) -> None:  # fmt: skip
+    """Before it continues; and an engine that was not away is compared once."""
+    compared, resumed = [], []
+
+    class Away(SGLangEngine):
+        is_away = False
+
+        async def model_info(self) -> ModelInfo:
+            if self.is_away:
+                raise EngineUnavailable("it is away")
+            return await super().model_info()
+
+        async def resume(self) -> None:
+            await super().resume()
+            resumed.append(compared.count(self.base_url))
+
+        async def checksum(self) -> WeightsChecksum:
+            compared.append(self.base_url)
+            (held,) = (await super().checksum()).ranks
+            is_wrong = compared.count(second.url) == 2
+            return WeightsChecksum(({**held, "model.norm.weight": "0" * 16} if is_wrong else held,))
+
+    stays, away = Away(engine_url), Away(second.url)
+    with publisher(
+        policy, group, store, [stays, away], run_dir, model_folder, transport=transport, folder_every=9
+    ) as out:
+        for version, away.is_away in enumerate([False, False, True, True]):
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.left_out == away.is_away
+            assert published.agreement == (1.0 if version == 0 else None)
+        away.is_away = False
+        with pytest.raises(EngineError, match=f"{second.url} serves other weights.*norm.weight differs"):
+            out.publish(version=4, step=4)
+    assert sorted(compared) == sorted([engine_url, second.url, second.url])
+    assert 2 not in resumed  # it stays paused
+
+
 def test_an_old_folder_that_cannot_be_removed_is_removed_later(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:

@@ -64,8 +64,8 @@ class PublishConfig(Settings):
     verify: Verify = Field(
         default="first",
         description="When an engine's checksum of its weights is compared with that of what was published. "
-        "first: after the first version that the engine takes since the trainer started. On demand: "
-        "areal-agents verify.",
+        "first: after the first version that the engine takes since the trainer started, or since it missed "
+        "a version. On demand: areal-agents verify.",
     )
     backend: Backend = Field(
         default="auto",

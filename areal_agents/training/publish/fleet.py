@@ -48,12 +48,17 @@ class Fleet:
     """The engines to which a version is published. An engine that fails is removed, unless all engines fail.
 
     The process that routes requests updates a removed engine from the folder before the engine serves again.
+
+    Attributes:
+        left_out: the URLs of the removed engines.
+        were_lost: whether all engines were lost before, so that the version had to wait for them.
     """
 
     def __init__(self, engines: Sequence[Engine], version: int) -> None:
         self.engines = list(engines)
         self.version = version
         self.left_out: list[str] = []
+        self.were_lost = False
 
     async def each(self, call: Callable[[Engine], Awaitable[T]]) -> list[T]:
         """Call all engines concurrently; return the results of those that did not fail.

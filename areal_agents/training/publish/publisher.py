@@ -8,6 +8,7 @@ written in the background (docs/decisions/weights-first.md).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -42,6 +43,7 @@ from areal_agents.training.publish.version_folder import (
 )
 
 T = TypeVar("T")
+_ANSWER_S = 5.0  # longest wait for an answer of an engine that missed the version before
 _Outcome = tuple[Fleet, EngineComparison | None, Delivered, WrittenVersion | None]
 
 logger = logging.getLogger(__name__)
@@ -115,7 +117,8 @@ class Publisher:
         self._model_path, self._keep = model_path, keep
         self._weights = versions_folder(config.folder, run_dir)
         self._verified: set[str] = set()  # engines, by base URL
-        self._absent: set[str] = set()  # engines that did not take the last version
+        # for each engine that missed the last version, how many times in a row it answered since
+        self._answered: dict[str, int] = {}
         self._count = 0  # versions since the start
         weights = sum(map(prod, published_shapes(policy.model).values()))
         self._nbytes = weights * policy.saved_dtype.itemsize
@@ -159,8 +162,7 @@ class Publisher:
         self._count += 1
         publish = self._from_folder if self._transport.folder_first else self._directly
         fleet, checks, delivered, size = publish(version, step, path)
-        self._verified |= checks.compared if checks is not None else set()
-        self._absent = set(fleet.left_out)
+        self._note(fleet, checks)
         if self._loop is None or size is None:
             return None
         return Published(
@@ -243,9 +245,7 @@ class Publisher:
 
     def _directly(self, version: int, step: int, path: Path) -> _Outcome:
         """Record the row, send the weights to the engines, and start to write the folder."""
-        # an engine that is lost for good is no reason to copy every version
-        compared = bool(self._urls() - self._known() - self._absent)
-        copied = self._config.transport == "delta" or compared
+        copied = self._on_every_rank(self._needs_copy)
         copy = self._on_every_rank(lambda: self._folders.begin(version, copied=copied))
         checks = self._on_every_rank(lambda: self._comparison(copy) if copy is not None else None)
         self._on_every_rank(lambda: self._record(version, step, path, folder_pending=True))
@@ -259,6 +259,42 @@ class Publisher:
             delivered,
             WrittenVersion(self._nbytes, copy.density if copy is not None else None),
         )
+
+    def _needs_copy(self) -> bool:
+        """Whether a copy of the next version is needed for more than its folder: for changes, or for an
+        engine to be compared.
+
+        It is made once for an engine that missed the version before: when that answers again. An engine that
+        is lost for good, or answers and takes no weights, is no reason to copy every version.
+        """
+        if self._loop is None:
+            return False
+        if self._config.transport == "delta":
+            return True
+        self._loop.run(self._look_for_missing())
+        lost = {url for url, times in self._answered.items() if times != 1}
+        return bool(self._urls() - self._known() - lost)
+
+    async def _look_for_missing(self) -> None:
+        """Find out which of the engines that missed the version before answer now."""
+
+        async def one(engine: Engine) -> None:
+            try:
+                async with asyncio.timeout(_ANSWER_S):
+                    await engine.model_info()
+            except (EngineError, TimeoutError):
+                self._answered[engine.base_url] = 0
+            else:
+                self._answered[engine.base_url] += 1
+
+        await asyncio.gather(*(one(engine) for engine in self._engines if engine.base_url in self._answered))
+
+    def _note(self, fleet: Fleet, checks: EngineComparison | None) -> None:
+        """Record which engines missed a version, and which need no comparison with the next one."""
+        compared = checks.compared if checks is not None else set()
+        earlier = set() if fleet.were_lost else self._verified
+        self._verified = (earlier | compared) - {*fleet.left_out}
+        self._answered = {url: self._answered.get(url, 0) for url in fleet.left_out}
 
     def _known(self) -> set[str]:
         """The engines that need no comparison with the next version."""

@@ -92,6 +92,7 @@ class Swapper:
                 self._loop.run(check_engines(fleet, self._trained, wait_limit)) if self._loop else Reachable()
             ),
         )
+        fleet.were_lost = reachable.were_lost
         return self._transport.deliver(fleet, path, reachable, checks, copy)
 
     def _wait(
