@@ -353,6 +353,11 @@ class Engine(Sampler, Protocol):
         ones; SGLang wrote each tensor as it came."""
         ...
 
+    async def abandon_weight_update(self) -> None:
+        """Close an update of which a part is missing or in doubt, so that none of it is swapped in, even if
+        that part arrives late. SGLang wrote each tensor as it came; its weights have to be loaded anew."""
+        ...
+
     async def load_adapter(self, name: str, path: str) -> None:
         """Make the LoRA adapter folder at `path` known as `name`, which must be new."""
         ...

@@ -166,6 +166,24 @@ async def test_an_update_that_a_lost_trainer_left_open_is_given_up(
         assert (await successor.checksum()).ranks == (hashes_of(next_model_folder),)
 
 
+@embedded_only
+async def test_an_abandoned_update_is_never_served(
+    engine: SGLangEngine, model_folder: Path, next_model_folder: Path
+) -> None:
+    """However much of it has arrived, or arrives later."""
+    whole = [payload_of(weights_of(next_model_folder))]
+    await engine.begin_weight_update()
+    await engine.update_weights_from_tensors(whole, 9)
+    await engine.prepare_weight_update()
+    await engine.abandon_weight_update()
+    await assert_serves_version_0(engine, model_folder)
+    for late in (engine.update_weights_from_tensors(whole, 9), engine.end_weight_update()):
+        with pytest.raises(EngineRejected, match="begin_weight_update"):
+            await late
+    await by_tensors(engine, next_model_folder, 2)
+    assert (await engine.checksum()).ranks == (hashes_of(next_model_folder),)
+
+
 WRONG = {
     "unknown name": ([("model.nrom.weight", torch.ones(64))], "model.nrom.weight is not a weight"),
     "other shape": ([("model.norm.weight", torch.ones(63))], r"shape \[63\], expected \[64\]"),

@@ -194,7 +194,7 @@ class ReturningEngine(SGLangEngine):
         """Leave nothing of what a trainer did to the server."""
         async with SGLangEngine(self.base_url) as engine:
             for call in (
-                engine.end_weight_update(),
+                engine.abandon_weight_update(),
                 engine.leave_weight_group(self._group),
                 engine.unload_adapter("policy-1"),
             ):

@@ -126,6 +126,35 @@ def test_an_engine_is_mended_from_a_folder_that_was_not_due(
     assert folders(run_dir) == ["v0", "v1"]
 
 
+def test_a_last_bucket_that_arrives_too_late_completes_no_update(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    """Its buffer may have been overwritten before the engine read it."""
+    served = []
+
+    class Late(SGLangEngine):
+        async def update_weights_from_tensors(
+            self, payloads: Sequence[str], version: int, **options: Any
+        ) -> None:
+            await super().update_weights_from_tensors(payloads, version, **options)
+            if version == 1 and options["last"]:
+                raise EngineUnavailable(f"{self.base_url} did not answer in time")
+
+        async def prepare_weights_from_disk(self, path: str) -> None:
+            served.append((await self.model_info()).version)
+            await super().prepare_weights_from_disk(path)
+
+    with publisher(
+        policy, group, store, [Late(engine_url)], run_dir, model_folder, transport="tensor"
+    ) as out:
+        for version, repaired in enumerate([0, 1, 0]):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.repaired == repaired
+            assert_serves(engine_url, policy, version)
+    assert served == [0]  # until it had read the folder
+
+
 def test_an_engine_that_is_lost_for_good_costs_no_folder(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,7 +173,7 @@ def test_an_engine_that_is_lost_for_good_costs_no_folder(
         async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
             """As a server whose HTTP process answers this by itself."""
 
-        async def end_weight_update(self) -> None:
+        async def abandon_weight_update(self) -> None:
             raise EngineUnavailable(f"{self.base_url} did not answer")
 
     begin = DirectFolders.begin

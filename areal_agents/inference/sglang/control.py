@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # endpoints of the embedded engine only
 PREPARE_PATH = "/prepare_weights_from_disk"
 PREPARE_UPDATE_PATH = "/prepare_weight_update"
+ABANDON_PATH = "/abandon_weight_update"
 
 
 class SGLangControl:
@@ -80,7 +81,10 @@ class SGLangControl:
             if "already open" not in str(error):
                 raise
             logger.warning("%s: an unfinished weight update was discarded: %s", self.base_url, error)
-            await self._give_up_update()
+            try:
+                await self.abandon_weight_update()
+            except EngineRejected as refusal:  # if it is open still, the next request says so
+                logger.debug("%s", refusal)
             await self._do("/begin_weight_update", body)
 
     async def update_weights_from_tensors(
@@ -128,6 +132,11 @@ class SGLangControl:
     async def end_weight_update(self) -> None:
         """See Engine.end_weight_update."""
         await self._do("/end_weight_update", {}, optional=True)
+
+    async def abandon_weight_update(self) -> None:
+        """See Engine.abandon_weight_update."""
+        if not await self._do(ABANDON_PATH, {}, optional=True):
+            await self._do("/end_weight_update", {}, optional=True)
 
     async def load_adapter(self, name: str, path: str) -> None:
         """See Engine.load_adapter."""
@@ -191,12 +200,6 @@ class SGLangControl:
                     f"{self.base_url}: pause in_place would {harm}; start SGLang with "
                     f"--{setting.replace('_', '-')}, or pause with retract"
                 )
-
-    async def _give_up_update(self) -> None:
-        try:
-            await self._do("/end_weight_update", {})
-        except EngineRejected as error:  # an incomplete update is refused, but closed nevertheless
-            logger.debug("%s", error)
 
     async def _do(
         self, path: str, body: Any, *, optional: bool = False, timeout_s: float | None = None

@@ -153,11 +153,13 @@ class Delivery:
             if engine not in self._opened:
                 return
             try:
-                await engine.end_weight_update()
+                # The last bucket may arrive after its time limit, and complete the update with bytes of a
+                # buffer that was overwritten meanwhile.
+                await engine.abandon_weight_update()
             except EngineUnavailable as error:
                 raise error from self.broken[engine]  # it is lost, which may be why sending failed
-            except EngineError as error:  # it refuses to end an incomplete update, but ends it nevertheless
-                logger.debug("%s", error)
+            except EngineError as error:  # the folder replaces whatever the engine has of the update
+                logger.warning("%s did not close the update: %s", engine.base_url, error)
             return
         try:
             if self._infos[engine].stages_weights:

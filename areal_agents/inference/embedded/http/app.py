@@ -72,6 +72,7 @@ def create_app(
             "/update_weights_from_distributed": weights.update_from_distributed,
             PREPARE_UPDATE_PATH: weights.prepare_update,
             "/end_weight_update": weights.end,
+            "/abandon_weight_update": weights.abandon,
             "/init_weights_update_group": weights.join_group,
             "/destroy_weights_update_group": weights.leave_group,
             "/load_lora_adapter": weights.load_adapter,

@@ -68,6 +68,10 @@ class WeightRoutes:
         await self._updates.end()
         return _done("Success")
 
+    async def abandon(self, _: Body) -> Answer:
+        self._updates.abandon()
+        return _done("Success")
+
     async def join_group(self, body: Body) -> Answer:
         try:
             group = WeightGroup(

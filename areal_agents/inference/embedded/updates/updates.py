@@ -77,6 +77,11 @@ class WeightUpdates:
         make = update.finish if ready is None else lambda _: ready
         await self._models.update(make, update.version, flush_cache=update.flush_cache, before=update.before)
 
+    def abandon(self) -> None:
+        """Close the update, and swap nothing in."""
+        self._current()
+        self._open = self._ready = None
+
     def _used(self) -> IncomingWeights:
         update = self._current()
         update.is_used, self._ready = True, None
