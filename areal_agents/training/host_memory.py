@@ -52,6 +52,8 @@ class Parking:
 
     Args:
         modules: the roots of the models.
+        optimizers: those whose state is on the device during a step; not those that keep it in host memory
+            themselves.
         device: where they compute.
     """
 

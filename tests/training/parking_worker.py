@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from areal_agents.training.config import TrainerConfig
-from areal_agents.training.host_memory import Parking
+from areal_agents.training.config import Offload, TrainerConfig
 from areal_agents.training.memory.states import fake_ranks
 from areal_agents.training.model.lora import LoraOptions
 from areal_agents.training.model.model import ModelOptions, Policy, build_without_weights, policy_around
+from areal_agents.training.model.run_models import Models
 from areal_agents.training.model.sharding import shard
 from areal_agents.training.step.optimizer import make_optimizer
 
@@ -48,7 +48,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def main(folder: Path, *, lora: bool) -> list[Any]:
+def main(folder: Path, *, lora: bool, offload: Offload) -> list[Any]:
     calls: list[str] = []
     torch.cuda.synchronize = lambda device=None: calls.append("synchronize")  # type: ignore[assignment]
     torch.cuda.empty_cache = lambda: calls.append("empty_cache")  # type: ignore[assignment]
@@ -68,8 +68,8 @@ def main(folder: Path, *, lora: bool) -> list[Any]:
         shard(policy, model, group, dtype=options.dtype, placement="parked")
         with FakeTensorMode(allow_non_fake_inputs=True):
             policy.to_empty(device="cpu")
-            optimizer = make_optimizer(policy, TrainerConfig())
-            parking = Parking([policy], [optimizer], CUDA)
+            optimizer = make_optimizer(policy, TrainerConfig(offload=offload), device=CUDA)
+            parking = Models(policy, optimizer, critic=None, reference=None).parking(CUDA)
             parameters: list[nn.Parameter] = [*policy.parameters()]
             out.append(where(policy, optimizer))
             for _ in range(2):
@@ -86,4 +86,5 @@ def main(folder: Path, *, lora: bool) -> list[Any]:
 
 if __name__ == "__main__":
     add_guard()
-    print(json.dumps([main(Path(sys.argv[1]), lora=lora) for lora in (False, True)]))
+    cases: list[tuple[bool, Offload]] = [(False, "none"), (True, "none"), (False, "optimizer")]
+    print(json.dumps([[way, main(Path(sys.argv[1]), lora=lora, offload=way)] for lora, way in cases]))

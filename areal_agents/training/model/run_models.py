@@ -23,7 +23,7 @@ from areal_agents.training.model.critic import CriticState, load_critic
 from areal_agents.training.model.model import ModelOptions, Policy, load_policy
 from areal_agents.training.model.reference import BaseOfAdapter, Reference
 from areal_agents.training.step.learner import rate_factor, set_learning_rate
-from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.optimizer import keeps_state_on_host, make_optimizer
 from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
 
 
@@ -48,7 +48,7 @@ class Models:
             modules.append(self.reference)
         if isinstance(self.teacher, HeldTeacher):
             modules.extend(self.teacher.held)
-        return Parking(modules, optimizers, device)
+        return Parking(modules, [one for one in optimizers if not keeps_state_on_host(one)], device)
 
     @property
     def parts(self) -> Parts:
@@ -102,7 +102,7 @@ def load_models(
     critic = reference = None
     if algorithm.needs_critic:
         model = load_critic(config.critic_model or model_path, ranks, options=whole)
-        critic = CriticState(model, make_optimizer(model, config, lr=config.critic_lr))
+        critic = CriticState(model, make_optimizer(model, config, lr=config.critic_lr, device=ranks.device))
     if algorithm.needs_reference:
         reference = (
             BaseOfAdapter(policy)
@@ -110,7 +110,8 @@ def load_models(
             else load_reference(config.reference_model or model_path, ranks, options=frozen)
         )
     teacher = _load_teacher(config, algorithm, policy, ranks, options=frozen)
-    return Models(policy, make_optimizer(policy, config), critic, reference, teacher)
+    optimizer = make_optimizer(policy, config, device=ranks.device)
+    return Models(policy, optimizer, critic, reference, teacher)
 
 
 def compute_dtype(config: TrainerConfig, *, on_gpu: bool) -> torch.dtype:

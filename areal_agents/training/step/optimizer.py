@@ -23,7 +23,11 @@ _WRAPPER = "_checkpoint_wrapped_module."  # inserted into names by activation ch
 
 
 def make_optimizer(
-    module: nn.Module, config: TrainerConfig, *, lr: float | None = None
+    module: nn.Module,
+    config: TrainerConfig,
+    *,
+    lr: float | None = None,
+    device: torch.device | None = None,
 ) -> torch.optim.Optimizer:
     """Create the optimizer of all trained parameters; weight decay applies to matrices only.
 
@@ -33,6 +37,7 @@ def make_optimizer(
 
     Args:
         lr: peak learning rate; None uses the config's value.
+        device: where the parameters are during a step; None: where they are now.
     """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     rate = config.lr if lr is None else lr
@@ -42,22 +47,30 @@ def make_optimizer(
     parts = [part for some in divided for part in _optimizers(some, config, rate)]
     if len(parts) == 1 and not offload:
         return parts[0]
-    return JointOptimizer(parts, offload=offload)
+    if device is None:
+        device = named[0][1].device
+    return JointOptimizer(parts, device, offload=offload)
 
 
 class JointOptimizer(torch.optim.Optimizer):
     """Several optimizers of disjoint parameters that step together and share one `state`.
 
-    With `offload`, the state is kept on the CPU between steps. A step moves it to the device of its
-    parameters and back, one optimizer at a time: AdamW transfers 8 bytes per parameter each way, and the
-    device never holds the state of more than one of the optimizers.
+    With `offload`, the state is kept on the CPU between steps. A step moves it to the device and back, one
+    optimizer at a time: AdamW transfers 8 bytes per parameter each way, and the device never holds the state
+    of more than one of the optimizers.
+
+    Args:
+        device: where the parameters are during a step.
     """
 
-    def __init__(self, parts: Sequence[torch.optim.Optimizer], *, offload: bool) -> None:
+    def __init__(
+        self, parts: Sequence[torch.optim.Optimizer], device: torch.device, *, offload: bool
+    ) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = tuple(parts)
         self.offload = offload
-        self._host = HostPlaces(pinned=any(p.is_cuda for part in parts for p in _parameters(part)))
+        self._device = device
+        self._host = HostPlaces(pinned=device.type == "cuda")
         for part in parts:
             part.state = self.state
 
@@ -71,16 +84,15 @@ class JointOptimizer(torch.optim.Optimizer):
             part.step()
             if self.offload:
                 self._put_away(part)
-        if self.offload and torch.cuda.is_available():
-            torch.cuda.synchronize()  # a checkpoint reads the host's copy
-        return None
+        if self.offload and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a checkpoint reads the host's copy
 
     def _fetch(self, part: torch.optim.Optimizer) -> None:
-        """Copy the state to the device of its parameters."""
+        """Copy the state to the device."""
         for parameter in _parameters(part):
             state = self.state.get(parameter, {})
             for name, value in moments(state).items():
-                state[name] = value.to(parameter.device, non_blocking=True)
+                state[name] = value.to(self._device, non_blocking=True)
 
     def _put_away(self, part: torch.optim.Optimizer) -> None:
         """Copy the state to host memory."""
@@ -88,6 +100,11 @@ class JointOptimizer(torch.optim.Optimizer):
             state = self.state.get(parameter, {})
             keyed = {(id(parameter), name): value for name, value in moments(state).items()}
             state.update({name: value for (_, name), value in self._host.store(keyed).items()})
+
+
+def keeps_state_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer itself keeps its state in host memory between its steps."""
+    return isinstance(optimizer, JointOptimizer) and optimizer.offload
 
 
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -121,7 +138,7 @@ def empty_state(
         TrainingError: the state belongs to another optimizer.
     """
     parameters = {plain_name(name): parameter for name, parameter in module.named_parameters()}
-    offload = isinstance(optimizer, JointOptimizer) and optimizer.offload
+    offload = keeps_state_on_host(optimizer)
     by_muon = _ids_of_muon(optimizer)
     out = {}
     for key, shape in shapes.items():
