@@ -12,8 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from areal_agents.training.model.sharding import drop_gradients
-
 K = TypeVar("K", bound=Hashable)
 
 
@@ -76,9 +74,7 @@ class Parking:
                     state[name] = value.to(self._device, non_blocking=True)
 
     def park(self) -> None:
-        """Copy everything to host memory, and give up gradients and the memory of the device."""
-        for module in self._modules:
-            drop_gradients(module)
+        """Copy everything to host memory, and give up the memory of the device. There are no gradients."""
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 keyed = {(id(parameter), name): value for name, value in moments(state).items()}

@@ -27,7 +27,7 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import attention
 from areal_agents.training.model.experts import has_experts, prepare_replay
 from areal_agents.training.model.model import Policy
-from areal_agents.training.model.sharding import blocks, shard
+from areal_agents.training.model.sharding import blocks, drop_gradients, shard
 from areal_agents.training.step.learner import Learner
 
 
@@ -41,6 +41,10 @@ def qwen3_8b(layers: int = 36) -> Qwen3Config:
 MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3-8b": qwen3_8b,
     "4 blocks of qwen3-8b": lambda: qwen3_8b(4),
+    "tiny": lambda: Qwen3Config(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=512, tie_word_embeddings=False,
+    ),
     "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
         hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
         num_experts_per_tok=8, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
@@ -82,6 +86,16 @@ def unsharded_gradient(policy: nn.Module) -> int:
     return held
 
 
+def kept_gradient(policy: nn.Module) -> int:
+    """Bytes that this rank keeps of the gradient, with the shards that the copies have not added up."""
+    shards = [p.grad.to_local() for p in policy.parameters() if p.grad is not None]
+    for module in policy.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is not None and group._partial_reduce_output is not None:
+            shards.append(group._partial_reduce_output)
+    return unsharded_gradient(policy) + sum(shard.nbytes for shard in shards)
+
+
 def micro_batch(mode: FakeTensorMode) -> MicroBatch:
     sample = make_sample(list(range(300)), range(100, 300), rng=np.random.default_rng(0))
     (packed,) = pack([sample], token_budget=512)
@@ -92,12 +106,13 @@ def micro_batch(mode: FakeTensorMode) -> MicroBatch:
 
 
 def main(name: str, count: int, replicas: int) -> dict[str, int | list[int]]:
-    """Accumulate two micro-batches."""
+    """Compute a micro-batch, drop its gradient as after a stop, and compute a last one."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     attention.register()
     policy, group = build(name, count, replicas)
     within: list[int] = []
     after: list[int] = []
+    kept: list[int] = []
     for block in blocks(policy.model):
         block.register_full_backward_pre_hook(lambda *_: within.append(unsharded_gradient(policy)))
     head = policy.model.get_output_embeddings().weight
@@ -110,6 +125,10 @@ def main(name: str, count: int, replicas: int) -> dict[str, int | list[int]]:
             logprobs, *_ = policy(batch)
             learner.backward(logprobs.sum(), last=last)
             after.append(unsharded_gradient(policy))
+            kept.append(kept_gradient(policy))
+            if not last:
+                drop_gradients(policy)
+                dropped = kept_gradient(policy)
     shards = sum(p.grad.to_local().numel() for p in policy.parameters() if p.grad is not None)
     return {
         "block": block_bytes,
@@ -118,6 +137,8 @@ def main(name: str, count: int, replicas: int) -> dict[str, int | list[int]]:
         "within": max(within),
         "after": after,
         "shards": 4 * shards,
+        "kept": kept,
+        "dropped": dropped,
     }
 
 

@@ -46,6 +46,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def main(folder: Path, *, lora: bool, offload: Offload) -> list[Any]:
@@ -79,9 +80,8 @@ def main(folder: Path, *, lora: bool, offload: Offload) -> list[Any]:
                 parking.park()
                 out.append(where(policy, optimizer))
             same = all(a is b for a, b in zip(parameters, policy.parameters(), strict=True))
-            left = sum(parameter.grad is not None for parameter in parameters)
     trained = sum(parameter.requires_grad for parameter in parameters)
-    return [out, same, left, calls, [all(pinned), len(pinned)], [trained, len(parameters) - trained]]
+    return [out, same, calls, [all(pinned), len(pinned)], [trained, len(parameters) - trained]]
 
 
 if __name__ == "__main__":

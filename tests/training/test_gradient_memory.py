@@ -18,11 +18,14 @@ WORKER = Path(__file__).with_name("fake_ranks_worker.py")
     ("model", "ranks", "replicas"),
     [
         ("qwen3-8b", 8, 1),
+        ("tiny", 4, 2),
         pytest.param("4 blocks of qwen3-8b", 8, 2, marks=pytest.mark.slow),
         ("qwen3-30b-a3b", 64, 1),
     ],
 )
-def test_no_gradient_is_whole_after_a_micro_batch(model: str, ranks: int, replicas: int) -> None:
+def test_no_gradient_is_whole_after_a_micro_batch_and_none_is_left_after_a_stop(
+    model: str, ranks: int, replicas: int
+) -> None:
     done = subprocess.run(
         [sys.executable, str(WORKER), model, str(ranks), str(replicas)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -34,4 +37,6 @@ def test_no_gradient_is_whole_after_a_micro_batch(model: str, ranks: int, replic
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["after"] == [0, 0]
     assert 0 < found["within"] <= found["head"] + found["block"]
+    assert found["kept"] == [found["shards"]] * 2
+    assert found["dropped"] == 0
     assert found["shards"] == pytest.approx(found["model"] * replicas / ranks, rel=0.01)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,23 +38,31 @@ ROOT = Path(__file__).parents[2]
 PPO = AlgorithmConfig.model_validate("ppo")
 
 
-def load(folder: Path, group: Ranks, offload: Offload, algorithm: AlgorithmConfig = PPO) -> Models:
+def load(folder: Path, group: Ranks, offload: Offload, *, parked: bool = False) -> Models:
     config = TrainerConfig(
         lr=1e-2, critic_lr=1e-2, weight_decay=0.1, offload=offload, dtype="float32",
         activation_checkpointing="off",
     )  # fmt: skip
-    return load_models(config, algorithm, folder, group)
+    return load_models(config, PPO, folder, group, parked=parked)
 
 
-def step(models: Models, group: Ranks, offload: Offload, *seeds: int) -> list[float]:
+def step(
+    models: Models,
+    group: Ranks,
+    offload: Offload,
+    *seeds: int,
+    tokens: int = 150,
+    stopping: Callable[[], bool] = lambda: False,
+) -> list[float]:
     """Train on one batch for each seed; return the norms of the gradients."""
-    options = StepOptions(150, share_prefixes=True, grad_clip=1.0, gradients_on_host=offload == "all")
+    options = StepOptions(tokens, share_prefixes=True, grad_clip=1.0, gradients_on_host=offload == "all")
     norms = []
     for seed in seeds:
         data = build_training_data(episode_groups(np.random.default_rng(seed), "ab"), PPO)
         result = train_batch(
             models.policy, models.optimizer, data, PPO, options,
             ranks=group, version=0, seed=seed, critic=models.critic, reference=models.reference,
+            stopping=stopping,
         )  # fmt: skip
         norms.append(result.grad_norm)
     return norms
@@ -64,6 +72,12 @@ def weights(models: Models) -> dict[str, torch.Tensor]:
     assert models.critic is not None
     critic = {f"critic {name}": p.full_tensor() for name, p in models.critic.critic.named_parameters()}  # type: ignore[attr-defined]
     return {**models.policy.full_state_dict(), **critic}
+
+
+def has_gradient(models: Models) -> bool:
+    return (
+        any(p.grad is not None for p in models.policy.parameters()) or unsharded_gradient(models.policy) > 0
+    )
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -97,11 +111,29 @@ def test_no_gradient_waits_on_the_device_for_the_last_micro_batch(model_folder: 
         for micro in pack(samples, token_budget=150)[:2]:
             learner.backward(models.policy(micro).logprobs.sum(), last=False)
             held[offload] = unsharded_gradient(models.policy)
-        if offload == "none":  # as after a stop, which leaves nothing on the device either
-            models.parking(group.device).park()
-            assert unsharded_gradient(models.policy) == 0
     assert held["none"] > 0
     assert held["all"] == 0
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_a_step_after_a_stop_between_micro_batches_begins_without_a_gradient(
+    offload: Offload, model_folder: Path, group: Ranks
+) -> None:
+    straight, stopped = (load(model_folder, group, offload) for _ in range(2))
+    asked: list[bool] = []
+
+    def watch() -> bool:
+        asked.append(has_gradient(straight))
+        return False
+
+    want = step(straight, group, offload, 0, tokens=70, stopping=watch)
+    assert asked[-1]  # before the last micro-batch of the first minibatch
+    answers = iter([False] * (len(asked) - 1) + [True])
+    with pytest.raises(Stopped):
+        step(stopped, group, offload, 0, tokens=70, stopping=lambda: next(answers))
+    assert not has_gradient(stopped)
+    assert step(stopped, group, offload, 0, tokens=70) == want
+    assert_close(weights(stopped), weights(straight))
 
 
 def test_a_run_continues_with_its_weights_elsewhere(model_folder: Path, tmp_path: Path) -> None:
@@ -129,26 +161,23 @@ def test_parked_models_leave_nothing_on_a_fake_gpu(model_folder: Path) -> None:
     host = {"weights": ["cpu"], "gathered": ["cpu"], "moments": ["cpu"]}
     device = {"weights": ["cuda"], "gathered": ["cuda"], "moments": ["cuda"]}
     for offload, found in json.loads(done.stdout):
-        places, same, gradients, calls, (pinned, allocated), (trained, frozen) = found
+        places, same, calls, (pinned, allocated), (trained, frozen) = found
         # with `optimizer` the step itself moves the moments to the device and back
         own = offload == "optimizer"
         fetched = {**device, "moments": ["cpu"]} if own else device
         assert places == [{**host, "moments": []}, fetched, host, fetched, host]
         assert same  # the optimizer's parameters are still the model's
-        assert gradients == 0
         assert calls == [*(["synchronize"] if own else []), "synchronize", "empty_cache"] * 2
         assert pinned
         assert allocated == 3 * trained + frozen  # weights and moments have one place each, used twice
 
 
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_models_parked_on_a_cpu_are_saved_and_published_as_they_are(
-    model_folder: Path, tmp_path: Path, group: Ranks
+    offload: Offload, model_folder: Path, tmp_path: Path, group: Ranks
 ) -> None:
-    config = TrainerConfig(
-        lr=1e-2, critic_lr=1e-2, weight_decay=0.1, dtype="float32", activation_checkpointing="off"
-    )
     straight = load(model_folder, group, "none")
-    parked = load_models(config, PPO, model_folder, group, parked=True)
+    parked = load(model_folder, group, offload, parked=True)
     parking = parked.parking(torch.device("cpu"))
     step(straight, group, "none", 0, 1)
     for seed in (0, 1):
@@ -157,7 +186,7 @@ def test_models_parked_on_a_cpu_are_saved_and_published_as_they_are(
         parking.park()
     assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(parked).items())
     path = Checkpoints(tmp_path, group, wait=True).save(parked.parts, TrainingProgress(2, 2))
-    again = load_models(config, PPO, model_folder, group, parked=True)
+    again = load(model_folder, group, offload, parked=True)
     load_checkpoint(path, again.parts, group)
     parking = again.parking(torch.device("cpu"))
     parking.fetch()

@@ -123,13 +123,17 @@ def materialize(
 
 
 def drop_gradients(root: nn.Module) -> None:
-    """Free all gradients, whole ones included, which FSDP holds if it was stopped between micro-batches."""
+    """Free all gradients, those included that FSDP holds between the micro-batches of a step: whole ones, and
+    shards that the copies of the weights (HSDP) have not added up."""
     root.zero_grad()
     for module in root.modules():
         if not isinstance(module, FSDPModule):
             continue
         group = module._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
+        if group is None:
+            continue
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # it has been gathered before
                 parameter._unsharded_param.grad = None

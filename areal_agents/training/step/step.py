@@ -23,6 +23,7 @@ from areal_agents.training.metrics.clock import Clock
 from areal_agents.training.model.critic import CriticState
 from areal_agents.training.model.model import Policy
 from areal_agents.training.model.reference import Reference
+from areal_agents.training.model.sharding import drop_gradients
 from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.losses import pair_pass, policy_share, value_share
 from areal_agents.training.step.plan import BatchPlan, Minibatch, lay_out
@@ -85,11 +86,12 @@ def train_batch(
             one of them.
 
     Raises:
-        Stopped: `stopping()` became true. FSDP then holds part of a gradient, so these models must not be
-            trained further; their weights are complete.
+        Stopped: `stopping()` became true before the first optimizer step; the weights are unchanged.
         TrainingError: a sample does not fit a micro-batch, or the critic's values are not finite.
         TeacherError: the teacher's engine cannot be used; the weights are unchanged.
         ValueError: there are no samples, or a critic, reference or teacher is missing or given without need.
+
+    No gradient is left, however the batch ends.
     """
     if (data is not None) != ranks.is_first:
         raise ValueError("expected the batch on the first rank, and on no other rank")
@@ -121,13 +123,17 @@ def train_batch(
         stopping=stopping,
         seed=seed,
     )
-    for minibatch in plan.minibatches:
-        advantages = batch.advantages(plan, minibatch, scores)
-        with batch.clock.part("gradient"):
-            batch.accumulate(minibatch, scores, advantages)
-        with batch.clock.part("optimizer"):
-            for learner in batch.learners:
-                learner.step(options.grad_clip)
+    try:
+        for minibatch in plan.minibatches:
+            advantages = batch.advantages(plan, minibatch, scores)
+            with batch.clock.part("gradient"):
+                batch.accumulate(minibatch, scores, advantages)
+            with batch.clock.part("optimizer"):
+                for learner in batch.learners:
+                    learner.step(options.grad_clip)
+    finally:
+        for learner in batch.learners:
+            drop_gradients(learner.module)
     return batch.result(plan, scores)
 
 
