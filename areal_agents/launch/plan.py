@@ -257,7 +257,7 @@ def _trainer_share(
     from areal_agents.training.memory.choices import reserve
 
     columns = (PASS, STEP, *((SAMPLING,) if engine is not None else ()))
-    parked = config.engine.colocate == "sleep"
+    parked = config.engine.colocate == "sleep" and not config.data.episodes
     rows = [(name, values[: len(columns)]) for name, values in _trainer_rows(need, parked=parked)]
     note, room, least = settings, 0, 0
     if engine is not None:
@@ -265,8 +265,9 @@ def _trainer_share(
         rows.append(("engine", (held, held, engine.total)))
         room, least = engine.room, engine.least_room
     rows.append((RESERVED, (reserve(machine.memory),) * len(columns)))
-    if need.on_host:
-        note += f"; in host memory: {need.on_host / GIB:.1f} GiB per rank"
+    on_host = need.on_host + (need.idle if parked else 0)
+    if on_host:  # page-locked allocations are rounded up
+        note += f"; in host memory: at least {on_host / GIB:.1f} GiB per rank"
     if engine is not None:
         note += f"; engine: keys and values of {engine.tokens:,} tokens"
     elsewhere = not config.trainer.start and not config.trainer.nodes

@@ -245,6 +245,20 @@ def test_a_micro_batch_should_hold_the_longest_sample(tmp_path: Path, model: Pat
     assert "up to 12,000 tokens (engine.max_context), and a micro-batch holds 8,192" in remark
 
 
+def test_the_host_has_what_is_offloaded_and_what_is_parked_while_engines_are_awake(
+    tmp_path: Path, model: Path
+) -> None:
+    path = config_file(tmp_path, model, engine=SGLANG)
+    machine = Machine(2, 80 * GIB)
+    ways = [("none", "sleep"), ("optimizer", "none"), ("optimizer", "sleep"), ("all", "sleep")]
+    found = planned(
+        *((path, [f"trainer.offload={how}", f"engine.colocate={where}"], machine) for how, where in ways)
+    )
+    said = [re.search(r"in host memory: at least ([\d.]+) GiB per rank", each["notes"][0]) for each in found]
+    # 634,425,344 weights: 2.36 GiB of them in float32, as much of gradients, and 4.73 GiB of moments
+    assert [float(one[1]) if one else 0.0 for one in said] == [7.1, 4.7, 7.1, 9.5]
+
+
 def test_sglang_fits_on_a_small_gpu_by_what_it_needs(tmp_path: Path, model: Path) -> None:
     path = config_file(tmp_path, model, engine=SGLANG, trainer={"device": "cpu"})
     sizes = (8, 12, 24, 4)
