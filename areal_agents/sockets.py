@@ -49,6 +49,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_this_machine(host: str) -> bool:
+    """Whether `host` is a name or an address of this machine, on which a socket of it could listen."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:  # the name is not known here
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as tried:
+            tried.bind(address)
+            return True
+    return False
+
+
 def allow_many_connections() -> None:
     """Raise this process's limit on open files, often 1,024, to the most that it may have."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -36,6 +36,7 @@ from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.nodes import nodes_of, ranks_beside_engines
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.sockets import is_this_machine
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +70,13 @@ def plan_engines(config: Config) -> EnginePlan:
     """Plan how the engines of a run are started.
 
     Raises:
-        ConfigError: engine.python has no SGLang or one that is too old, or there are too few GPUs.
+        ConfigError: engine.python has no SGLang or one that is too old, there are too few GPUs, or
+            `check_same_machine` refuses a running server.
     """
     engine = config.engine
     if engine.urls:
+        if config.trainer.start:
+            check_same_machine(config)
         return EnginePlan((), f"running servers at {', '.join(engine.urls)}")
     if engine.kind == "sglang":
         environment = find_environment(engine.python, numerics(engine))
@@ -166,6 +170,23 @@ def wait_for_engines(
         if url not in ready:
             warn(
                 f"engine.urls: {url} does not answer; the run starts without it, and uses it once it answers"
+            )
+
+
+def check_same_machine(config: Config) -> None:
+    """Check, on the machine of the trainer's first rank, that running servers which are to open handles of
+    the trainer's memory are on this machine.
+
+    Raises:
+        ConfigError: a server is on another machine.
+    """
+    for url in config.engine.urls if config.trainer.publish.transport == "ipc" else ():
+        if not is_this_machine(urlsplit(url).hostname or ""):
+            raise ConfigError(
+                f"trainer.publish.transport: ipc hands over memory of the trainer's machine, and {url} of "
+                "engine.urls is on another one; use broadcast, or disk with a folder that both machines see. "
+                "If the server runs on the trainer's machine, name it by an address of that machine, such as "
+                "127.0.0.1"
             )
 
 

@@ -127,7 +127,12 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     from areal_agents.launch.context_length import longest_sequence
     from areal_agents.launch.dtypes import with_trainer_dtype
     from areal_agents.launch.engine_memory import engine_bytes_in_training, engine_gpus
-    from areal_agents.launch.engines import check_nccl, memory_to_release, wait_for_engines
+    from areal_agents.launch.engines import (
+        check_nccl,
+        check_same_machine,
+        memory_to_release,
+        wait_for_engines,
+    )
     from areal_agents.launch.gpus import Machine
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
@@ -143,6 +148,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     first = int(os.environ.get("RANK", "0")) == 0
     if first:
         check_nccl(config, own_nccl())
+        check_same_machine(config)
     store = recorded = None
     data_ended: Callable[[], bool] = _never
     engines: list[SGLangEngine] = []

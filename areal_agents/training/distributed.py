@@ -36,6 +36,7 @@ class Ranks:
 
     Attributes:
         rank, count: this process's rank and the number of ranks; gradients are averaged over all ranks.
+        count_here: the number of ranks on this machine.
         mesh: the device mesh over which the weights are sharded: [count], or [replicas, count / replicas].
         data_rank, data_count: select this rank's micro-batches: `batches[data_rank::data_count]`.
         context_rank, context_count, context_group: this rank's index among the ranks that share each of its
@@ -53,6 +54,7 @@ class Ranks:
     context_count: int = 1
     context_group: dist.ProcessGroup | None = None
     control: Control | None = None
+    count_here: int = 1
 
     @property
     def is_first(self) -> bool:
@@ -242,4 +244,5 @@ def _divide(device: torch.device, *, replicas: int, context: int, timeout_s: flo
         context_count=context,
         context_group=group,
         control=Control(timeout_s=timeout_s) if count > 1 else None,
+        count_here=int(os.environ.get("LOCAL_WORLD_SIZE", count)),
     )

@@ -9,7 +9,7 @@ import pytest
 from test_engine_plan import config, server_that_says
 
 from areal_agents.errors import ConfigError
-from areal_agents.launch.engines import check_nccl, check_running
+from areal_agents.launch.engines import check_nccl, check_running, check_same_machine, plan_engines
 
 TRANSPORT = "trainer.publish.transport="
 SGLANG = "engine.kind=sglang"
@@ -83,6 +83,23 @@ def test_a_running_server_that_cannot_take_the_weights_is_refused(
         with pytest.raises(ConfigError, match=f"{url} .*{says}"):
             check_running(config(SGLANG, f"engine.urls=[{url}]", setting))
         check_running(config(SGLANG, f"engine.urls=[{url}]", "trainer.lora.rank=4"))
+
+
+IPC = [SGLANG, TRANSPORT + "ipc", "engine.device=cpu", "trainer.device=cpu"]
+
+
+def test_a_server_on_another_machine_cannot_open_the_trainers_memory() -> None:
+    for host in ("127.0.0.1", "localhost"):
+        plan_engines(config(*IPC, f"engine.urls=['http://{host}:30000']"))
+    urls = "engine.urls=['http://127.0.0.1:30000','http://192.0.2.1:30000']"
+    says = r"ipc hands over memory .* http://192\.0\.2\.1:30000 of engine\.urls .*; use broadcast"
+    with pytest.raises(ConfigError, match=says):
+        plan_engines(config(*IPC, urls))
+    started_elsewhere = config(*IPC, urls, "trainer.start=false")
+    plan_engines(started_elsewhere)
+    with pytest.raises(ConfigError, match=says):
+        check_same_machine(started_elsewhere)  # as the trainer does where it runs
+    plan_engines(config(SGLANG, urls, TRANSPORT + "broadcast"))
 
 
 def test_trainer_and_engines_of_different_nccl_are_refused(tmp_path: Path) -> None:

@@ -91,10 +91,11 @@ class IpcSender:
             )
         workers = {engine: self._ranks_of(engine, info.workers) for engine, info in engines.items()}
         for engine, found in workers.items():
-            if max(found) >= self._ranks.count:
+            if max(found) >= self._ranks.count_here:
                 raise EngineError(
                     f"ipc needs a trainer rank on each engine's GPU: {engine.base_url} has a worker on GPU "
-                    f"{max(found)}, and the trainer has {self._ranks.count} ranks, one per GPU from 0 on"
+                    f"{max(found)}, and the trainer has {self._ranks.count_here} ranks on this machine, one "
+                    "per GPU from 0 on"
                 )
         self._workers = workers
 
