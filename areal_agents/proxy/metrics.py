@@ -64,7 +64,7 @@ class Metrics:
         first = self._histogram(
             "first_piece_seconds", "Time from the request to the first piece of a stream.", _FIRST_PIECES_S
         )
-        self._prompt = self._counter("prompt_tokens", "Tokens of whole prompts.")
+        self._prompt = self._counter("prompt_tokens", "Tokens of all prompts, reused ones included.")
         self._reused = self._counter(
             "reused_prompt_tokens", "Prompt tokens that were reused from recorded turns."
         )
@@ -147,8 +147,9 @@ class Metrics:
         Gauge(f"areal_agents_{name}", text, registry=self._registry).set_function(value)
 
 
-# Of several processes that see the same engines, the one that saw the newest version, and the one to which an
-# engine does not serve. All other values are added up.
+# How the values of several processes become one. All processes see the same engines: a version is the newest
+# that one of them saw, and an engine counts as healthy, or as serving, if it does for all of them. All other
+# values are added up.
 _MERGED_BY: dict[str, Callable[[Iterable[float]], float]] = {
     "areal_agents_policy_version": max,
     "areal_agents_engine_version": max,
@@ -205,9 +206,9 @@ class PoolMetrics(Collector):
         """Yield the metric families."""
         gauges = [
             _gauge("running", "Calls of this proxy that the engine is answering."),
-            _gauge("healthy", "1 if the engine answered the last health check, of each worker."),
-            _gauge("serving", "1 if the engine receives calls, of each worker."),
-            _gauge("version", "Policy version at the last health check, -1 before the first one."),
+            _gauge("healthy", "1 if the engine answered the last health check of every worker, else 0."),
+            _gauge("serving", "1 if every worker sends calls to the engine, else 0."),
+            _gauge("version", "Policy version that the last health check found, -1 before the first one."),
         ]
         for replica in self._pool.replicas:
             values = (replica.running, replica.is_healthy, replica.is_serving, replica.version)

@@ -175,9 +175,16 @@ def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:
 
 
 def metrics_of(url: str) -> dict[str, float]:
-    """The samples of /metrics, by name and labels."""
-    text = httpx.get(f"{url}/metrics", timeout=30).raise_for_status().text
-    families = text_string_to_metric_families(text)
+    """The samples of /metrics, by name and labels; asked for again, as the answer says, while a worker is too
+    slow."""
+    answers: list[httpx.Response] = []
+
+    def is_whole() -> bool:
+        answers.append(httpx.get(f"{url}/metrics", timeout=60))
+        return answers[-1].status_code != 503
+
+    wait_for(is_whole, timeout_s=60)
+    families = text_string_to_metric_families(answers[-1].raise_for_status().text)
     return {
         f"{sample.name} {sorted(sample.labels.items())}": sample.value
         for family in families
