@@ -158,14 +158,14 @@ def ranks(
     Args:
         timeout_s: the longest that a rank waits for the others in a collective, and the first rank in the
             control group.
-        join_timeout_s: the longest wait until all ranks have come.
+        join_timeout_s: the longest wait until all ranks have registered.
         facts: what must be the same on every rank, by name; versions of software are added.
         replicas: copies of the weights; each is sharded over count / replicas neighbouring ranks.
         context: neighbouring ranks that share the tokens of a micro-batch.
 
     Raises:
         ValueError: the ranks do not divide into that many replicas, or into groups of `context`.
-        TrainingError: a rank did not come in time, or differs from the first one in its facts.
+        TrainingError: a rank did not register in time, or differs from the first one in its facts.
         RanksLost: within the block, another rank ended or did not come to a collective in time.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -37,7 +37,7 @@ class RankWatch:
 
     A rank that leaves the block with an error, or ends without leaving it, is lost; every other rank then has
     to leave the block too, and its process exits if it has not done so after `END_S`. The first rank enters
-    once all others are connected, so that a rank that ended before is lost as well.
+    the block when all others are connected; one that ends before it connects is lost as well.
 
     Attributes:
         lost: a message about the rank that ended first, once one has.
@@ -45,7 +45,7 @@ class RankWatch:
 
     def __init__(self, member: Member, store: dist.Store) -> None:
         self._member, self._store = member, store
-        self._missing = set(range(1, member.count))  # as the first rank knows them
+        self._missing = set(range(1, member.count))  # not connected yet; used by the first rank
         self._is_complete = threading.Event()
         if not self._missing:
             self._is_complete.set()
@@ -98,7 +98,7 @@ class RankWatch:
         """Return once every other rank is connected. Raise TrainingError if one is lost before."""
         if not self._is_complete.wait(_CONNECT_S):
             who = "; ".join(name_of(self._store, rank) for rank in sorted([*self._missing]))
-            self._lose(f"{who} is lost: it ended, or cannot reach the first rank, after all ranks had come")
+            self._lose(f"{who} is lost: it registered, and then ended or did not reach the first rank")
         if self.lost is not None:
             error = TrainingError(f"{self.lost}. The run can be resumed from its last checkpoint")
             self.__exit__(TrainingError, error, None)
@@ -116,7 +116,7 @@ class RankWatch:
                     self._accept(key.fileobj)
 
     def _accept(self, listener: Any) -> None:
-        with contextlib.suppress(OSError):  # the caller has gone already
+        with contextlib.suppress(OSError):  # the other end has closed the connection already
             self._add(listener.accept()[0])
 
     def _add(self, connection: socket.socket, name: str = "") -> None:
@@ -129,7 +129,7 @@ class RankWatch:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> None:
-        """Read what a peer says, or notice that it has gone."""
+        """Read a peer's messages, or notice that its process has ended."""
         peer = self._peers[connection]
         try:
             data = connection.recv(65536)
@@ -172,7 +172,7 @@ class RankWatch:
         if self.lost is not None:
             return
         self.lost = message
-        self._is_complete.set()  # nobody waits for the others any more
+        self._is_complete.set()  # there is no use in waiting for the others
         logger.error("%s; the run ends, and can be resumed from its last checkpoint", message)
         self._has_news.set()
         for connection in [*self._peers]:
@@ -201,5 +201,5 @@ def _listen(address: str) -> socket.socket:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # it has gone; reading from it says so
+    with contextlib.suppress(OSError):  # the connection is closed; reading from it reports that
         connection.sendall(json.dumps(message).encode() + b"\n")

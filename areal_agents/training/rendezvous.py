@@ -1,8 +1,8 @@
 """How the ranks of a trainer meet: through a key-value store on the first rank's machine, in limited time.
 
-The variables are torchrun's, whoever sets them. A rank that does not come is named, with its node, and all
-ranks must agree on what they are about to do: a second node with another configuration or another version of
-PyTorch would fail later, in a collective, without a reason.
+The variables are torchrun's, whoever sets them. Every rank registers in the store. One that does not is
+named, with its node, and all ranks must agree on what they are about to do: a second node with another
+configuration or another version of PyTorch would fail later, in a collective, without a reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from areal_agents.errors import TrainingError
 
 _POLL_S = 0.1
-_HEARD_S = 5.0  # how long the first rank waits until the others have heard why they cannot start
+_HEARD_S = 5.0  # how long the first rank waits until the others have read why they cannot start
 _LATE_S = 30.0  # how much longer than the first rank the others wait
 
 
@@ -67,17 +67,17 @@ class Member:
 
 
 def meet(member: Member, *, timeout_s: float, facts: Mapping[str, str]) -> dist.Store:
-    """Return the store of all ranks once every rank has come. Collective.
+    """Register this rank, and return the store when all ranks are registered. Collective.
 
     Args:
         timeout_s: the longest that the first rank waits for the others, and they for it.
         facts: what must be the same on every rank, by name, such as the version of PyTorch.
 
     Raises:
-        TrainingError: on every rank that has come, if another did not come in time or differs in a fact.
+        TrainingError: on every registered rank, if another did not register in time or differs in a fact.
     """
     store = _open(member, timeout_s)
-    store.set(_joined(member.rank), json.dumps({**asdict(member), "facts": dict(facts)}))
+    store.set(_registration(member.rank), json.dumps({**asdict(member), "facts": dict(facts)}))
     if member.rank == 0:
         problem = _missing(store, member, timeout_s) or _difference(store, member.count)
         store.set("verdict", problem)
@@ -91,8 +91,8 @@ def meet(member: Member, *, timeout_s: float, facts: Mapping[str, str]) -> dist.
 
 
 def name_of(store: dist.Store, rank: int) -> str:
-    """How messages name a rank that has come."""
-    told: dict[str, Any] = json.loads(store.get(_joined(rank)))
+    """How messages name a registered rank."""
+    told: dict[str, Any] = json.loads(store.get(_registration(rank)))
     return f"rank {rank} on node {told['node']} ({told['host']})"
 
 
@@ -123,18 +123,19 @@ def _open(member: Member, timeout_s: float) -> dist.Store:
 
 
 def _missing(store: dist.Store, member: Member, timeout_s: float) -> str:
-    """Wait for every rank; return a message about those that did not come in time, or an empty string."""
+    """Wait until every rank is registered; return a message about those that are not in time, or an empty
+    string."""
     deadline = time.monotonic() + timeout_s
     waiting = set(range(member.count))
     while waiting:
-        waiting -= {rank for rank in waiting if store.check([_joined(rank)])}
+        waiting -= {rank for rank in waiting if store.check([_registration(rank)])}
         if waiting and time.monotonic() > deadline:
             who = "; ".join(
                 f"node {node} ({_ranks([*ranks])})"
                 for node, ranks in groupby(sorted(waiting), key=lambda rank: rank // member.local_count)
             )
             return (
-                f"{len(waiting)} of {member.count} ranks did not come within {timeout_s:g} s "
+                f"{len(waiting)} of {member.count} ranks did not register within {timeout_s:g} s "
                 f"(trainer.join_timeout_s): {who}. Start the same command there, and check that it reaches "
                 f"{member.address}:{member.port}"
             )
@@ -144,9 +145,9 @@ def _missing(store: dist.Store, member: Member, timeout_s: float) -> str:
 
 def _difference(store: dist.Store, count: int) -> str:
     """Return a message about the first rank whose facts differ from those of rank 0, or an empty string."""
-    first: dict[str, Any] = json.loads(store.get(_joined(0)))
+    first: dict[str, Any] = json.loads(store.get(_registration(0)))
     for rank in range(1, count):
-        other: dict[str, Any] = json.loads(store.get(_joined(rank)))
+        other: dict[str, Any] = json.loads(store.get(_registration(rank)))
         names = first["facts"].keys() | other["facts"].keys()
         differing = [
             f"{name}: {other['facts'].get(name)} instead of {first['facts'].get(name)}"
@@ -169,21 +170,21 @@ def _verdict(store: dist.Store, member: Member, timeout_s: float) -> str:
         store.add("heard", 1)
     except dist.DistError as error:
         raise TrainingError(
-            f"{member.name}: the first rank on {member.address} ended before all ranks had come: {error}"
+            f"{member.name}: the first rank on {member.address} ended before all ranks registered: {error}"
         ) from error
     return verdict
 
 
 def _let_them_hear(store: dist.Store, count: int) -> None:
-    """Wait until the ranks that have come know the verdict; the store ends with this process."""
-    come = sum(store.check([_joined(rank)]) for rank in range(1, count))
+    """Wait until the registered ranks have read the verdict; the store ends with this process."""
+    registered = sum(store.check([_registration(rank)]) for rank in range(1, count))
     deadline = time.monotonic() + _HEARD_S
-    while store.add("heard", 0) < come and time.monotonic() < deadline:
+    while store.add("heard", 0) < registered and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
-def _joined(rank: int) -> str:
-    return f"joined/{rank}"
+def _registration(rank: int) -> str:
+    return f"registered/{rank}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """A rank without a model, for tests of how ranks meet and notice each other's end.
 
-JOIN_TIMEOUT_S FACT BEHAVIOUR: wait (for the others, without end), short (the same, but their connections have
-10 s), finish, fail, compute (in collectives), or vanish (once all have come, before it is watched).
+JOIN_TIMEOUT_S FACT BEHAVIOUR: wait (for the others, without end), short (the same, but the time for
+connections ends as soon as rank 1 alone is missing), finish, fail, compute (in collectives), or vanish (once
+all ranks are registered, before it is watched).
 """
 
 from __future__ import annotations
@@ -17,6 +18,17 @@ from areal_agents.errors import TrainingError
 from areal_agents.training import rank_watch
 from areal_agents.training.distributed import ranks
 
+_wait_for_all = rank_watch.RankWatch._wait_for_all
+
+
+def wait_for_all_but_one(watch: rank_watch.RankWatch) -> None:
+    """Wait without a limit until only rank 1 is missing, and then hardly at all."""
+    while watch._missing != {1}:
+        time.sleep(0.02)
+    rank_watch._CONNECT_S = 0.1
+    _wait_for_all(watch)
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
     join_timeout_s, fact, behaviour = sys.argv[1:]
@@ -24,7 +36,7 @@ if __name__ == "__main__":
     if behaviour == "vanish":
         rank_watch.RankWatch.__enter__ = lambda self: os._exit(3)  # type: ignore[method-assign]
     elif behaviour == "short":
-        rank_watch._CONNECT_S = 10.0
+        rank_watch.RankWatch._wait_for_all = wait_for_all_but_one  # type: ignore[method-assign]
     print("is about to join", flush=True)
     try:
         with ranks("cpu", join_timeout_s=float(join_timeout_s), facts={"trainer.steps": fact}) as group:

@@ -202,9 +202,7 @@ async def test_an_engine_gets_the_handles_of_its_gpu_whichever_others_answer(
             await workers(counted, info, {a: 1, b: 2})
         with pytest.raises(EngineError, match=f"{b.base_url} has 2 workers, and was started on 1 GPUs"):
             await workers(told, info, {b: 2})
-        with pytest.raises(
-            EngineError, match=f"{b.base_url} has a worker on GPU 5, .* 4 ranks on this"
-        ):
+        with pytest.raises(EngineError, match=f"{b.base_url} has a worker on GPU 5, .* 4 ranks on this"):
             await workers(ipc.IpcSender(gpus, handles, engines=[a, b]), info, {b: 3})
         on_cpu = ipc.IpcSender(group, handles, engines=[a, b])
         assert await workers(on_cpu, info, {b: 1, a: 1}) == [[0], [0]]

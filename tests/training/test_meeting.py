@@ -80,7 +80,9 @@ def test_a_node_that_never_comes_is_named_on_every_node_that_came(group: Group) 
     first = group.start(0, 3, join_s=15)
     outputs = [output_of(process) for process in (first, second)]
     for output in outputs:
-        assert "1 of 3 ranks did not come within 15 s (trainer.join_timeout_s): node 2 (rank 2)." in output
+        assert (
+            "1 of 3 ranks did not register within 15 s (trainer.join_timeout_s): node 2 (rank 2)." in output
+        )
         assert f"Start the same command there, and check that it reaches 127.0.0.1:{group.port}" in output
     assert (first.returncode, second.returncode) == (1, 1)
 
@@ -124,12 +126,12 @@ def test_a_rank_that_fails_alone_ends_the_others_with_its_reason(group: Group) -
 
 
 def test_a_rank_that_ends_before_it_is_watched_is_lost(group: Group) -> None:
-    """Between the verdict that all ranks have come and its connection to the first rank."""
+    """Between the verdict that all ranks have registered and its connection to the first rank."""
     first, second, third = (
         group.start(rank, 3, behaviour=behaviour)
         for rank, behaviour in enumerate(["short", "vanish", "wait"])
     )
-    says = f"rank 1 on node 1 ({socket.gethostname()}) is lost: it ended, or cannot reach the first rank"
+    says = f"rank 1 on node 1 ({socket.gethostname()}) is lost: after all ranks had registered, it ended"
     assert f"TrainingError: {says}" in output_of(first)
     assert says in output_of(third)
     output_of(second)
