@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -177,6 +178,28 @@ def test_what_is_saved_loads_as_the_same_tree(minimal: Path, tmp_path: Path) -> 
 def test_a_key_that_could_never_work_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="does not begin with ep-"):
         proxy_config([setting])
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("{pattern: '[0-9]+'}", "proxy.volatile.time.*must begin with at least 4 literal characters"),
+        ("{pattern: 'time: (a+)+$'}", "proxy.volatile.time.*in too many ways"),
+        ("{pattern: 'time: ['}", "proxy.volatile.time.*not a regular expression"),
+        ("{pattern: 'time: x', roles: [assistant]}", "proxy.volatile.time.*roles"),
+        ("never", "proxy.volatile.time"),
+    ],
+)
+def test_a_rule_of_volatile_text_that_cannot_be_applied_is_refused(
+    minimal: Path, rule: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
+        load_config(minimal, [f"proxy.volatile.time={rule}"])
+
+
+def test_a_known_rule_of_volatile_text_is_switched_off(minimal: Path) -> None:
+    config = load_config(minimal, ["proxy.volatile.claude-code-billing=off"])
+    assert config.proxy.volatile == {"claude-code-billing": "off"}
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 A replayed reply is recognised by its meaning (see `Message.digest`), or by the handle or the tool-call ids
 that it got. A message that names a recorded reply but differs from it never continues that turn: the
 conversation branches there, as an edit.
+
+Volatile text does not count when conversations are compared. The model reads it as it was first recorded at
+its place in the conversation (see `Forest.as_first_seen`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,6 +55,9 @@ class Forest:
         self._before: dict[str, bytes] = {}  # turn id → digest of the conversation that it answered
         self._after: dict[str, bytes] = {}  # turn id → digest of that conversation and the reply
         self._by_call: dict[str, str] = {}  # tool-call id → turn id
+        self._first_seen: dict[
+            bytes, Message
+        ] = {}  # digest of a conversation → its last message, if volatile
         self._followed: _Followed | None = None  # all messages but the last of the latest conversation
         self._end = b""  # digest of that conversation with its last message
         for turn in turns:
@@ -90,6 +96,8 @@ class Forest:
             known = self._recognised(digest, message, last)
             last = known or last
             digest = extend_prompt(digest, message) if known is None else self._after[known.id]
+            if message.volatile:
+                self._first_seen.setdefault(digest, message)
         if digest != self._end:  # a turn that answers the latest conversation changes nothing in `_followed`
             self._followed = None
         after = extend_digest(digest, turn.reply)
@@ -127,6 +135,26 @@ class Forest:
         if parent is not None:
             return Continuation(parent, tuple(messages[reached:]), None)
         return Continuation(None, tuple(messages), edited or self._explain(messages, tools_id, digest))
+
+    def as_first_seen(
+        self, messages: Sequence[Message], tools_id: str = ""
+    ) -> tuple[tuple[Message, ...], int]:
+        """A conversation with its volatile text as first recorded, and the number of texts that differed.
+
+        A message was recorded before if everything before it and all but its volatile text is the same.
+        """
+        digest, last, replaced = empty_history(tools_id), None, 0
+        out = list(messages)
+        ends = [index + 1 for index, message in enumerate(messages) if message.volatile]
+        for index, message in enumerate(messages[: ends[-1]] if ends else ()):
+            turn = self._recognised(digest, message, last)
+            last = turn or last
+            digest = extend_prompt(digest, message) if turn is None else self._after[turn.id]
+            first = self._first_seen.get(digest) if message.volatile else None
+            if first is not None and first.content != message.content:
+                out[index] = replace(message, content=first.content, volatile=first.volatile)
+                replaced += sum(map(operator.ne, first.volatile_texts, message.volatile_texts))
+        return tuple(out), replaced
 
     def answers(self, messages: Sequence[Message], tools_id: str = "") -> tuple[Turn, ...]:
         """The turns that answered exactly this conversation, in the order of recording."""

@@ -81,6 +81,8 @@ class Turn:
             episodes of earlier releases, which did not record it.
         special_tokens_as_text: the number of special tokens in the new messages, and in the tools of a root,
             that the prompt contains as plain text.
+        volatile_as_first_seen: the number of texts of the conversation that `proxy.volatile` names and that
+            the client had changed: the prompt contains them as they were first recorded.
     """
 
     id: str
@@ -100,6 +102,7 @@ class Turn:
     discarded: str = ""
     recorded_before: int | None = None
     special_tokens_as_text: int = 0
+    volatile_as_first_seen: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "new_prompt_ids", as_token_ids(self.new_prompt_ids))

@@ -87,6 +87,8 @@ def _turn_head(number: int, turn: Mapping[str, Any]) -> RenderableType:
     notes = [f"label {printable(turn['label'])}"] if turn["label"] else []
     notes += ["constrained: not trained on by default"] if turn["constrained"] else []
     notes += [f"pinned: {', '.join(turn['overrides'])}"] if turn["overrides"] else []
+    if replaced := turn.get("volatile_as_first_seen", 0):  # absent in the answers of earlier releases
+        notes.append(f"volatile texts as first seen: {replaced}")
     fork = turn["forked_from"]
     if fork is not None:
         fork = fork if isinstance(fork, Mapping) else {"reason": fork.reason, "diverged_at": fork.diverged_at}

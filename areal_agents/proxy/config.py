@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from areal_agents.core.settings import Settings
 from areal_agents.inference.config import SGLANG_SEQUENCES
+from areal_agents.proxy.volatile import KNOWN_RULES, VolatileRule
 
 PinnedField = Literal[
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"
@@ -44,6 +45,12 @@ class ProxyConfig(Settings):
             if not key or key.startswith("ep-"):
                 raise ValueError("a key must be a non-empty string that does not begin with ep-")
         return value
+
+    @field_validator("volatile", mode="before")
+    @classmethod
+    def _read_off(cls, given: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        return {k: "off" if v is False else v for k, v in given.items()} if isinstance(given, dict) else given
 
     @field_validator("workers", "max_concurrent", mode="before")
     @classmethod
@@ -140,6 +147,12 @@ class ProxyConfig(Settings):
         default="template",
         description="Reasoning of earlier turns in a prompt: 'template', as the chat template shows it; "
         "'keep', always included.",
+    )
+    volatile: dict[str, VolatileRule | Literal["off"]] = Field(
+        default_factory=dict,
+        description="Rules for text that a client changes from call to call, by a name of your choice: "
+        "conversations are compared without it, and the model reads it as it was first recorded. Rules on by "
+        f"default, which `off` under their name switches off: {', '.join(KNOWN_RULES)}.",
     )
     models: dict[str, Upstream] = Field(
         default_factory=dict,

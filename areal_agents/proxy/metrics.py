@@ -72,6 +72,9 @@ class Metrics:
         self._as_text = self._counter(
             "special_tokens_as_text", "Special tokens in content that were encoded as text."
         )
+        self._as_first_seen = self._counter(
+            "volatile_as_first_seen", "Texts named by proxy.volatile that were shown as first recorded."
+        )
         self._version = Gauge(
             "areal_agents_policy_version",
             "Latest policy version that an engine was seen to serve.",
@@ -129,6 +132,7 @@ class Metrics:
     def _count(self, turn: Turn, split: str) -> None:
         self._turns.inc()
         self._as_text.inc(turn.special_tokens_as_text)
+        self._as_first_seen.inc(turn.volatile_as_first_seen)
         use = "evaluation" if split != "train" else "constrained" if turn.constrained else "training"
         self._sampled(use).inc(len(turn.completion))
         if turn.forked_from is not None:

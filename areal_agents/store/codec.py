@@ -93,6 +93,7 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
         discarded=row["discarded"] or "",
         recorded_before=record.get("recorded_before"),
         special_tokens_as_text=record.get("special_tokens_as_text", 0),
+        volatile_as_first_seen=record.get("volatile_as_first_seen", 0),
     )
 
 
@@ -121,6 +122,8 @@ def _record(turn: Turn) -> dict[str, Any]:
         record["recorded_before"] = turn.recorded_before
     if turn.special_tokens_as_text:
         record["special_tokens_as_text"] = turn.special_tokens_as_text
+    if turn.volatile_as_first_seen:
+        record["volatile_as_first_seen"] = turn.volatile_as_first_seen
     if turn.completion.routed_experts is not None:
         record["routing"] = turn.completion.routed_experts.shape[1:]
     return record

@@ -237,6 +237,7 @@ class Exchange(SharedReply):
             has_instructions=request.has_instructions,
             recorded_before=prompt.recorded_before,
             special_tokens_as_text=prompt.special_tokens_as_text,
+            volatile_as_first_seen=prompt.volatile_as_first_seen,
         )
 
     def _with_seed(self, choice: int) -> SamplingParams:

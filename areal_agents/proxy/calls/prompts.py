@@ -1,7 +1,8 @@
 """Builds the exact prompt of a request: recorded ids plus new messages, or a full rendering with a reason.
 
 As long as a conversation is recognised, its sampled tokens are never tokenised again. A conversation is
-recognised by its messages or, if those differ from the recorded ones, by an equal rendering of them.
+recognised by its messages or, if those differ from the recorded ones, by an equal rendering of them. Volatile
+text is rendered as it was first recorded in the conversation, so that no prompt changes with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,6 +52,7 @@ class Prompt:
         recorded_before: number of turns of the episode that were recorded when `where` was determined;
             `where` refers only to those.
         special_tokens_as_text: number of special tokens that the content behind `new_ids` spells out as text.
+        volatile_as_first_seen: number of volatile texts that `ids` has as first recorded, not as received.
     """
 
     where: Continuation
@@ -59,6 +61,7 @@ class Prompt:
     renderer: ChatRenderer
     recorded_before: int
     special_tokens_as_text: int = 0
+    volatile_as_first_seen: int = 0
 
 
 class Prompts:
@@ -171,8 +174,10 @@ class Prompts:
 
     async def _chat(self, forest: Forest, request: ModelRequest, most_tokens: int) -> Prompt:
         renderer = await self._renderer_of(request)
-        # No await may come between these two lines: the forest must not grow before it is searched.
+        # No await may come between these lines: the forest must not grow before it is searched.
         recorded_before = len(forest)
+        messages, as_first_seen = forest.as_first_seen(request.messages, request.tools_id)
+        request = replace(request, messages=messages) if as_first_seen else request
         where = forest.continuation(request.messages, request.tools_id)
         if where.parent is None and where.fork is not None and where.fork.turn is not None:
             where = await self._continuation_by_rendering(forest, request, renderer, where)
@@ -181,7 +186,7 @@ class Prompts:
                 forest, request, renderer, where, where.parent, recorded_before, most_tokens
             )
             if extended is not None:
-                return extended
+                return replace(extended, volatile_as_first_seen=as_first_seen)
             reason = _why_not_extended(where.new_messages)
             where = forest.fork(where.parent, request.messages, where.new_messages, reason)
         ids, as_text = await self.off_loop(
@@ -191,7 +196,7 @@ class Prompts:
                 renderer.special_tokens_as_text(request.messages, request.tools),
             ),
         )
-        return Prompt(where, ids, ids, renderer, recorded_before, as_text)
+        return Prompt(where, ids, ids, renderer, recorded_before, as_text, as_first_seen)
 
     async def _extended(
         self,

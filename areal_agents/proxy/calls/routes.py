@@ -43,6 +43,7 @@ from areal_agents.proxy.dialects.responses.dialect import ResponsesDialect
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes, session_name
 from areal_agents.proxy.episodes.sessions import Session, Sessions
 from areal_agents.proxy.errors import ClientGone, as_request_error, headers_of, log_refusal
+from areal_agents.proxy.volatile import VolatileText
 from areal_agents.rendering import ChatRenderer
 
 _logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class ModelCalls:
         self._pass_through = pass_through
         self._config = config
         self._observer = observer
+        self._volatile = VolatileText(config.volatile)
         self._memo = MessageMemo(64)  # of calls whose episode is found by their messages
 
     @property
@@ -160,8 +162,14 @@ class ModelCalls:
                 return await self._pass_through.forward(request, "/messages/count_tokens", body, upstream)
             key = caller.episode_key
             session = None if key is None else await self._sessions.by_key(key)
-            context = self._context(_plain_headers(request), session)
-            model_request = await self._bodies.off_loop(request, lambda: read_for_counting(body, context))
+            headers = _plain_headers(request)
+            context, client = self._context(headers, session), headers.get("user-agent", "")
+
+            def read() -> ModelRequest:
+                found = read_for_counting(body, context)
+                return replace(found, messages=self._volatile.marked(found.messages, client))
+
+            model_request = await self._bodies.off_loop(request, read)
             forest = session.forest if session else Forest()
             count = await self._completer.count_tokens(forest, model_request)
             return Response(count_answer(count), media_type="application/json")
@@ -293,7 +301,8 @@ class ModelCalls:
         def read(context: ReadContext) -> ModelRequest:
             found = dialect.read(body, context)
             refuse_unknown_results(found.messages)
-            return replace(found, session=header, retry=retry)
+            messages = self._volatile.marked(found.messages, record.client)
+            return replace(found, messages=messages, session=header, retry=retry)
 
         if caller.episode_key is not None:
             session = await self._sessions.by_key(caller.episode_key)

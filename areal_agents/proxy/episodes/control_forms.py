@@ -274,6 +274,7 @@ def _describe_turn(episode: RecordedEpisode, turn: Turn, *, with_tokens: bool) -
         "label": turn.label,
         "forked_from": turn.forked_from,
         "special_tokens_as_text": turn.special_tokens_as_text,
+        "volatile_as_first_seen": turn.volatile_as_first_seen,
     }
     if with_tokens:
         out["prompt_ids"] = episode.forest.prompt_ids(turn.id)

@@ -31,6 +31,7 @@ from areal_agents.proxy.episodes.implicit import (
 )
 from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.proxy.values import refuse_many_values
+from areal_agents.proxy.volatile import VolatileText
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import NotFound, Store
@@ -70,6 +71,7 @@ class WorkerLookup:
         self._config = config
         self._bodies = bodies
         self._memo = MessageMemo()
+        self._volatile = VolatileText(config.volatile)
         self._openings = itertools.count(workers.index)
         self._here = workers.index
         self._moved: dict[str, int] = {}  # episode key → the worker that took it over from its home
@@ -170,7 +172,8 @@ class WorkerLookup:
             model_request = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
         except RequestError:
             return self._here
-        return self._workers.homes(home_key(implicit_key(caller, None), model_request.messages))[0]
+        messages = self._volatile.marked(model_request.messages, request.headers.get("user-agent", ""))
+        return self._workers.homes(home_key(implicit_key(caller, None), messages))[0]
 
     async def _of_name(self, key: str) -> int:
         """Return the worker with an open named session, else the first running worker of its `homes`."""
