@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from areal_agents.errors import TrainingError
 from areal_agents.training.control import Control, RanksLost
 from areal_agents.training.process_group import process_group
+from areal_agents.training.shared_memory import explained
 
 T = TypeVar("T")
 
@@ -166,6 +167,7 @@ def ranks(
     Raises:
         ValueError: the ranks do not divide into that many replicas, or into groups of `context`.
         TrainingError: a rank did not register in time, or differs from the first one in its facts.
+        TrainingError: within the block, NCCL had no room in shared memory.
         RanksLost: within the block, another rank ended or did not come to a collective in time.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -192,11 +194,14 @@ def ranks(
         except (RuntimeError, RanksLost) as error:
             if isinstance(error, RuntimeError) and not _is_collective_failure(error):
                 raise
+            reason = explained(error)
             if watch is not None and (news := watch.news(_NEWS_S)) is not None:
                 raise RanksLost(
                     f"{news}. The run can be resumed from its last checkpoint. The failure on this rank: "
-                    f"{error}"
+                    f"{reason}"
                 ) from error
+            if reason != str(error):
+                raise TrainingError(reason) from error
             if isinstance(error, RanksLost) or joined is None or joined.control is None:
                 raise
             raise joined.control.lost(error) from error

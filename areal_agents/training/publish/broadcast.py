@@ -26,6 +26,7 @@ from areal_agents.inference.embedded.updates.process_group import join_group, le
 from areal_agents.inference.engine import Engine, GroupBackend, ModelInfo, WeightGroup
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.training.publish.buckets import Packed
+from areal_agents.training.shared_memory import explained
 
 T = TypeVar("T")
 
@@ -163,7 +164,9 @@ def _broadcast(data: Tensor, group: dist.ProcessGroup, timeout_s: float) -> None
         assert work is not None
         work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:  # torch's backends raise this
-        raise EngineError(f"a broadcast of {data.numel()} bytes of weights failed: {error}") from error
+        raise EngineError(
+            f"a broadcast of {data.numel()} bytes of weights failed: {explained(error)}"
+        ) from error
 
 
 def _at(group: WeightGroup, offset: int) -> WeightGroup:

@@ -30,8 +30,8 @@ from areal_agents.inference.engine import Engine, ModelInfo
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.publish.buckets import Packed
 from areal_agents.training.publish.tensors import failures_of
+from areal_agents.training.shared_memory import REMEDY, SHARED_MEMORY, free_bytes
 
-SHARED_MEMORY = Path("/dev/shm")
 _DEVICE = 6  # the position of the device among the arguments of torch's rebuild_cuda_tensor
 _COUNTER = slice(11, 13)  # and that of the counter of references, a file and a place in it
 _REFERENCES = struct.Struct("i")  # what a file of torch in shared memory begins with
@@ -168,16 +168,14 @@ def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     try:
-        free = os.statvfs(SHARED_MEMORY)
-        room = free.f_bavail * free.f_frsize
-        if nbytes > room:
-            raise OSError(f"{room / 1e6:.0f} MB are free")
+        if nbytes > (free := free_bytes()):
+            raise OSError(f"{free / 1e6:.0f} MB are free")
         _close_files_on_exec()
         storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)
     except (OSError, RuntimeError) as error:
         raise TrainingError(
             f"{SHARED_MEMORY} has no room for a bucket of {nbytes / 1e6:.0f} MB ({error}); transport: ipc "
-            "needs two: enlarge it (docker: --shm-size), remove what fills it, or set publish.bucket_mb"
+            f"needs two; {REMEDY}, or set publish.bucket_mb"
         ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
