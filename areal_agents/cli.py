@@ -337,6 +337,9 @@ def doctor(
             help="URL of a running SGLang server that answers the agent; default: scripted answers."
         ),
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A run's configuration, whose proxy.volatile is applied.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of the agent, in seconds.")] = 120.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Also print the report as one JSON object, on the last line.")
@@ -345,13 +348,15 @@ def doctor(
     """Run one episode of your agent, and report what prevents or impairs training it."""
     import orjson
 
+    from areal_agents.config import load_config
     from areal_agents.config.models import model_folder
     from areal_agents.doctor import examine, read_task, show
 
+    volatile = load_config(config, weights=False).proxy.volatile if config else {}
     report = examine(
         function=agent, command=command or (), task=read_task(task), reward=reward,
         model=Path(model_folder(model, Path.cwd())) if model else None,
-        engine_url=engine_url, timeout_s=timeout,
+        engine_url=engine_url, volatile=volatile, timeout_s=timeout,
     )  # fmt: skip
     show(report, Console(soft_wrap=True))
     if as_json:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
+from areal_agents.doctor.changing_text import changing_texts
 from areal_agents.doctor.forks import explanation_of
 from areal_agents.doctor.observed import MODEL_ENDPOINTS, Observed
 from areal_agents.doctor.report import Branch, Facts, Refusal
@@ -28,6 +29,8 @@ def facts_of(seen: Observed) -> Facts:
         roots=sum(turn.parent is None for turn in turns),
         branches=sum(len(episode.forest.leaves()) for episode in episodes),
         forks=_forks(turns),
+        changing_texts=changing_texts(seen),
+        volatile_as_first_seen=sum(turn.volatile_as_first_seen for turn in turns),
         prompt_tokens=sum(_prompt_length(episode, turn) for episode in episodes for turn in episode.turns),
         reused_share=_reused_share(episodes),
         sampled_tokens=sum(len(turn.completion) for turn in turns),

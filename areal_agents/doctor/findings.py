@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+import yaml
+
+from areal_agents.doctor.changing_text import rules_of
 from areal_agents.doctor.facts import is_trained
 from areal_agents.doctor.observed import Observed
-from areal_agents.doctor.report import Branch, Facts, Finding, Refusal, Severity
+from areal_agents.doctor.report import Branch, ChangingText, Facts, Finding, Refusal, Severity
 from areal_agents.errors import shown
 
 _USE_COMMAND = (
@@ -18,6 +21,7 @@ _USE_FUNCTION = (
     "Give the client the episode's URL and key: OpenAI(base_url=ep.base_url, api_key=ep.api_key). No "
     "environment variables are set for a function."
 )
+_VALUES_SHOWN = 3
 _FIX_BY_CODE = {
     "unsupported_parameter": "Leave the parameter out, or set it to a supported value (docs/protocol.md).",
     "invalid_value": "Set the field to a value that the message allows.",
@@ -41,6 +45,7 @@ def _all(seen: Observed, facts: Facts) -> Iterator[Finding]:
     yield from _refusals(seen, facts)
     yield from _ended(seen, facts)
     yield from _episode(seen, facts)
+    yield from _changing(facts)
     yield from _branches(facts)
     yield from _training(seen, facts)
     yield from _fields(facts)
@@ -116,9 +121,41 @@ def _episode(seen: Observed, facts: Facts) -> Iterator[Finding]:
         yield Finding("error", "No call was answered by the policy.", how)
 
 
+def _changing(facts: Facts) -> Iterator[Finding]:
+    if texts := facts.changing_texts:
+        shown_texts = "; ".join(_changing_text(text) for text in texts)
+        turns = sorted({turn for text in texts for turn in text.turns})
+        yield Finding(
+            "remark",
+            f"This text differs at every call: {shown_texts}. Therefore new branches begin at turn "
+            f"{', '.join(map(str, turns))}.",
+            "Keep earlier messages as they were. If the agent cannot, and the model does not need the new "
+            "text, add this to the configuration; the model then reads the text as it was at first:",
+            yaml.safe_dump(
+                {"proxy": {"volatile": rules_of(texts)}}, sort_keys=False, allow_unicode=True, width=10_000
+            ),
+        )
+    if facts.volatile_as_first_seen:
+        yield Finding(
+            "note",
+            f"The agent changed {facts.volatile_as_first_seen} texts that rules of `proxy.volatile` name; "
+            "the model read them as they were at first.",
+            "Nothing to fix.",
+        )
+
+
+def _changing_text(text: ChangingText) -> str:
+    values = ", ".join(shown(value) for value in text.values[:_VALUES_SHOWN])
+    more = ", …" if len(text.values) > _VALUES_SHOWN else ""
+    return f"{values}{more} (after {shown(text.before)} in message {text.message + 1}, role {text.role})"
+
+
 def _branches(facts: Facts) -> Iterator[Finding]:
     alike: dict[tuple[str, str], list[Branch]] = {}
+    explained = {turn for text in facts.changing_texts for turn in text.turns}
     for fork in facts.forks:
+        if fork.turn in explained:
+            continue
         alike.setdefault((fork.reason, fork.explanation), []).append(fork)
     for (reason, explanation), forks in alike.items():
         where = ", ".join(f"turn {fork.turn} from message {fork.diverged_at + 1} on" for fork in forks)

@@ -21,12 +21,14 @@ WORDS: dict[Verdict, str] = {
 class Finding:
     """Something that the user should know, with its fix.
 
-    An error prevents training, a remark impairs it, and a note needs no action.
+    An error prevents training, a remark impairs it, and a note needs no action. `yaml` is for the
+    configuration, if that is the fix.
     """
 
     severity: Severity
     what: str
     fix: str
+    yaml: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,29 @@ class Branch:
     is_normal: bool
     diverged_at: int
     label: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangingText:
+    """A text that the agent changed in earlier messages, so that turns began new branches.
+
+    Attributes:
+        role: the role of the message.
+        message: the index of the message.
+        before: the text before it, on the same line.
+        values: the different values, in the order of the calls.
+        turns: the numbers of the turns, from 1.
+        name: a name for the rule.
+        pattern: the pattern of a rule of `proxy.volatile` that names it.
+    """
+
+    role: str
+    message: int
+    before: str
+    values: list[str]
+    turns: list[int]
+    name: str
+    pattern: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +94,8 @@ class Facts:
         reused_share: the share of the prompt tokens after the first turn that are recorded ids; None if there
             is at most one turn.
         trained_share: the share of the sampled tokens that training would use; None if there are none.
+        changing_texts: texts that the agent changed in earlier messages, which rules can name.
+        volatile_as_first_seen: the number of such texts that rules named, so that no branch began.
         episode: whether calls carried the episode's key or URL ("given"), did not ("implicit"), or both.
     """
 
@@ -81,6 +108,8 @@ class Facts:
     roots: int
     branches: int
     forks: list[Branch]
+    changing_texts: list[ChangingText]
+    volatile_as_first_seen: int
     prompt_tokens: int
     reused_share: float | None
     sampled_tokens: int

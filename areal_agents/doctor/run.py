@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.core.rollout import Task
@@ -34,6 +34,8 @@ from areal_agents.doctor.surroundings import (
 )
 from areal_agents.doctor.tiny_model import write_tiny_model
 from areal_agents.errors import ConfigError
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.volatile import VolatileRule
 from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, Outcome, open_attempt, run_rollout
@@ -63,6 +65,7 @@ def examine(
     reward: str | None = None,
     model: Path | None = None,
     engine_url: str | None = None,
+    volatile: Mapping[str, VolatileRule | Literal["off"]] | None = None,
     timeout_s: float = 120.0,
 ) -> Report:
     """Run one episode of an agent and report on it. Exactly one of `function` and `command` is given.
@@ -74,6 +77,7 @@ def examine(
         reward: a reward function apart from the agent, as the configuration key `reward` names it.
         model: a model folder, for its tokenizer and chat template; default: a small built-in model.
         engine_url: the URL of a running SGLang server; default: scripted answers.
+        volatile: the rules of `proxy.volatile`, besides the known ones.
         timeout_s: the time limit of the agent in seconds.
 
     Raises:
@@ -98,7 +102,7 @@ def examine(
             Store.open(Path(home) / "store.db") as store,
         ):
             proxy = ObservedProxy("", store)
-            with serving(proxy, url, renderer):
+            with serving(proxy, url, renderer, ProxyConfig(volatile=dict(volatile or {}))):
                 run = asyncio.run(_episode(proxy.url, agent, dict(task or {}), rewarding, timeout_s))
             imported = set(sys.modules) - before
             seen = _observed(proxy, run, function, command, imported, timeout_s)

@@ -24,6 +24,8 @@ def show(report: Report, console: Console) -> None:
         style = _STYLES[finding.severity]
         console.print(f"\n[{style}]{finding.severity}[/]  {escape(finding.what)}", highlight=False)
         console.print(f"        → {escape(finding.fix)}", highlight=False)
+        if finding.yaml:
+            console.print(finding.yaml.rstrip(), markup=False, highlight=False, soft_wrap=True)
     style = _VERDICT_STYLES[report.verdict]
     console.print(f"\nverdict: [{style}]{WORDS[report.verdict]}[/]", highlight=False)
 

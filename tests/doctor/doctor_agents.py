@@ -75,6 +75,31 @@ async def editing(task: dict[str, Any], ep: Episode) -> float:
     return 1.0
 
 
+def _noisy_system(call: int) -> str:
+    """A system message with text that is another one at every call; no clock, so that tests can repeat it."""
+    return (
+        "You are a helpful agent.\n"
+        f"<env>\nToday's date: 2026-11-{10 + call}\nTime is {9 + call}:0{call}:1{call} UTC.\n</env>\n"
+        f'Keep {{"trace": "{7 * call + 1:x}f-{call}"}} to yourself. Call tools.\n'
+    )
+
+
+async def noisy(task: dict[str, Any], ep: Episode) -> float:
+    """Writes the date, the time and a trace id into its system message, anew at every call."""
+    messages = _begin(task)
+    async with _client(ep) as client:
+        for call in range(3):
+            answer = await client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "system", "content": _noisy_system(call)}, *messages],
+                tools=[SEARCH],
+            )
+            messages.append(answer.choices[0].message)
+            for tool_call in answer.choices[0].message.tool_calls or ():
+                messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": "In France."})
+    return 1.0
+
+
 async def conversing(task: dict[str, Any], ep: Episode) -> float:
     """Asks a second question after the answer, which it sends back as it was."""
     messages = _begin(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -91,6 +92,31 @@ def test_an_agent_that_edits_its_history() -> None:
     assert facts.reused_share == 0
     (finding,) = serious(report)
     assert "turn 2 from message 2 on (edited)" in finding.what and "do not strip" in finding.fix
+
+
+def test_text_that_differs_at_every_call_is_named_with_a_rule_to_paste(tmp_path: Path) -> None:
+    """What the doctor prints is pasted into a configuration, with which the agent has one branch."""
+    noisy = ("--agent", f"{AGENTS}:noisy", "--json")
+    done = doctor(*noisy)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["facts"]["branches"] == 3 and said["facts"]["reused_share"] == 0
+    (finding,) = (finding for finding in said["findings"] if finding["severity"] == "remark")
+    assert finding["what"].startswith(
+        "This text differs at every call: '2026-11-10', '2026-11-11', '2026-11-12' "
+        '(after "Today\'s date: " in message 1, role system); '
+    )
+    assert finding["what"].endswith("new branches begin at turn 2, 3.")
+
+    (pasted,) = re.findall(r"(?ms)^proxy:$.*?(?=\n\n)", done.stdout)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: {MODEL}\nagent: {AGENTS}:noisy\ndata: {{path: tasks.jsonl}}\n{pasted}\n")
+    (tmp_path / "tasks.jsonl").write_text('{"id": "1"}\n')
+    done = doctor(*noisy, "--config", str(config))
+    said = json.loads(done.stdout.splitlines()[-1])
+    facts = said["facts"]
+    assert said["verdict"] == "ok" and (facts["branches"], facts["volatile_as_first_seen"]) == (1, 6)
+    assert facts["changing_texts"] == [] and facts["reused_share"] > 0.8
 
 
 def test_an_agent_whose_template_strips_reasoning() -> None:

@@ -8,10 +8,14 @@ from typing import Any, get_args
 
 import pytest
 
+from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.messages import Message
-from areal_agents.core.trajectory import Fork, ForkReason
+from areal_agents.core.rollout import RecordedEpisode, Task
+from areal_agents.core.trajectory import Fork, ForkReason, Turn
+from areal_agents.doctor.changing_text import changing_texts, rules_of
 from areal_agents.doctor.forks import EXPLANATIONS, explanation_of
 from areal_agents.doctor.instances import instance_of
+from areal_agents.doctor.observed import Observed
 from areal_agents.doctor.run import read_task
 from areal_agents.doctor.scripted_model import tools_in
 from areal_agents.doctor.surroundings import (
@@ -24,6 +28,7 @@ from areal_agents.doctor.surroundings import (
 )
 from areal_agents.doctor.tiny_model import write_tiny_model
 from areal_agents.errors import ConfigError
+from areal_agents.proxy.volatile import VolatileRule, VolatileText
 from areal_agents.rendering import ChatRenderer
 
 
@@ -128,3 +133,65 @@ def test_a_task_is_a_json_object(text: str) -> None:
     assert read_task('{"question": 1}') == {"question": 1}
     with pytest.raises(ConfigError, match="--task must be a JSON object"):
         read_task(text)
+
+
+def observed(*conversations: tuple[Message, ...]) -> Observed:
+    """An episode with a root for each conversation, which the policy answered with "ok"."""
+    turns = tuple(
+        Turn(
+            id=f"t{index}",
+            parent=None,
+            new_messages=messages,
+            new_prompt_ids=[index],
+            completion=Completion([1], [-0.5], [0], "stop"),
+            reply=Message("assistant", "ok"),
+            sampling=SamplingParams(8),
+        )
+        for index, messages in enumerate(conversations)
+    )
+    episode = RecordedEpisode("e", Task("t", {}), turns, "finished", ())
+    return Observed(episode, (), (), (), None, False, False)
+
+
+def talk(*systems: str, user: str = "Hi.") -> Observed:
+    """A conversation whose system message is each of these in turn."""
+    said = [Message("user", user)]
+    found = []
+    for system in systems:
+        found.append((Message("system", system), *said))
+        said += [Message("assistant", "ok"), Message("user", "Go on.")]
+    return observed(*found)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third", "pattern"),
+    [
+        ("Time: 9:05. Go.", "Time: 10:00. Go.", "Time: 11:10. Go.", "Time: [0-9A-Za-z_:.+/-]+"),
+        ("Count is 9", "Count is 10", "Count is 311", "Count is [0-9]+"),
+        ("A; cch=fa690; b", "A; cch=71fea; b", "A; cch=00000; b", "A; cch=[0-9a-f]+"),
+        ('{"name": "a b"}', '{"name": "c"}', '{"name": "d, e"}', r'\{"name": "[^\n"]+'),
+        ("Note: a b\nGo.", "Note: c\nGo.", "Note: \nGo.", r"Note: [^\n]*"),
+        ("Go.\nAt (x) 1", "Go.\nAt (x) 2", "Go.\nAt (x) 33", r"At \(x\) [0-9]+"),
+        ("It is Mon 1 May.", "It is Tue 2 May.", "It is Wed 31 May.", r"It is [^\n]+"),
+    ],
+)
+def test_the_rule_that_is_proposed_for_a_text(first: str, second: str, third: str, pattern: str) -> None:
+    texts = changing_texts(talk(first, second, third))
+    rules = VolatileText({n: VolatileRule.model_validate(rule) for n, rule in rules_of(texts).items()})
+    marked = rules.marked([Message("system", text) for text in (first, second, third)], "")
+    assert [text.pattern for text in texts] == [pattern] and texts[0].turns == [2, 3]
+    assert len({message.digest for message in marked}) == 1
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        talk("Be brief.", "Be brief."),
+        talk("1", "2"),  # nothing is before it
+        talk("You are Ann. " * 200, "Reply in verse! " * 300),
+        observed((Message("user", "a"),), (Message("user", "Item 2"), Message("assistant", "other"))),
+        observed((Message("user", "Item 1"),), (Message("user", "Item 2"),)),  # another conversation
+    ],
+)
+def test_nothing_is_proposed_where_no_rule_would_do(seen: Observed) -> None:
+    assert changing_texts(seen) == []
