@@ -110,7 +110,9 @@ class AlgorithmConfig(Settings):
         "(mask); their score stays in the baseline either way.",
     )
     train_constrained: bool = Field(
-        default=False, description="Train turns sampled under a grammar or with a sampling pin lifted."
+        default=False,
+        description="Train turns sampled under a grammar or with a sampling pin lifted; their gradient is "
+        "biased (docs/algorithms.md, Constrained turns).",
     )
     exclude_labels: tuple[str, ...] = Field(
         default=(),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import yaml
 
 from areal_agents.doctor.changing_text import rules_of
+from areal_agents.doctor.constraints import lifting
 from areal_agents.doctor.facts import is_trained
 from areal_agents.doctor.observed import Observed
 from areal_agents.doctor.report import Branch, ChangingText, Facts, Finding, Refusal, Severity
@@ -42,6 +43,7 @@ def findings_of(seen: Observed, facts: Facts) -> list[Finding]:
 
 def _all(seen: Observed, facts: Facts) -> Iterator[Finding]:
     yield from _reached(seen, facts)
+    yield from _constrained(seen, facts)
     yield from _refusals(seen, facts)
     yield from _ended(seen, facts)
     yield from _episode(seen, facts)
@@ -163,17 +165,22 @@ def _branches(facts: Facts) -> Iterator[Finding]:
         yield Finding(severity, f"A new branch begins at {where} ({reason}). {explanation}", forks[0].fix)
 
 
-def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
+def _constrained(seen: Observed, facts: Facts) -> Iterator[Finding]:
     constrained = sum(turn.constrained for turn in seen.turns)
     if constrained:
         none_left = not any(is_trained(turn) for turn in seen.turns)
+        how = lifting(facts.clients, seen.imported)
         yield Finding(
             "error" if none_left else "remark",
             f"{constrained} of {facts.turns} turns were sampled under a grammar (a JSON schema, or a "
-            "tool_choice that forces a call); they are recorded and not trained.",
-            "Use tool_choice auto and ask for JSON in the prompt, or set "
-            "`algorithm.train_constrained: true`.",
+            "tool_choice that forces a call). `algorithm.train_constrained` is off by default, so they are "
+            "recorded and not trained.",
+            f"{how}. Or set `algorithm.train_constrained: true`, whose gradient is biased "
+            "(docs/algorithms.md, Constrained turns).",
         )
+
+
+def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
     undelivered = sum(bool(turn.discarded) for turn in seen.turns)
     if undelivered:
         yield Finding(

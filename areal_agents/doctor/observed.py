@@ -68,6 +68,7 @@ class Observed:
         http_proxy: an HTTP proxy through which calls to this machine go, if there is one.
         telemetry: the frameworks that report to outside servers.
         timeout_s: the time limit in seconds.
+        imported: the names of the packages that the agent imports.
         turns: the turns of all the episodes.
     """
 
@@ -83,6 +84,7 @@ class Observed:
     http_proxy: Host | None = None
     telemetry: tuple[Telemetry, ...] = ()
     timeout_s: float = 0.0
+    imported: frozenset[str] = frozenset()
     turns: tuple[Turn, ...] = field(init=False)
 
     def __post_init__(self) -> None:

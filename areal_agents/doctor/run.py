@@ -167,7 +167,7 @@ def _observed(
     ids = {record.episode_id for record in proxy.records} - {"", run.opened.id}
     files = sources_of(command, function)
     clients = [request.client for request in proxy.requests]
-    outcome = run.outcome
+    outcome, imports = run.outcome, imports_of(files) | imported
     return Observed(
         given=proxy.store.load_episode(run.opened.id),
         implicit=tuple(proxy.store.load_episode(episode_id) for episode_id in sorted(ids)),
@@ -182,8 +182,9 @@ def _observed(
         ),
         # The environment of a command already bypasses HTTP proxies for this proxy; see CommandAgent.
         http_proxy=http_proxy_in_the_way(bypassing_proxies(os.environ, proxy.url) if command else os.environ),
-        telemetry=tuple(telemetry_of(imports_of(files) | imported, clients, os.environ, text_of(files))),
+        telemetry=tuple(telemetry_of(imports, clients, os.environ, text_of(files))),
         timeout_s=timeout_s,
+        imported=frozenset(imports),
     )
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from areal_agents.launch.progress import HeldOut, RunProgress
 
 BARS = "▁▂▃▄▅▆▇█"
+FEWEST_TURNS = 8  # from so many turns on, it is reported that most are constrained
 FAILURES_EVERY_S = 15.0  # without a terminal, failures are reported at most this often
 LONGEST_FAILURE = 300  # characters of the last failure
 PANEL_WIDTH = 100  # at most, in characters
@@ -26,11 +27,21 @@ UNREWARDED_S = 10.0  # after this time without a reward, ended episodes are repo
 class LiveView:
     """Shows snapshots of a run's progress; used as a context manager, which starts and ends the display."""
 
-    def __init__(self, console: Console, *, title: str, steps: int, eval_episodes: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        title: str,
+        steps: int,
+        eval_episodes: int,
+        trains_constrained: bool = False,
+    ) -> None:
         self._console = console
         self._title = title
         self._steps = steps
         self._eval_episodes = eval_episodes
+        self._trains_constrained = trains_constrained
+        self._reported_constrained = False
         self._started = time.monotonic()
         self._stage = "starting"
         self._printed_rows = 0
@@ -77,6 +88,10 @@ class LiveView:
         if self._live:
             self._live.update(self._panel(rows, progress), refresh=True)
             return
+        is_constrained = not self._trains_constrained and is_mostly_constrained(progress)
+        if is_constrained and not self._reported_constrained:
+            self._reported_constrained = True
+            self.event(describe_constrained(progress))
         if progress.failed > self._failed and self._elapsed() - self._failed_line_at >= FAILURES_EVERY_S:
             self._failed, self._failed_line_at = progress.failed, self._elapsed()
             self.event(describe_failures(progress))
@@ -127,6 +142,7 @@ class LiveView:
             progress,
             steps=self._steps,
             eval_episodes=self._eval_episodes,
+            trains_constrained=self._trains_constrained,
             stage=self._stage,
             notes=notes,
             width=min(PANEL_WIDTH, self._console.width),
@@ -143,6 +159,7 @@ def progress_panel(
     *,
     steps: int,
     eval_episodes: int,
+    trains_constrained: bool,
     stage: str,
     notes: Sequence[Text],
     width: int,
@@ -155,6 +172,7 @@ def progress_panel(
         progress: a snapshot of the store of the run.
         steps: the number of steps of the run.
         eval_episodes: the number of episodes of an evaluation.
+        trains_constrained: whether constrained turns are trained on.
         stage: what the run is doing before its first version.
         notes: lines below the progress.
         width: the width of the panel in characters.
@@ -167,6 +185,8 @@ def progress_panel(
     body = Table.grid(padding=(0, 2))
     body.add_column(style="dim")
     body.add_column()
+    if not trains_constrained and is_mostly_constrained(progress):
+        body.add_row("not trained", Text(describe_constrained(progress), "red"))
     if rows:
         rewards = [row["reward_mean"] for row in rows]
         body.add_row("reward", f"{rewards[-1]:.3f}  {sparkline(rewards[-40:])}")
@@ -213,6 +233,19 @@ def describe_failures(progress: RunProgress) -> str:
     """Return how many training episodes have failed, and why the last one has."""
     count = f"{progress.failed} training episode{'s' if progress.failed > 1 else ''} failed"
     return f"{count}; the last one: {(progress.failure or 'unknown')[:LONGEST_FAILURE]}"
+
+
+def is_mostly_constrained(progress: RunProgress) -> bool:
+    """Whether most of the latest training turns are constrained; False as long as there are few turns."""
+    return progress.turns >= FEWEST_TURNS and 2 * progress.constrained > progress.turns
+
+
+def describe_constrained(progress: RunProgress) -> str:
+    """Return how many of the latest training turns are not trained because a grammar constrained them."""
+    return (
+        f"algorithm.train_constrained is off, and {progress.constrained} of the latest {progress.turns} "
+        "turns are constrained, so they are not trained; areal-agents doctor names the agent's setting"
+    )
 
 
 def describe_agent_errors(progress: RunProgress) -> str:

@@ -71,6 +71,8 @@ class RunProgress:
         failure: why the last of them failed; None if none has.
         unrewarded: the number of training episodes that have ended and wait for a reward from outside.
         agent_errors: the number of training episodes that are scored although their agent raised.
+        constrained: the number of constrained turns among the latest training turns.
+        turns: the number of these latest turns.
     """
 
     version: int
@@ -80,11 +82,14 @@ class RunProgress:
     failure: str | None = None
     unrewarded: int = 0
     agent_errors: int = 0
+    constrained: int = 0
+    turns: int = 0
 
 
 def read_progress(store: Store) -> RunProgress:
     """Return a snapshot of the run whose store this is."""
     failed = store.failed_episodes()
+    constrained, turns = store.constrained_turns()
     return RunProgress(
         version=store.max_version(),
         groups=store.group_counts(),
@@ -93,6 +98,8 @@ def read_progress(store: Store) -> RunProgress:
         failure=store.last_failure() if failed else None,
         unrewarded=len(store.unrewarded_episodes()),
         agent_errors=store.episodes_with_reward(AGENT_ERROR),
+        constrained=constrained,
+        turns=turns,
     )
 
 

@@ -95,6 +95,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
             title=f"areal-agents · {config.name}",
             steps=config.trainer.steps,
             eval_episodes=eval_episodes,
+            trains_constrained=config.algorithm.train_constrained,
         )
         if config.trial and plan is not None and not folder.metrics.exists():
             run_trial(folder, say=lambda text: console.print(text, soft_wrap=True), ablate_tool=ablate_tool)

@@ -47,6 +47,7 @@ def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any
         "version_max": int(versions.max()) if len(versions) else None,
         "finish_reason": completion.finish_reason,
         "discarded": turn.discarded or None,
+        "constrained": 1 if turn.constrained else None,
         "record": orjson.dumps(_record(turn)),
         "prompt_ids": turn.new_prompt_ids.astype(_INT32).tobytes(),
         "token_ids": completion.token_ids.astype(_INT32).tobytes(),

@@ -230,6 +230,15 @@ def failed_episodes(connection: sa.Connection, split: Split) -> int:
     return int(connection.execute(sa.select(sa.func.count()).where(failed)).scalar_one())
 
 
+def constrained_turns(connection: sa.Connection, split: Split, latest: int) -> tuple[int, int]:
+    """Return how many of the latest turns of the split are constrained, and how many these turns are."""
+    found = sa.select(turns.c.constrained).join(episodes, episodes.c.id == turns.c.episode_id)
+    of_split = found.where(episodes.c.split == split).order_by(turns.c.seq.desc()).limit(latest).subquery()
+    counts = sa.select(sa.func.count(of_split.c.constrained), sa.func.count()).select_from(of_split)
+    constrained, total = connection.execute(counts).one()
+    return int(constrained), int(total)
+
+
 def episodes_with_reward(connection: sa.Connection, name: str, split: Split) -> int:
     """Return how many episodes of the split have a reward of this name."""
     query = (

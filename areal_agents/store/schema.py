@@ -91,6 +91,7 @@ turns = sa.Table(
     sa.Column("version_max", sa.Integer),
     sa.Column("finish_reason", sa.Text, nullable=False),
     sa.Column("discarded", sa.Text),  # why the turn never reached the client, so that it is not trained
+    sa.Column("constrained", sa.Integer),  # 1 if the turn is; null if not, and in rows of earlier releases
     sa.Column("record", sa.LargeBinary, nullable=False),  # JSON: messages, reply, sampling, fork, …
     sa.Column("prompt_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [P]
     sa.Column("token_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [C]

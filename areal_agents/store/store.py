@@ -305,6 +305,11 @@ class Store:
         with self._database.read() as connection:
             return reads.failed_episodes(connection, split)
 
+    def constrained_turns(self, split: Split = "train", *, latest: int = 256) -> tuple[int, int]:
+        """Return how many of the latest turns of the split are constrained, and how many these turns are."""
+        with self._database.read() as connection:
+            return reads.constrained_turns(connection, split, latest)
+
     def episodes_with_reward(self, name: str, split: Split = "train") -> int:
         """Return how many episodes of the split have a reward of this name."""
         with self._database.read() as connection:

@@ -13,6 +13,7 @@ from areal_agents.core.messages import Message
 from areal_agents.core.rollout import RecordedEpisode, Task
 from areal_agents.core.trajectory import Fork, ForkReason, Turn
 from areal_agents.doctor.changing_text import changing_texts, rules_of
+from areal_agents.doctor.constraints import lifting
 from areal_agents.doctor.forks import EXPLANATIONS, explanation_of
 from areal_agents.doctor.instances import instance_of
 from areal_agents.doctor.observed import Observed
@@ -195,3 +196,21 @@ def test_the_rule_that_is_proposed_for_a_text(first: str, second: str, third: st
 )
 def test_nothing_is_proposed_where_no_rule_would_do(seen: Observed) -> None:
     assert changing_texts(seen) == []
+
+
+@pytest.mark.parametrize(
+    ("clients", "imported", "said"),
+    [
+        ((), {"smolagents", "openai"}, 'smolagents: give the model tool_choice="auto"'),
+        (
+            ("pydantic-ai/2.68.0",),
+            set(),
+            "give the model profile={'supports_forced_tool_choice': False}",
+        ),
+        ((), {"langchain_openai"}, 'langchain-openai: with_structured_output(…, method="function_calling"'),
+        ((), {"instructor"}, "instructor: mode=instructor.Mode.MD_JSON"),
+        (("OpenAI/Python 3.57.0",), {"openai"}, "Let the model answer freely"),
+    ],
+)
+def test_the_setting_that_lifts_a_constraint(clients: tuple[str, ...], imported: set[str], said: str) -> None:
+    assert said in lifting(clients, imported)

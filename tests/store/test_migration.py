@@ -71,13 +71,15 @@ def rows(path: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def shape(path: Path) -> dict[str, list[Any]]:
-    """Columns, keys and indices of every table."""
+    """Columns, keys and indices of every table. A column that was added later is the last of its table."""
     out: dict[str, list[Any]] = {}
     with closing(sqlite3.connect(path)) as connection:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
         for (table,) in tables.fetchall():
             out[table] = [
-                *connection.execute(f"SELECT * FROM pragma_table_info('{table}')"),
+                *connection.execute(
+                    f"SELECT name, type, [notnull], pk FROM pragma_table_info('{table}') ORDER BY 1"
+                ),
                 *connection.execute(f"SELECT * FROM pragma_foreign_key_list('{table}')"),
                 *sorted(
                     (name, unique, tuple(connection.execute(f"SELECT * FROM pragma_index_info('{name}')")))
