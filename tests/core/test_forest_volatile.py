@@ -93,6 +93,16 @@ def test_conversations_with_volatile_text(data: st.DataObject) -> None:
     assert again.as_first_seen(sent, tools_id) == forest.as_first_seen(sent, tools_id)
 
 
+def test_of_two_calls_at_the_same_time_the_first_recorded_one_counts() -> None:
+    """Both were rendered before either was recorded, so each has its own text."""
+    forest = Forest()
+    for index, text in enumerate(("1", "2")):
+        asked = Message("user", f"question {index}")
+        forest.record(turn(index, None, (noisy("at ", text, ""), asked), Message("assistant", "x"), ""))
+    shown, replaced = forest.as_first_seen((noisy("at ", "3", ""), Message("user", "question 1")))
+    assert (shown[0].content, replaced) == ("at 1", 1)
+
+
 def test_only_text_around_a_volatile_part_counts() -> None:
     one, other = noisy("at ", "12:00", " go"), noisy("at ", "9:30", " go ")
     assert one.digest == other.digest and canonical_key(one) == canonical_key(other)

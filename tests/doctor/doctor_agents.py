@@ -9,10 +9,11 @@ import asyncio
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anthropic import Anthropic, AsyncAnthropic
 from openai import AsyncOpenAI, OpenAI, OpenAIError
+from pydantic import BaseModel
 
 from areal_agents.episode import Episode
 
@@ -98,6 +99,34 @@ async def noisy(task: dict[str, Any], ep: Episode) -> float:
             for tool_call in answer.choices[0].message.tool_calls or ():
                 messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": "In France."})
     return 1.0
+
+
+async def typed_pydantic_ai(task: dict[str, Any], ep: Episode) -> float:
+    """Declares the type of the answer; with "free", in the way that the doctor advises."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=ep.base_url, api_key=ep.api_key)
+    profile: Any = {"supports_forced_tool_choice": False} if task.get("free") else None
+    agent = Agent(OpenAIChatModel(MODEL, provider=provider, profile=profile), output_type=Place)
+    return float((await agent.run("Where?")).output.x == "a")
+
+
+async def typed_langchain(task: dict[str, Any], ep: Episode) -> float:
+    """Declares the type of the answer; with "free", in the way that the doctor advises."""
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model=MODEL, base_url=ep.base_url, api_key=lambda: ep.api_key, max_retries=0)
+    free: dict[str, Any] = {"method": "function_calling", "tool_choice": "auto"} if task.get("free") else {}
+    answer = await model.with_structured_output(Place, **free).ainvoke("Where?")
+    return float(answer is not None)
+
+
+class Place(BaseModel):
+    """A place."""
+
+    x: Literal["a", "b"]
 
 
 async def conversing(task: dict[str, Any], ep: Episode) -> float:

@@ -168,6 +168,21 @@ def test_what_keeps_an_agent_from_being_trained(agent: str, what: str, fix: str)
     assert first.severity == "error" and what in first.what and fix in first.fix
 
 
+@pytest.mark.parametrize(
+    ("agent", "setting"),
+    [
+        ("typed_pydantic_ai", "pydantic-ai: give the model profile={'supports_forced_tool_choice': False}"),
+        ("typed_langchain", 'with_structured_output(…, method="function_calling", tool_choice="auto")'),
+    ],
+)
+def test_a_declared_type_is_constrained_unless_the_advice_is_followed(agent: str, setting: str) -> None:
+    report = report_on(agent)
+    first = report.findings[0]
+    assert report.facts.trained_share == 0 and "train_constrained" in first.what and setting in first.fix
+    free = examine(function=f"{AGENTS}:{agent}", task={"free": True}, timeout_s=60)
+    assert free.facts.trained_share == 1 and free.facts.sampled_tokens > 0 and free.verdict == "ok"
+
+
 def test_the_scripted_model_keeps_to_what_a_grammar_lets_through() -> None:
     report = report_on("choosing")
     assert report.agent_error is None and report.facts.turns == 4
