@@ -17,8 +17,9 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 SGLANG_PINS := tools/sglang_cpu
 GPU_SITE := .gpu-site
+ENVIRONMENTS := .venv-environments
 
-.PHONY: help setup demo test test-all test-sglang test-gpu gpu-wheels check static bench litellm sglang chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-environments test-gpu gpu-wheels check static bench litellm sglang environments chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +49,9 @@ static: setup ## Lint and type-check.
 
 test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 	$(BIN)/python -m pytest -m sglang --sglang=$(SGLANG)/bin/python
+
+test-environments: setup environments ## Run the tests of environments with the packages that they adapt.
+	$(BIN)/python -m pytest -m environments --environments=$(ENVIRONMENTS)/bin/python tests/environments
 
 # The Python that holds torch may be one of an environment, which an environment made from it would not see;
 # so the wheels are unpacked into a folder.
@@ -104,6 +108,16 @@ $(SGLANG)/.installed: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/without_dep
 	$(SGLANG)/bin/python -m compileall -q $(SGLANG)/lib || true # some packages hold files of other Pythons
 	@touch $@
 
+environments: $(ENVIRONMENTS)/.installed ## Install the packages of environments, in their own environment.
+
+# Some pin what the project has in another version, so they lie above its packages and do not replace them.
+$(ENVIRONMENTS)/.installed: tests/environments/requirements.txt | setup
+	$(PYTHON) -m venv --clear $(ENVIRONMENTS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(ENVIRONMENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth
+	$(ENVIRONMENTS)/bin/python $(PIP_INSTALL) -r tests/environments/requirements.txt
+	@touch $@
+
 chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
 	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json
 
@@ -111,4 +125,4 @@ attack: setup ## Send attacks to a real proxy and print which defences held (abo
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS) .mypy_cache .ruff_cache .pytest_cache

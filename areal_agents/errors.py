@@ -5,6 +5,7 @@
     ├── DataError            a data set is missing, empty or malformed
     ├── AgentError           an agent cannot be imported, raised an exception, or exceeded its time limit
     ├── RewardError          a reward function failed, or gave no valid reward
+    ├── TaskEnvironmentError an environment cannot be opened, or failed while it was played
     ├── RenderingError       the model's template cannot express a conversation
     │   └── PromptTooLong        the prompt has more tokens than its limit
     ├── RequestError         a client's request is refused (carries the HTTP status and code)
@@ -16,6 +17,7 @@
     │   └── Conflict             the request contradicts the stored state; NoTurn: no call was recorded
     ├── RunFailed            a run that was started from Python has failed; has the cause as its message
     └── TrainingError        a batch or a checkpoint cannot be trained on
+        ├── AdapterError         trainer.lora does not fit the model
         └── TeacherError         a teacher's engine gave no usable answer; the weights are unchanged
 
 Programming mistakes stay ValueError, TypeError and AssertionError.
@@ -48,6 +50,10 @@ class AgentError(ArealAgentsError):
 
 class RewardError(ArealAgentsError):
     """A reward function failed, took too long, or gave something that is no reward."""
+
+
+class TaskEnvironmentError(ArealAgentsError):
+    """An environment cannot be opened, has no such option, or failed while it was played."""
 
 
 class RunFailed(ArealAgentsError):

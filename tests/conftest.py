@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from benchmarks.gpu.device import why_no_gpu
 
 SGLANG = "--sglang"
+ENVIRONMENTS = "--environments"
 SGLANG_TEST_S = 900
 GPU_TEST_S = 600
 SLOW_TEST_S = 1800
@@ -26,10 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         SGLANG, metavar="PYTHON", help="the Python of an environment with SGLang, for the tests marked so"
     )
+    parser.addoption(
+        ENVIRONMENTS, metavar="PYTHON", help="the Python that has the packages of environments, likewise"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests that need SGLang if it is not installed; `make test-sglang` runs them.
+    """Skip the tests that need SGLang or the packages of environments if these are not installed.
 
     A real server on a CPU starts in half a minute and samples some hundred tokens a second. On a busy machine
     it is several times slower, so its tests have a longer time limit, as do the long forms of other tests.
@@ -44,12 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.timeout(GPU_TEST_S))  # kernels are compiled when they are first used
     _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
-    if config.getoption(SGLANG):
-        return
-    left_out = [item for item in items if item.get_closest_marker("sglang")]
+    missing = [option.removeprefix("--") for option in (SGLANG, ENVIRONMENTS) if not config.getoption(option)]
+    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in missing)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("sglang")]
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:

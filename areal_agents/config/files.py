@@ -238,10 +238,26 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             node[leaf] = _absolute(node[leaf], base, always=leaf in _ALWAYS_PATHS)
     if isinstance(out.get("reward"), str):
         out["reward"] = _absolute(out["reward"], base, always=False)
+    if isinstance(out.get("environment"), str):
+        out["environment"] = _with_absolute_address(out["environment"], base)
+    elif isinstance(out.get("environment"), dict):
+        setting = out["environment"]
+        if isinstance(setting.get("use"), str):
+            setting["use"] = _with_absolute_address(setting["use"], base)
+        if isinstance(setting.get("python"), str):
+            setting["python"] = _absolute(setting["python"], base, always=False)
     agent = out.get("agent")
     if isinstance(agent, dict) and isinstance(agent.get("command"), str):
         agent["command"] = _with_absolute_files(agent["command"], base)
     return out
+
+
+def _with_absolute_address(line: str, base: Path) -> str:
+    """Return the line of an environment with an absolute path where it names a file or a folder."""
+    scheme, colon, rest = line.partition(":")
+    address, mark, options = rest.partition("?")
+    found = _with_absolute_files(address, base) if scheme == "mcp" else _absolute(address, base, always=False)
+    return f"{scheme}{colon}{found}{mark}{options}"
 
 
 def _with_absolute_files(command: str, base: Path) -> str:

@@ -18,16 +18,21 @@ from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstima
 from areal_agents.algorithms.losses.correction import NoCorrection
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.replay import NoReplay
+from areal_agents.config.environment import with_environment
 from areal_agents.config.profiles import with_profile
 from areal_agents.core.settings import Settings
+from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.environments.environment import scheme_of
+from areal_agents.environments.line import EnvironmentLine
+from areal_agents.errors import TaskEnvironmentError
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.model_folder import folder_fault, read_object
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.rollout.agents.loading import names_a_function
 from areal_agents.rollout.config import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from areal_agents.store.config import StoreConfig
 from areal_agents.training.config import TrainerConfig
+from areal_agents.user_functions import names_a_function
 
 # The rollout.max_staleness that each loop sets; with "async" the user sets it.
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
@@ -56,6 +61,12 @@ class Config(Settings):
     agent: str | dict[str, str] = Field(
         default="",
         description="module:function, file.py:function, or {command: ...}; not needed with data.episodes.",
+    )
+    environment: EnvironmentConfig | None = Field(
+        default=None,
+        description="An environment in place of agent, data and eval.data, such as "
+        "reasoning-gym:countdown?size=500, or a mapping; docs/environments.md. With data.path its tasks are "
+        "the rows of the data.",
     )
     ablation: str | None = Field(
         default=None, description="The same agent with its tools switched off; --ablate-tool evaluates it."
@@ -111,6 +122,12 @@ class Config(Settings):
 
     @model_validator(mode="before")
     @classmethod
+    def _fill_environment(cls, given: Any) -> Any:
+        """Let an environment be the agent and, where no other data is given, the tasks."""
+        return with_environment(given) if isinstance(given, Mapping) else given
+
+    @model_validator(mode="before")
+    @classmethod
     def _fill_staleness(cls, given: Any) -> Any:
         """Set the loop's bound on staleness if `rollout` has none."""
         if not isinstance(given, Mapping) or given.get("loop") not in tuple(LOOP_STALENESS):
@@ -150,8 +167,15 @@ def _episode_faults(config: Config) -> Iterator[str]:
     ):
         command = f"agent: {{command: {json.dumps(config.agent)}}}"
         yield f"agent: {config.agent!r} does not name a function; if it is a command, write {command}"
-    if isinstance(config.agent, dict) and (
-        set(config.agent) != {"command"} or not config.agent["command"].strip()
+    is_environment = isinstance(config.agent, dict) and "environment" in config.agent
+    if config.environment is not None and not is_environment:
+        yield "environment: it takes the place of the agent; leave agent out"
+    if config.environment is not None and config.reward is None:
+        yield from _unrewarded(config.environment)
+    if (
+        isinstance(config.agent, dict)
+        and not is_environment
+        and (set(config.agent) != {"command"} or not config.agent["command"].strip())
     ):
         yield (
             f"agent: must be module:function, file.py:function or {{command: …}}, got "
@@ -166,7 +190,7 @@ def _episode_faults(config: Config) -> Iterator[str]:
         yield "reward: recorded episodes have their rewards; leave reward out, or reward them over HTTP"
     if not recorded and not config.agent:
         yield "'agent' is required, unless data.episodes names recorded episodes to train on"
-    if config.eval is not None and not config.eval.data.path:
+    if config.eval is not None and config.eval.data.episodes:
         yield "eval.data: evaluation runs tasks and not recorded episodes; give the tasks in eval.data.path"
     if not recorded:
         return
@@ -181,6 +205,17 @@ def _episode_faults(config: Config) -> Iterator[str]:
         yield f"data.episodes: there is no store {recorded}; give a store.db, a run's folder, or a URL"
     elif Path(recorded).is_dir() and not (Path(recorded) / "store.db").is_file():
         yield f"data.episodes: {recorded} is a folder without a store.db; give a run's folder, or a store.db"
+
+
+def _unrewarded(environment: EnvironmentConfig) -> Iterator[str]:
+    """Yield the fault of an environment that gives no reward, or of a scheme that does not exist."""
+    try:
+        scheme = scheme_of(EnvironmentLine.read(environment.use))
+    except TaskEnvironmentError as error:
+        yield f"environment: {error}"
+        return
+    if not scheme.rewards:
+        yield f"reward: {environment.use!r} gives no reward; name a reward function"
 
 
 def _loop_faults(config: Config) -> Iterator[str]:

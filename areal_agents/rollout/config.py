@@ -10,6 +10,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 
 from areal_agents.core.rollout import LARGEST_GROUP, OnStale
 from areal_agents.core.settings import Settings
+from areal_agents.environments.config import EnvironmentConfig
 
 
 class LimitsConfig(Settings):
@@ -194,11 +195,15 @@ class DataConfig(Settings):
         description="A .jsonl, .json, .parquet or .csv file, a data set of the Hugging Face Hub, or a "
         "function: module:function or file.py:function.",
     )
+    environment: EnvironmentConfig | None = Field(
+        default=None, description="An environment's own tasks; the key `environment` of the run sets it."
+    )
     subset: str | None = Field(default=None, description="Configuration name of a data set of the Hub.")
     split: str | None = Field(
         default=None,
-        description="Split, for a data set of the Hub (default: train) or a function. With episodes: train "
-        "(default) or eval; turns of eval are trained on if they were sampled from the unmodified policy.",
+        description="Split, for a data set of the Hub (default: train), a function or an environment. With "
+        "episodes: train (default) or eval; turns of eval are trained on if they were sampled from the "
+        "unmodified policy.",
     )
     id: str = Field(default="id", description="Column with a unique id; without it, rows are numbered.")
     seed: int | None = Field(
@@ -210,8 +215,10 @@ class DataConfig(Settings):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if not self.path and not self.episodes:
+        if not self.path and not self.episodes and self.environment is None:
             raise ValueError("path (of tasks) or episodes (a store of recorded ones) is required")
+        if self.environment is not None and (self.path or self.episodes):
+            raise ValueError("environment has tasks of its own; give it, or path, or episodes")
         if self.episodes and self.split not in (None, "train", "eval"):
             raise ValueError(f"split of recorded episodes must be train or eval, got {self.split!r}")
         return self

@@ -18,8 +18,9 @@ from typing import Any
 
 from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError
-from areal_agents.rollout.agents.loading import describe, load_function, names_a_function
+from areal_agents.rollout.agents.environment_agent import environment_tasks
 from areal_agents.rollout.config import DataConfig
+from areal_agents.user_functions import describe, load_function, names_a_function
 
 _FILES = (".jsonl", ".json", ".parquet", ".csv")
 
@@ -71,7 +72,10 @@ def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
         DataError: the data is missing, unreadable or empty, an id is repeated, or a row is not JSON.
     """
     seed = config.seed if config.seed is not None else seed
-    if names_a_function(config.path):
+    rows: Iterable[Any]
+    if config.environment is not None:
+        rows = environment_tasks(config.environment, "eval" if config.split == "eval" else "train")
+    elif names_a_function(config.path):
         rows = _from_function(config, seed)
     elif Path(config.path).suffix in _FILES:
         for name in ("split", "subset"):
@@ -83,13 +87,14 @@ def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
         rows = _from_file(Path(config.path))
     else:
         rows = _from_datasets(config.path, config.path, config.subset, split=config.split or "train")
+    named = config.environment.use if config.environment is not None else config.path
     tasks = tuple(_task(row, number, config.id) for number, row in enumerate(rows))
     if not tasks:
-        raise DataError(f"{config.path} has no tasks")
+        raise DataError(f"{named} has no tasks")
     seen: set[str] = set()
     for task in tasks:
         if task.id in seen:
-            raise DataError(f"{config.path} has the id {task.id!r} twice (column {config.id!r})")
+            raise DataError(f"{named} has the id {task.id!r} twice (column {config.id!r})")
         seen.add(task.id)
     return TaskSource(tasks, seed, config.epochs)
 

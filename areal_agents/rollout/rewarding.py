@@ -11,8 +11,8 @@ from areal_agents.core.conversations import conversations
 from areal_agents.core.reward_values import RewardValue, checked_reward
 from areal_agents.errors import AgentError, RewardError
 from areal_agents.rewards import FinishedEpisode
-from areal_agents.rollout.agents.loading import describe, load_function
 from areal_agents.rollout.config import RewardConfig
+from areal_agents.user_functions import describe, load_function
 
 
 class RewardFunction:

@@ -18,7 +18,7 @@ import pytest
 import areal_agents as aa
 from areal_agents.api.inputs import data_config, function_spec, write_config
 from areal_agents.errors import ConfigError, DataError, RunFailed
-from areal_agents.rollout.agents.loading import load_function
+from areal_agents.user_functions import load_function
 
 TASKS = [
     {"id": f"t{n}", "question": f"What is the symbol of {name}?"} for n, name in enumerate(("Neon", "Tin"))

@@ -10,8 +10,8 @@ import pytest
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent import CoroutineAgent, load_agent
 from areal_agents.rollout.agents.command import CommandAgent
-from areal_agents.rollout.agents.loading import load_function
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
+from areal_agents.user_functions import load_function
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
 

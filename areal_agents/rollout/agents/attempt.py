@@ -15,9 +15,9 @@ from areal_agents.core.rollout import AGENT_ERROR, OPENED_BY_RUNNER, Split, Task
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, RequestError, RewardError
 from areal_agents.rollout.agents.agent import Agent
-from areal_agents.rollout.agents.loading import describe
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.rollout.rewarding import RewardFunction, finished_episode
+from areal_agents.user_functions import describe
 
 logger = logging.getLogger(__name__)
 

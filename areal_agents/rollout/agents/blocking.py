@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.loading import is_user_code
+from areal_agents.user_functions import is_user_code
 
 BLOCKED_S = 5.0
 _CHECK_S = 0.5

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from areal_agents.core.reward_values import checked_reward
 from areal_agents.episode import Episode, running
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.loading import describe, load_function
+from areal_agents.user_functions import describe, load_function
 
 
 def main(spec: str) -> None:

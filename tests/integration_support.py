@@ -31,7 +31,7 @@ from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
 from areal_agents.testing import Script, ScriptedApp, ScriptedCall, ScriptedReply, ServedCall, running
 
-INTEGRATIONS = Path(__file__).parents[2] / "integrations"
+INTEGRATIONS = Path(__file__).parents[1] / "integrations"
 # A turn that goes on from turn i is expected as i; a root as None if it is the first, else as its reason.
 Expected = int | str | None
 

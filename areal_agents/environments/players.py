@@ -1,0 +1,169 @@
+"""The agents that play where an environment has none: one answer, tools, or a game in text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from areal_agents.episode import Episode
+from areal_agents.errors import TaskEnvironmentError
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+Message = dict[str, Any]
+
+_OPENINGS = ("prompt", "messages", "question", "instruction", "input")
+
+
+class Model:
+    """The served model, as a player calls it; the connections are shared by all episodes."""
+
+    def __init__(self) -> None:
+        self._client: AsyncOpenAI | None = None
+
+    async def reply(
+        self, ep: Episode, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Message:
+        """Return the model's reply as a message of the chat API, ready to be sent back with the next call."""
+        options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        client = self._connected().with_options(base_url=ep.base_url, api_key=ep.api_key)
+        answer = await client.chat.completions.create(
+            model="policy", messages=cast(Any, list(messages)), stream=False, **options
+        )
+        return answer.choices[0].message.model_dump(exclude_none=True)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.close()
+
+    def _connected(self) -> AsyncOpenAI:
+        if self._client is None:
+            try:
+                from openai import AsyncOpenAI
+            except ImportError as error:
+                raise TaskEnvironmentError(
+                    "an environment is played by the client of openai, which this Python cannot import "
+                    f"({error}): pip install openai"
+                ) from error
+            # The time limit of an episode bounds every call.
+            self._client = AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=None)
+        return self._client
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that the model may call.
+
+    Attributes:
+        name: its name.
+        call: called with the arguments; returns the result that the model reads.
+        description: what it does.
+        parameters: the JSON schema of its arguments.
+    """
+
+    name: str
+    call: Callable[[dict[str, Any]], Awaitable[str]]
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+
+    def schema(self) -> dict[str, Any]:
+        """Return the tool as the chat API names it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+async def play_with_tools(
+    model: Model, ep: Episode, messages: Sequence[Message], tools: Sequence[Tool], *, max_turns: int
+) -> str:
+    """Let the model call tools until it answers without a call, and return that answer.
+
+    An error of a tool, or a call that cannot be read, is a result that the model reads. After `max_turns`
+    calls of the model the answer is "".
+    """
+    conversation = list(messages)
+    schemas = [tool.schema() for tool in tools]
+    by_name = {tool.name: tool for tool in tools}
+    for _ in range(max_turns):
+        reply = await model.reply(ep, conversation, schemas)
+        conversation.append(reply)
+        calls = reply.get("tool_calls") or []
+        if not calls:
+            return reply.get("content") or ""
+        for call in calls:
+            result = await _called(by_name, call["function"])
+            conversation.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    return ""
+
+
+async def _called(tools: Mapping[str, Tool], function: Mapping[str, Any]) -> str:
+    tool = tools.get(function["name"])
+    if tool is None:
+        return f"Error: there is no tool {function['name']!r}; there are {', '.join(tools) or 'none'}."
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError as error:
+        return f"Error: the arguments are not valid JSON: {error}"
+    if not isinstance(arguments, dict):
+        return "Error: the arguments must be a JSON object."
+    try:
+        return await tool.call(arguments)
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        return f"Error: {type(error).__name__}: {error}"
+
+
+async def play_text_game(
+    model: Model,
+    ep: Episode,
+    opening: str,
+    step: Callable[[str], Awaitable[str | None]],
+    *,
+    max_turns: int,
+) -> None:
+    """Let the model play: each of its replies is a move, for which `step` returns what it reads next.
+
+    Args:
+        model: the served model.
+        ep: the episode.
+        opening: what the model reads first.
+        step: makes a move; returns None when the game is over.
+        max_turns: the largest number of moves.
+    """
+    messages: list[Message] = [{"role": "user", "content": opening}]
+    for _ in range(max_turns):
+        reply = await model.reply(ep, messages)
+        observation = await step(reply.get("content") or "")
+        if observation is None:
+            return
+        messages += [reply, {"role": "user", "content": observation or "(nothing new)"}]
+
+
+def opening_messages(task: Mapping[str, Any], addition: str = "") -> list[Message]:
+    """Return the messages that a row of data begins a conversation with.
+
+    A row has them under `prompt` or `messages`, or has one string under `prompt`, `question`, `instruction`
+    or `input`. The addition is put at the end of the last user message.
+
+    Raises:
+        TaskEnvironmentError: the row has none of these, and there is no addition.
+    """
+    given = next((task[key] for key in _OPENINGS if task.get(key)), "")
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}] if given else []
+    messages = [dict(message) for message in given]
+    if addition:
+        if messages and messages[-1].get("role") == "user" and isinstance(messages[-1]["content"], str):
+            messages[-1]["content"] += addition if not messages[-1]["content"] else "\n\n" + addition
+        else:
+            messages.append({"role": "user", "content": addition})
+    if not messages:
+        raise TaskEnvironmentError(
+            f"the task {task.get('id', '')} has no {', '.join(_OPENINGS)} to begin with"
+        )
+    return messages

@@ -1,0 +1,202 @@
+"""Plays the episodes of an environment, in this process or in an interpreter that has its package."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+from areal_agents.direct_http import bypassing_proxies
+from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.environments.environment import Environment, Split, open_environment, scheme_of
+from areal_agents.environments.line import EnvironmentLine
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError, TaskEnvironmentError
+from areal_agents.rollout.agents.agent_process import ChildProcess
+from areal_agents.rollout.agents.coroutine import CoroutineAgent
+
+START_TIMEOUT_S = 300.0  # some packages import for a minute
+CANCEL_TIMEOUT_S = 5.0  # longest wait for an episode to end that was cancelled
+
+_HOST = ("-m", "areal_agents.environments.host")
+
+
+def environment_tasks(config: EnvironmentConfig, split: Split) -> list[dict[str, Any]]:
+    """Return the tasks of a split of an environment.
+
+    Raises:
+        TaskEnvironmentError: the environment cannot be opened, or has no tasks of its own.
+    """
+    line = EnvironmentLine.read(config.use)
+    scheme_of(line)
+    if not config.python:
+        return open_environment(line).tasks(split)
+    try:
+        done = subprocess.run(
+            [config.python, *_HOST, "tasks", config.use, split],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=START_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TaskEnvironmentError(f"{config.use!r} gave no tasks within {START_TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise TaskEnvironmentError(f"cannot start environment.python {config.python}: {error}") from error
+    if done.returncode:
+        raise TaskEnvironmentError(_fault(config, done.stderr))
+    return [json.loads(row) for row in done.stdout.splitlines()]
+
+
+def environment_agent(config: EnvironmentConfig) -> EnvironmentAgent | HostedEnvironmentAgent:
+    """Return the agent that plays an environment. Raises TaskEnvironmentError if it cannot be opened here."""
+    line = EnvironmentLine.read(config.use)
+    rewards = scheme_of(line).rewards
+    if config.python:
+        return HostedEnvironmentAgent(config, must_reward=rewards)
+    return EnvironmentAgent(open_environment(line), must_reward=rewards)
+
+
+class EnvironmentAgent(CoroutineAgent):
+    """An environment in this process."""
+
+    def __init__(self, environment: Environment, *, must_reward: bool) -> None:
+        super().__init__(environment.play)
+        self._environment = environment
+        self.must_reward = must_reward
+
+    async def close(self) -> None:
+        """End the episodes that are left, and the environment."""
+        await super().close()
+        await self._environment.close()
+
+
+class HostedEnvironmentAgent:
+    """An environment in a process of another interpreter, which is started at the first episode.
+
+    If the process dies, its episodes fail, and the next episode starts it again.
+    """
+
+    capacity: int | None = None
+
+    def __init__(self, config: EnvironmentConfig, *, must_reward: bool) -> None:
+        self.must_reward = must_reward
+        self._config = config
+        self._host: _Host | None = None
+        self._starting = asyncio.Lock()
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
+        """Play one episode, and return its reward. Raises AgentError if the environment fails."""
+        async with self._starting:
+            if self._host is None or self._host.has_ended:
+                if self._host is not None:
+                    await self._host.end()
+                self._host = await _Host.start(self._config, ep)
+            host = self._host
+        return await host.play(task, ep)
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._host is not None:
+            await self._host.end()
+            self._host = None
+
+
+class _Host:
+    """The process that plays an environment."""
+
+    def __init__(self, config: EnvironmentConfig, process: ChildProcess) -> None:
+        self._config, self._process = config, process
+        self._numbers = itertools.count()
+        self._playing: dict[int, asyncio.Future[Any]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, config: EnvironmentConfig, ep: Episode) -> _Host:
+        """Start the process and wait until it is ready. Raises AgentError if it does not become so."""
+        command = [config.python, *_HOST, "play", config.use]
+        variables = bypassing_proxies(os.environ, ep.base_url)
+        try:
+            process = await ChildProcess.start(command, environment=variables, lines=True, tail=True)
+        except OSError as error:
+            raise AgentError(f"cannot start environment.python {config.python}: {error.strerror}") from error
+        host = cls(config, process)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                ready = await process.line()
+        except TimeoutError as error:
+            await process.end()
+            raise AgentError(f"{config.use!r} was not ready within {START_TIMEOUT_S:.0f} s") from error
+        except BaseException:
+            await asyncio.shield(process.end())
+            raise
+        if not ready:
+            await process.end()
+            raise AgentError(_fault(config, process.tail()))
+        host._reading = asyncio.create_task(host._read(), name=f"environment {config.use}")
+        return host
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process answers no more."""
+        return self._reading is None or self._reading.done()
+
+    async def play(self, task: Mapping[str, Any], ep: Episode) -> Any:
+        """Play one episode; if this is cancelled, the episode is."""
+        number = next(self._numbers)
+        self._playing[number] = played = asyncio.get_running_loop().create_future()
+        of_episode = {"id": ep.id, "base_url": ep.base_url, "api_key": ep.api_key}
+        self._send({"play": number, "task": dict(task), **of_episode})
+        try:
+            return await asyncio.shield(played)
+        except asyncio.CancelledError:
+            self._send({"cancel": number})
+            if not (await asyncio.wait({played}, timeout=CANCEL_TIMEOUT_S))[0]:
+                raise AgentError(
+                    f"{self._config.use!r} did not end an episode within {CANCEL_TIMEOUT_S:g} s"
+                ) from None
+            played.exception()  # retrieved: the episode was ended on purpose
+            raise
+        finally:
+            self._playing.pop(number, None)
+
+    async def end(self) -> None:
+        """End the process and whatever it plays."""
+        await asyncio.shield(self._process.end())
+        if self._reading is not None:
+            await self._reading
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        self._process.send(json.dumps(request).encode() + b"\n")
+
+    async def _read(self) -> None:
+        """Hand the answers to those who wait for them, until the process ends."""
+        while line := await self._process.line():
+            answer = json.loads(line)
+            played = self._playing.get(answer["played"])
+            if played is None or played.done():
+                continue
+            if "error" in answer:
+                played.set_exception(AgentError(answer["error"]))
+            else:
+                played.set_result(answer["reward"])
+        for played in self._playing.values():
+            if not played.done():
+                played.set_exception(
+                    AgentError(f"the process of {self._config.use!r} ended: {self._process.tail()}")
+                )
+
+
+def _fault(config: EnvironmentConfig, errors: str) -> str:
+    """Say why the interpreter could not open the environment."""
+    last = errors.strip().splitlines()[-1] if errors.strip() else "it said nothing"
+    if "No module named" in last and "areal_agents" in last:
+        return (
+            f"environment.python {config.python} has no areal-agents ({last}); install it there, beside the "
+            "environment's package: pip install areal-agents openai docstring-parser"
+        )
+    return last

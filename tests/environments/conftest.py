@@ -1,0 +1,24 @@
+"""One scripted engine and one proxy for every environment."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+from integration_support import Stack, running_stack
+from real_tokenizers import qwen_folder
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_stack(qwen_folder(), tmp_path_factory.mktemp("environments") / "store.db") as stack:
+        yield stack
+
+
+@pytest.fixture(autouse=True)
+def path_as_before() -> Iterator[None]:
+    """Loading a class puts its folder on sys.path, which every later test would search too."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before

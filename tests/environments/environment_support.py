@@ -1,0 +1,62 @@
+"""What the tests of environments share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from integration_support import Stack
+
+from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.episode import Episode
+from areal_agents.rollout.agents.environment_agent import environment_agent
+from areal_agents.testing import Script, ScriptedCall, ScriptedReply
+
+REQUEST_S = 60.0
+
+
+def handle(stack: Stack, replies: Sequence[str | ScriptedReply] | Script) -> Episode:
+    """An open episode, on an engine that gives these replies."""
+    opened = stack.open_episode(replies)
+    return Episode(opened["id"], opened["base_url"], opened["key"])
+
+
+def played(
+    stack: Stack,
+    use: str,
+    task: Mapping[str, Any],
+    replies: Sequence[str | ScriptedReply] | Script,
+    *,
+    python: str = "",
+) -> Any:
+    """The reward of one episode of an environment."""
+
+    async def play() -> Any:
+        agent = environment_agent(EnvironmentConfig(use=use, python=python))
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                return await agent.run(task, handle(stack, replies))
+        finally:
+            await agent.close()
+
+    return asyncio.run(play())
+
+
+class Heard:
+    """A script that gives replies in their order and notes each prompt."""
+
+    def __init__(self, *replies: str) -> None:
+        self._replies = iter(replies)
+        self.prompts: list[str] = []
+
+    def __call__(self, call: ScriptedCall) -> str | ScriptedReply:
+        self.prompts.append(call.prompt_text)
+        return next(self._replies, ScriptedReply(error="unexpected call", error_status=400))
+
+    @property
+    def news(self) -> list[str]:
+        """What each prompt adds to the one before."""
+        return [
+            now.removeprefix(before) for before, now in zip(["", *self.prompts], self.prompts, strict=False)
+        ]

@@ -1,0 +1,70 @@
+"""`environment:` in a configuration stands for the agent, the tasks and the evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from areal_agents.config import Config, load_config
+from areal_agents.errors import ConfigError
+from areal_agents.rollout.data import load_tasks
+
+COUNTER = "tools:example_environments.py:Counter"
+FILE = Path(__file__).parent / "example_environments.py"
+
+
+def load(tmp_path: Path, *overrides: str, **settings: Any) -> Config:
+    """A configuration beside a model and the example classes."""
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / FILE.name).write_text(FILE.read_text())
+    (tmp_path / "tasks.jsonl").write_text('{"question": "?"}\n')
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": "model", **settings}))
+    return load_config(tmp_path / "config.yaml", list(overrides))
+
+
+def test_a_line_is_the_agent_the_tasks_and_the_held_out_tasks(tmp_path: Path) -> None:
+    config = load(tmp_path, environment=COUNTER)
+    use = f"tools:{tmp_path / FILE.name}:Counter"
+    assert config.environment is not None and config.environment.use == use
+    assert config.agent == {"environment": use}
+    assert [task.id for task in load_tasks(config.data).tasks] == ["train-1", "train-2", "train-3"]
+    assert config.eval is not None
+    assert [task.id for task in load_tasks(config.eval.data).tasks] == ["eval-100", "eval-101", "eval-102"]
+    assert Config.model_validate(config.model_dump(mode="json")) == config  # as a run's processes read it
+
+
+def test_what_is_given_is_kept(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "environment.python=/usr/bin/python3",
+        environment={"use": COUNTER},
+        data={"epochs": 2},
+        eval={"episodes": 2},
+    )
+    assert config.agent == {"environment": config.environment.use, "python": "/usr/bin/python3"}  # type: ignore[union-attr]
+    assert config.data.epochs == 2 and config.data.environment == config.environment
+    assert config.eval is not None and config.eval.episodes == 2 and config.eval.data.split == "eval"
+    assert load(tmp_path, environment=COUNTER, eval=None).eval is None
+    own = load(tmp_path, environment=COUNTER, data={"path": "tasks.jsonl"})
+    assert own.data.environment is None and own.eval is None
+    assert load(tmp_path, f"environment=tools:{FILE}:Attribute").environment.use.startswith("tools:/")  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"environment": "countdown"}, "an environment is scheme:name"),
+        ({"environment": "foo:bar"}, "no environment scheme 'foo'; there are|no environment scheme 'foo'"),
+        ({"environment": COUNTER, "agent": "agent.py:agent"}, "it takes the place of the agent"),
+        ({"environment": "mcp:python server.py", "data": {"path": "tasks.jsonl"}}, "gives no reward"),
+        ({"environment": {"use": COUNTER, "data": 1}}, "environment.data"),
+        ({"environment": COUNTER, "data": {"path": "a.jsonl", "environment": COUNTER}}, "tasks of its own"),
+    ],
+)
+def test_faults_are_named(tmp_path: Path, settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        load(tmp_path, **settings)

@@ -1,0 +1,74 @@
+"""An environment in another interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from environment_support import Heard, handle, played
+from integration_support import Stack, call
+
+from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.errors import AgentError, TaskEnvironmentError
+from areal_agents.rollout.agents.environment_agent import HostedEnvironmentAgent, environment_tasks
+
+FILE = Path(__file__).parent / "example_environments.py"
+COUNTER = f"tools:{FILE}:Counter"
+TASK = {"id": "1", "question": "Count.", "target": 6}
+WAIT_S = 60.0
+
+
+def test_it_gives_the_tasks_and_rewards_of_the_same_environment_here(stack: Stack) -> None:
+    here, there = EnvironmentConfig(use=COUNTER), EnvironmentConfig(use=COUNTER, python=sys.executable)
+    assert environment_tasks(there, "eval") == environment_tasks(here, "eval")
+    for replies in ([call("add", '{"amount": 6}'), "Done."], ["Done."]):
+        rewards = [played(stack, COUNTER, TASK, replies, python=python) for python in ("", sys.executable)]
+        assert rewards[0] == rewards[1]
+
+
+def test_errors_name_their_cause(stack: Stack) -> None:
+    with pytest.raises(AgentError, match=r"neither get_reward\(\) nor"):
+        played(stack, f"tools:{FILE}:Unrewarded", {"prompt": "Go."}, ["Done."], python=sys.executable)
+    with pytest.raises(AgentError, match="no method reset"):
+        played(stack, f"tools:{FILE}:NoReset", {"prompt": "Go."}, ["Done."], python=sys.executable)
+    with pytest.raises(TaskEnvironmentError, match="no method reset"):
+        environment_tasks(EnvironmentConfig(use=f"tools:{FILE}:NoReset", python=sys.executable), "train")
+
+
+def test_an_interpreter_without_this_package_is_named(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nunset PYTHONPATH\ncd /\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(TaskEnvironmentError, match="has no areal-agents .*pip install areal-agents"):
+        environment_tasks(EnvironmentConfig(use=COUNTER, python=str(bare)), "train")
+
+
+def test_episodes_play_at_once_and_a_dead_process_is_replaced(stack: Stack) -> None:
+    async def play() -> None:
+        agent = HostedEnvironmentAgent(
+            EnvironmentConfig(use=f"tools:{FILE}:Slow", python=sys.executable), must_reward=True
+        )
+
+        waiting = Heard(call("wait", "{}"))
+        slow = asyncio.create_task(agent.run({"prompt": "Go."}, handle(stack, waiting)))
+        while not waiting.prompts:
+            await asyncio.sleep(0.01)
+        assert (
+            await agent.run({"prompt": "Go."}, handle(stack, ["Done."])) == 1.0
+        )  # the slow one holds up nobody
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        with pytest.raises(AgentError, match="the process of .* ended"):
+            await agent.run({"prompt": "Go."}, handle(stack, [call("die", "{}")]))
+        assert await agent.run({"prompt": "Go."}, handle(stack, ["Done."])) == 1.0
+        await agent.close()
+
+    asyncio.run(asyncio.wait_for(play(), WAIT_S))
+    hosts = [
+        child for child in psutil.Process().children() if "environments.host" in " ".join(child.cmdline())
+    ]
+    assert not hosts
