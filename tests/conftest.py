@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 
 from benchmarks.gpu.device import why_no_gpu
 
+pytest.register_assert_rewrite("integration_support")
+
 SGLANG = "--sglang"
 ENVIRONMENTS = "--environments"
 SGLANG_TEST_S = 900

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-pytest.register_assert_rewrite("integration_support")
-
-from integration_support import Stack, running_stack  # noqa: E402
-from real_tokenizers import qwen_folder  # noqa: E402
+from integration_support import Stack, running_stack
+from real_tokenizers import qwen_folder
 
 
 @pytest.fixture(scope="session")
