@@ -50,8 +50,11 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
     for section in {key.partition(".")[0] for key in changes}:
         tree[section] = getattr(config, section).model_dump(mode="json", exclude_unset=True)
     for key, value in changes.items():
-        section, _, name = key.partition(".")
-        tree[section][name] = value
+        *path, name = key.split(".")
+        inner = tree
+        for part in path:
+            inner = inner[part]
+        inner[name] = value
     return validate_config(tree, source="the changed settings")
 
 
@@ -84,6 +87,10 @@ def _on_this_machine(config: Config, machine: Machine) -> Iterator[dict[str, Any
             yield {"trainer.lora": {}, "engine.colocate": "sleep"}
         if trainer.microbatch_tokens and gpus:
             yield {"trainer.lora": {}, **_FREE}
+    elif trainer.lora.base == "dtype":  # rounds the weights: after what does not
+        yield {"trainer.lora.base": "nf4"}
+        if trainer.microbatch_tokens and gpus:
+            yield {"trainer.lora.base": "nf4", **_FREE}
 
 
 def _of_engines(config: Config) -> Iterator[dict[str, Any]]:

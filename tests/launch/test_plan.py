@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
@@ -25,7 +25,7 @@ from areal_agents.launch.gpus import Machine, this_machine
 from areal_agents.launch.memory_check import check_memory
 from areal_agents.launch.nodes import Nodes
 from areal_agents.launch.plan import check_gpus
-from areal_agents.launch.suggestions import with_changes
+from areal_agents.launch.suggestions import suggestions, with_changes
 from areal_agents.launch.train import train
 
 GIB = 2**30
@@ -125,6 +125,47 @@ def test_what_is_suggested_fits(tmp_path: Path, model: Path) -> None:
     for suggestion in (suggestions[0], suggestions[-1]):
         overrides = [part.replace(": ", "=", 1) for part in suggestion.split(", ")]
         assert plan(path, *overrides, gpus=4, gib=12)[0] == 0, suggestion
+
+
+def test_four_bits_are_suggested_last_and_to_adapters_of_dense_models_only(
+    tmp_path: Path, model: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    experts = tmp_path / "experts"
+    Qwen3MoeConfig(
+        hidden_size=1024, moe_intermediate_size=2048, num_experts=32, num_experts_per_tok=2,
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128, vocab_size=4096,
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(experts)  # fmt: skip
+    path = config_file(
+        tmp_path, model, engine={"kind": "sglang", "urls": ["http://gpu:1"]},
+        trainer={"lora": {"rank": 4, "targets": ["q_proj"]}},
+    )  # fmt: skip
+    machine = Machine(1, 3 * GIB)
+    dense, four_bits, sparse = planned(
+        (path, [], machine), (path, ["trainer.lora.base=nf4"], machine), (path, [f"model={experts}"], machine)
+    )
+    assert dense["verdict"].endswith("It would fit with: trainer.offload: all; or trainer.lora.base: nf4.")
+    assert four_bits["fits"]
+    assert "trainer.offload: all" in sparse["verdict"] and "nf4" not in sparse["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "tried"), [({}, False), ({"lora": {}}, True), ({"lora": {"base": "nf4"}}, False)]
+)
+def test_four_bits_are_tried_once_and_for_adapters(
+    trainer: dict[str, Any], tried: bool, tmp_path: Path, model: Path
+) -> None:
+    config = load(tmp_path, model, trainer=trainer)
+    found: list[Config] = []
+
+    def nothing_fits(changed: Config) -> bool:
+        found.append(changed)
+        return False
+
+    assert [*suggestions(config, Machine(1, GIB), nothing_fits)] == []
+    four_bits = load(tmp_path, model, trainer={"lora": {"base": "nf4"}})
+    assert len(found) > 5 and (four_bits in found) == tried
 
 
 def test_engines_of_their_own_have_the_rest_for_keys_and_values(tmp_path: Path, model: Path) -> None:
