@@ -64,16 +64,20 @@ def gpu(
     out: Annotated[Path, typer.Option(help="The folder of gpu.json and gpu.md.")] = Path("runs/gpu"),
     part: Annotated[list[str] | None, typer.Option(help="A part to measure, instead of all.")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a miniature of the code.")] = "cuda",
+    within: Annotated[float | None, typer.Option(help="The seconds that all parts share, else 540.")] = None,
 ) -> None:
     """Everything that one GPU can show, in ten minutes: kernels, speed, memory, and whole runs."""
-    from benchmarks.gpu.parts import PARTS
-    from benchmarks.gpu.run import run
+    from benchmarks.gpu.parts import PARTS, Device
+    from benchmarks.gpu.run import WHOLE_S, run
 
     if device not in ("cuda", "cpu"):
         raise ConfigError(f"--device: expected cuda or cpu, got {device}")
     if unknown := sorted(set(part or ()) - set(PARTS)):
         raise ConfigError(f"--part: there is no {unknown[0]}; expected one of {', '.join(PARTS)}")
-    raise typer.Exit(run(out, device="cuda" if device == "cuda" else "cpu", parts=tuple(part or ())))
+    kind: Device = "cuda" if device == "cuda" else "cpu"
+    raise typer.Exit(
+        run(out, device=kind, parts=tuple(part or ()), within_s=WHOLE_S if within is None else within)
+    )
 
 
 @app.command("async")

@@ -49,20 +49,22 @@ class Part:
     limit_s: float
 
 
+# In the order of their value, because the last ones may find no time left: whether the kernels are right,
+# how fast a step is and what it takes, whether runs work; then what is known in part from these.
 PARTS: dict[str, Part] = {
     "attention": Part("attention kernels against dense masks", "kernels", "attention", 150),
-    "head": Part("float32 logits of a bfloat16 head", "kernels", "head", 60),
     "step": Part("one step of a 1.7B model", "training", "step", 150),
-    "fused": Part("the step with compiled blocks, and with Liger's kernels", "training", "fused", 240),
     "memory": Part("the estimate of memory against the allocator", "memory", "memory", 150),
-    "prefixes": Part("shared prefixes against flat samples", "training", "prefixes", 120),
-    "engine": Part("the embedded engine, asleep and awake", "engine", "engine", 90),
-    "publish": Part("a 1.7B model by ipc to an engine in another process", "publishing", "publish", 120),
     "loop": Part("a whole run on the embedded engine", "runs", "loop", 120),
     "sleep": Part("a run whose engine sleeps while a step is trained", "runs", "sleep", 120),
     "ipc": Part("a run that shares the GPU with its engine and publishes by ipc", "runs", "ipc", 120),
+    "head": Part("float32 logits of a bfloat16 head", "kernels", "head", 60),
+    "engine": Part("the embedded engine, asleep and awake", "engine", "engine", 90),
+    "publish": Part("a 1.7B model by ipc to an engine in another process", "publishing", "publish", 120),
     "lora": Part("a run that trains an adapter", "runs", "lora", 120),
+    "prefixes": Part("shared prefixes against flat samples", "training", "prefixes", 120),
     "quickstart": Part("the quick start, end to end", "runs", "quick_start", 300),
+    "fused": Part("the step with compiled blocks, and with Liger's kernels", "training", "fused", 240),
 }
 
 

@@ -134,8 +134,8 @@ def test_an_engine_on_a_cpu_has_no_part_that_sleeps(here: Here) -> None:
         measure("sleep", here)
 
 
-def test_a_part_that_fails_or_hangs_does_not_prevent_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_part_that_fails_or_hangs_does_not_prevent_the_others_while_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, time\n"
@@ -149,8 +149,13 @@ def test_a_part_that_fails_or_hangs_does_not_prevent_the_others(
     assert failed.status == "failed" and "the head is broken" in failed.reason
     assert hanging.status == "failed" and "was not done after 5 s" in hanging.reason
     assert skipped.status == "skipped" and "shares no memory" in skipped.reason
-    (late,) = run_parts(["head"], "cpu", within_s=5)
-    assert late.status == "skipped" and "used up" in late.reason
+    monkeypatch.setattr(run, "LEAST_S", 1.0)
+    monkeypatch.setitem(PARTS, "step", replace(PARTS["step"], limit_s=60))
+    assert run.run(tmp_path / "gpu", device="cpu", parts=["step", "head"], within_s=5) == 0
+    cut, late = json.loads((tmp_path / "gpu" / "gpu.json").read_text())["parts"]
+    assert cut["status"] == "not run" and "no time left after 5 s" in cut["reason"] and cut["seconds"] >= 5
+    assert late["status"] == "not run" and late["reason"] == "no time left of 5 s"
+    assert "Not run, because no time was left: step, head." in capsys.readouterr().out
 
 
 def test_the_figures_are_written_as_json_and_as_a_table(tmp_path: Path) -> None:
