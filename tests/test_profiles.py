@@ -75,7 +75,7 @@ def test_a_profile_needs_sglang_and_has_a_known_name(tmp_path: Path) -> None:
     ("profile", "model", "gpus", "gib", "settings"),
     [
         ("24gb", "1.7B", 1, 24, ()),
-        ("80gb", "1.7B", 1, 80, ()),
+        pytest.param("80gb", "1.7B", 1, 80, (), marks=pytest.mark.slow),
         pytest.param("80gb", "14B", 1, 80, ("trainer.lora={rank: 32}",), marks=pytest.mark.slow),
         pytest.param("node", "8B", 8, 80, (), marks=pytest.mark.slow),
     ],

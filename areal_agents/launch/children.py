@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from areal_agents.errors import ArealAgentsError
-from areal_agents.launch.signals import uninterrupted
+from areal_agents.launch.signals import deferred, uninterrupted
 from areal_agents.launch.supervision import GRACE_S, SUPERVISED
 from areal_agents.process_control import KILL_S, RUN_MARK, end_leftovers, signal_group, warn_unkillable
 
@@ -122,11 +122,12 @@ class Children:
                 )
 
         log_start = log.stat().st_size if log.exists() else 0
-        child = Child(name, launch(), log, launch if restarts else None, log_start=log_start)
-        child.stop_timeout_s = stop_timeout_s or (
-            SERVER_STOP_TIMEOUT_S if _is_server(child) else self._stop_timeout_s
-        )
-        self._children[name] = child
+        with deferred():
+            child = Child(name, launch(), log, launch if restarts else None, log_start=log_start)
+            child.stop_timeout_s = stop_timeout_s or (
+                SERVER_STOP_TIMEOUT_S if _is_server(child) else self._stop_timeout_s
+            )
+            self._children[name] = child
         return child
 
     def check(self, *, may_finish: Sequence[str] = ()) -> None:
@@ -201,7 +202,8 @@ def _restart(child: Child) -> None:
     signal_group(child.process.pid, signal.SIGKILL)  # the processes that it left in its group
     if child.process.stdin is not None:
         child.process.stdin.close()
-    child.process = child.restart()
+    with deferred():
+        child.process = child.restart()
     child.started, child.due = time.monotonic(), None
     child.restarted.append(child.started)
 

@@ -1,4 +1,4 @@
-"""Turns Ctrl-C and SIGTERM into one exception, and blocks of code in which they are ignored."""
+"""Turns Ctrl-C and SIGTERM into one exception, and ignores or defers them in blocks of code."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def uninterrupted() -> Iterator[None]:
     """Ignore SIGINT and SIGTERM inside the block, which ends other processes and must complete."""
     with _handled_by(signal.SIG_IGN):
         yield
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM at the end of the block, which starts a process and must remember it."""
+    received: list[int] = []
+    try:
+        with _handled_by(lambda number, frame: received.append(number)):
+            yield
+    finally:
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextmanager

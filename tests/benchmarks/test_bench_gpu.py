@@ -58,6 +58,7 @@ def test_a_step_is_timed_and_profiled(here: Here) -> None:
     assert shares == sorted(shares, reverse=True) and 0.2 < sum(shares) <= 1.01
 
 
+@pytest.mark.slow
 def test_steps_with_fused_blocks_are_compared(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "BACKEND", "aot_eager")  # the C++ compiler takes minutes
     figures = measure("fused", here)

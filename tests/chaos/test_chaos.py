@@ -18,6 +18,7 @@ def test_nothing_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_nothing_is_lost_when_workers_and_supervisors_of_a_proxy_are_killed(tmp_path: Path) -> None:
     counts = kill_proxy_each(tmp_path, seed=0)
     assert counts.faults == {}

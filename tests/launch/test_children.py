@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from areal_agents.launch import children as launch_children
 from areal_agents.launch.children import MOST_RESTARTS, ChildDied, Children
+from areal_agents.launch.signals import Interrupted, interruptible
 
 # A process that starts another in a session of its own, as agents do, and tells both numbers.
 MODULE = """
@@ -85,6 +87,24 @@ def test_a_killed_server_is_started_again_and_what_it_had_left_is_ended(run: Run
     assert not run.finished("proxy")
     run.stop()
     wait_for(lambda: not any(is_running(pid) for pid in again))
+
+
+def test_an_interrupt_while_a_process_starts_does_not_lose_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def interrupted(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+        begun.append(popen(*arguments, **options))  # type: ignore[call-overload]
+        signal.raise_signal(signal.SIGINT)
+        return begun[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    with pytest.raises(Interrupted), interruptible():
+        run.begin("trainer", restarts=False)
+    run.stop()
+    assert len(begun) == 1 and begun[0].returncode is not None
 
 
 def test_too_many_deaths_end_the_run(run: Run) -> None:

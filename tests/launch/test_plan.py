@@ -300,6 +300,7 @@ def test_the_host_has_what_is_offloaded_and_what_is_parked_while_engines_are_awa
     assert [float(one[1]) if one else 0.0 for one in said] == [7.1, 4.7, 7.1, 9.5]
 
 
+@pytest.mark.slow
 def test_sglang_fits_on_a_small_gpu_by_what_it_needs(tmp_path: Path, model: Path) -> None:
     path = config_file(tmp_path, model, engine=SGLANG, trainer={"device": "cpu"})
     sizes = (8, 12, 24, 4)

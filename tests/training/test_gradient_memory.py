@@ -20,7 +20,7 @@ WORKER = Path(__file__).with_name("fake_ranks_worker.py")
         ("qwen3-8b", 8, 1),
         ("tiny", 4, 2),
         pytest.param("4 blocks of qwen3-8b", 8, 2, marks=pytest.mark.slow),
-        ("qwen3-30b-a3b", 64, 1),
+        pytest.param("qwen3-30b-a3b", 64, 1, marks=pytest.mark.slow),
     ],
 )
 def test_no_gradient_is_whole_after_a_micro_batch_and_none_is_left_after_a_stop(
