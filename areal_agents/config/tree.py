@@ -65,8 +65,8 @@ class Config(Settings):
     environment: EnvironmentConfig | None = Field(
         default=None,
         description="An environment in place of agent, data and eval.data, such as "
-        "reasoning-gym:countdown?size=500, or a mapping; docs/environments.md. With data.path its tasks are "
-        "the rows of the data.",
+        "reasoning-gym:countdown?size=500, or a mapping; docs/environments.md. For tools and mcp, "
+        "data.path may name the tasks.",
     )
     ablation: str | None = Field(
         default=None, description="The same agent with its tools switched off; --ablate-tool evaluates it."
@@ -170,8 +170,8 @@ def _episode_faults(config: Config) -> Iterator[str]:
     is_environment = isinstance(config.agent, dict) and "environment" in config.agent
     if config.environment is not None and not is_environment:
         yield "environment: it takes the place of the agent; leave agent out"
-    if config.environment is not None and config.reward is None:
-        yield from _unrewarded(config.environment)
+    if config.environment is not None:
+        yield from _environment_faults(config, config.environment)
     if (
         isinstance(config.agent, dict)
         and not is_environment
@@ -207,15 +207,18 @@ def _episode_faults(config: Config) -> Iterator[str]:
         yield f"data.episodes: {recorded} is a folder without a store.db; give a run's folder, or a store.db"
 
 
-def _unrewarded(environment: EnvironmentConfig) -> Iterator[str]:
-    """Yield the fault of an environment that gives no reward, or of a scheme that does not exist."""
+def _environment_faults(config: Config, environment: EnvironmentConfig) -> Iterator[str]:
+    """Yield what an environment and the rest of the configuration do not give each other."""
     try:
         scheme = scheme_of(EnvironmentLine.read(environment.use))
     except TaskEnvironmentError as error:
         yield f"environment: {error}"
         return
-    if not scheme.rewards:
+    if not scheme.rewards and config.reward is None:
         yield f"reward: {environment.use!r} gives no reward; name a reward function"
+    evaluated = config.eval.data.path if config.eval is not None else ""
+    if (config.data.path or config.data.episodes or evaluated) and not scheme.takes_data:
+        yield f"data: {environment.use!r} has tasks of its own; leave data (and eval.data) out"
 
 
 def _loop_faults(config: Config) -> Iterator[str]:

@@ -45,20 +45,22 @@ class Scheme:
         package: the import name of the package that it needs; "": none.
         requirement: what pip installs for it.
         rewards: whether `play` returns the reward; otherwise the configuration's reward function gives it.
+        takes_data: whether its tasks may be rows of the user's data.
     """
 
     module: str
     package: str = ""
     requirement: str = ""
     rewards: bool = True
+    takes_data: bool = False
 
 
 SCHEMES: Mapping[str, Scheme] = {
     "reasoning-gym": Scheme("reasoning_gym", "reasoning_gym", "reasoning-gym"),
-    "tools": Scheme("tool_class"),
+    "tools": Scheme("tool_class", takes_data=True),
     "textarena": Scheme("textarena", "textarena", "textarena"),
     "gymnasium": Scheme("gymnasium", "gymnasium", "'gymnasium[toy-text]'"),
-    "mcp": Scheme("mcp_server", "mcp.client", "'mcp>=2'", rewards=False),
+    "mcp": Scheme("mcp_server", "mcp.client", "'mcp>=2'", rewards=False, takes_data=True),
 }
 
 

@@ -61,6 +61,7 @@ def test_what_is_given_is_kept(tmp_path: Path) -> None:
         ({"environment": "foo:bar"}, "no environment scheme 'foo'; there are|no environment scheme 'foo'"),
         ({"environment": COUNTER, "agent": "agent.py:agent"}, "it takes the place of the agent"),
         ({"environment": "mcp:python server.py", "data": {"path": "tasks.jsonl"}}, "gives no reward"),
+        ({"environment": "textarena:A-v0", "data": {"path": "tasks.jsonl"}}, "has tasks of its own; leave"),
         ({"environment": {"use": COUNTER, "data": 1}}, "environment.data"),
         ({"environment": COUNTER, "data": {"path": "a.jsonl", "environment": COUNTER}}, "tasks of its own"),
     ],
