@@ -175,19 +175,23 @@ class _Host:
 
     async def _read(self) -> None:
         """Hand the answers to those who wait for them, until the process ends."""
-        while line := await self._process.line():
-            answer = json.loads(line)
-            played = self._playing.get(answer["played"])
-            if played is None or played.done():
-                continue
-            if "error" in answer:
-                played.set_exception(AgentError(answer["error"]))
-            else:
-                played.set_result(answer["reward"])
+        fault = "ended"
+        try:
+            while line := await self._process.line():
+                answer = json.loads(line)
+                played = self._playing.get(answer["played"])
+                if played is None or played.done():
+                    continue
+                if "error" in answer:
+                    played.set_exception(AgentError(answer["error"]))
+                else:
+                    played.set_result(answer["reward"])
+        except (KeyError, ValueError) as error:  # the line is too long, or no answer
+            fault = f"gave an answer that cannot be read ({error})"
         for played in self._playing.values():
             if not played.done():
                 played.set_exception(
-                    AgentError(f"the process of {self._config.use!r} ended: {self._process.tail()}")
+                    AgentError(f"the process of {self._config.use!r} {fault}: {self._process.tail()}")
                 )
 
 
