@@ -60,19 +60,18 @@ class Gymnasium:
 
     async def play(self, task: Mapping[str, Any], ep: Episode) -> float:
         """Play an episode, and return the sum of its rewards."""
-        thread = OwnThread(f"environment of episode {ep.id}")
+        thread, played = OwnThread(f"environment of episode {ep.id}"), None
         try:
-            played = await thread.run(_Played, self._make(), task["seed"])
+            played = await thread.run(lambda: _Played(self._make(), task["seed"]))
             opening = f"{self._instructions or played.description()}\n\n{played.observation}".strip()
 
             async def step(text: str) -> str | None:
                 return await thread.run(played.step, text)
 
             await play_text_game(self._model, ep, opening, step, max_turns=self._max_turns)
-            await thread.run(played.close)
             return played.reward
         finally:
-            thread.close()
+            thread.close(None if played is None else played.close)
 
     async def close(self) -> None:
         """Close the connections to the model."""

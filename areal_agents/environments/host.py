@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, BinaryIO, cast
 
+from areal_agents.core.reward_values import checked_reward
 from areal_agents.environments.environment import Environment, Split, open_environment
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.episode import Episode, running
@@ -79,11 +80,14 @@ async def _play(environment: Environment, request: Mapping[str, Any], out: Binar
     answer: dict[str, Any] = {"played": request["play"]}
     try:
         with running(ep):
-            answer["reward"] = await environment.play(request["task"], ep)
+            reward = await environment.play(request["task"], ep)
+        answer["reward"] = None if reward is None else checked_reward(reward)
     except asyncio.CancelledError:
         answer["error"] = "cancelled"
     except ArealAgentsError as error:
         answer["error"] = str(error)
+    except SystemExit as error:  # it would end every other episode
+        answer["error"] = f"the environment called sys.exit({error.code!r})"
     except Exception as error:
         answer["error"] = describe(error)
     _write(out, answer)

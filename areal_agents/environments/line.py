@@ -62,6 +62,8 @@ class EnvironmentLine:
                 value = json.dumps(value)
             if wanted is float and type(value) is int:
                 value = float(value)
+            if name == "max_turns" and type(value) is int and value < 1:
+                raise TaskEnvironmentError(f"{self.text!r}: max_turns must be at least 1")
             if wanted is not type(None) and type(value) is not wanted:
                 raise TaskEnvironmentError(f"{self.text!r}: {name} must be {_KINDS[wanted]}, got {value!r}")
             taken[name] = value

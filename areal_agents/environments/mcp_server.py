@@ -8,6 +8,7 @@ calls of the model.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +44,7 @@ class McpServer:
                 command, *arguments = shlex.split(line.name)
             except ValueError as error:
                 raise TaskEnvironmentError(f"{line.text!r}: the command cannot be read: {error}") from error
-            self._server = StdioServerParameters(command=command, args=arguments)
+            self._server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
 
     def tasks(self, split: Split) -> list[dict[str, Any]]:
         """Raise TaskEnvironmentError: a server has no tasks."""
@@ -55,8 +56,11 @@ class McpServer:
         """Let the model call the tools until it answers."""
         messages = opening_messages(task)
         async with Client(self._server) as server:
-            listed = await server.list_tools()
-            tools = [_tool(server, tool) for tool in listed.tools]
+            page = await server.list_tools()
+            tools = [_tool(server, tool) for tool in page.tools]
+            while page.next_cursor:
+                page = await server.list_tools(cursor=page.next_cursor)
+                tools += [_tool(server, tool) for tool in page.tools]
             await play_with_tools(self._model, ep, messages, tools, max_turns=self._max_turns)
 
     async def close(self) -> None:

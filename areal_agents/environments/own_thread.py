@@ -1,18 +1,22 @@
-"""A thread for the calls of one object, so that they are made one after another and hold up nobody else."""
+"""Runs the calls of one object one at a time, on a background thread."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class OwnThread:
-    """Runs functions one at a time on one thread, as objects want it that are bound to their thread.
+    """Runs functions one at a time on one thread, for objects that must stay on the thread that made them.
 
     It is a daemon thread: a function that never returns leaves a thread behind, and does not keep the process
     from ending.
@@ -23,7 +27,7 @@ class OwnThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    async def run(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> T:
         """Call a function on the thread, and return its result or raise its exception."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
@@ -55,10 +59,20 @@ class OwnThread:
         self._calls.put(call)
         return await done
 
-    def close(self) -> None:
-        """End the thread after the calls that are waiting, without waiting for it."""
+    def close(self, last: Callable[[], object] | None = None) -> None:
+        """End the thread after the calls that are queued and a last one, without waiting for it."""
+        if last is not None:
+            self._calls.put(partial(_logged, last))
         self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+
+
+def _logged(last: Callable[[], object]) -> None:
+    """Call a function whose errors nobody waits for."""
+    try:
+        last()
+    except Exception:
+        logger.warning("an environment failed while it was closed", exc_info=True)

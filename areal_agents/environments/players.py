@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,8 +111,6 @@ async def _called(tools: Mapping[str, Tool], function: Mapping[str, Any]) -> str
         return "Error: the arguments must be a JSON object."
     try:
         return await tool.call(arguments)
-    except asyncio.CancelledError:
-        raise
     except Exception as error:
         return f"Error: {type(error).__name__}: {error}"
 
@@ -148,7 +145,8 @@ def opening_messages(task: Mapping[str, Any], addition: str = "") -> list[Messag
     """Return the messages that a row of data begins a conversation with.
 
     A row has them under `prompt` or `messages`, or has one string under `prompt`, `question`, `instruction`
-    or `input`. The addition is put at the end of the last user message.
+    or `input`. The addition is put at the end of the last message if
+    that is a user's, and else is a message of its own.
 
     Raises:
         TaskEnvironmentError: the row has none of these, and there is no addition.
@@ -156,9 +154,13 @@ def opening_messages(task: Mapping[str, Any], addition: str = "") -> list[Messag
     given = next((task[key] for key in _OPENINGS if task.get(key)), "")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}] if given else []
+    if not isinstance(given, list) or not all(isinstance(message, Mapping) for message in given):
+        raise TaskEnvironmentError(
+            f"the task {task.get('id', '')} begins with {given!r}; expected a string or a list of messages"
+        )
     messages = [dict(message) for message in given]
     if addition:
-        if messages and messages[-1].get("role") == "user" and isinstance(messages[-1]["content"], str):
+        if messages and messages[-1].get("role") == "user" and isinstance(messages[-1].get("content"), str):
             messages[-1]["content"] += addition if not messages[-1]["content"] else "\n\n" + addition
         else:
             messages.append({"role": "user", "content": addition})

@@ -66,20 +66,17 @@ class ToolClass:
 
     async def play(self, task: Mapping[str, Any], ep: Episode) -> float:
         """Let the model call the methods of a new object until it answers; return the object's reward."""
-        thread = OwnThread(f"environment of episode {ep.id}")
+        thread, environment = OwnThread(f"environment of episode {ep.id}"), None
         try:
             environment = await _call(thread, self._make)
-            try:
-                addition = await _call(thread, environment.reset, **task)
-                tools = [_tool(thread, name, method) for name, method in _tools_of(environment).items()]
-                messages = opening_messages(task, addition if isinstance(addition, str) else "")
-                await play_with_tools(self._model, ep, messages, tools, max_turns=self._max_turns)
-                return await self._reward(thread, environment)
-            finally:
-                if callable(getattr(environment, "close", None)):
-                    await _call(thread, environment.close)
+            addition = await _call(thread, environment.reset, **task)
+            tools = [_tool(thread, name, method) for name, method in _tools_of(environment).items()]
+            messages = opening_messages(task, addition if isinstance(addition, str) else "")
+            await play_with_tools(self._model, ep, messages, tools, max_turns=self._max_turns)
+            return await self._reward(thread, environment)
         finally:
-            thread.close()
+            # Not waited for: a tool may never return.
+            thread.close(getattr(environment, "close", None))
 
     async def _reward(self, thread: OwnThread, environment: Any) -> float:
         if callable(getattr(environment, "get_reward", None)):
@@ -135,7 +132,7 @@ def _tool(thread: OwnThread, name: str, method: Callable[..., Any]) -> Tool:
     return Tool(name, call, summary, schema)
 
 
-async def _call(thread: OwnThread, function: Callable[..., Any], **arguments: Any) -> Any:
+async def _call(thread: OwnThread, function: Callable[..., Any], /, **arguments: Any) -> Any:
     """Call a function: an async one here, any other on the thread."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)

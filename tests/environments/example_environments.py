@@ -61,8 +61,20 @@ class Attribute:
     def noop(self) -> str:
         return "nothing"
 
+    def plot(self, function: str) -> str:
+        return f"plotted {function}"
+
     def stop(self) -> None:
         raise SystemExit(3)
+
+
+class NotANumber:
+    reward = float("nan")
+
+    def reset(self, **row: Any) -> None: ...
+
+    async def leave(self) -> str:
+        raise SystemExit(4)
 
 
 class Unrewarded:
@@ -91,6 +103,8 @@ class Slow:
     def wait(self) -> str:
         time.sleep(30)
         return "late"
+
+    def close(self) -> None: ...
 
     def die(self) -> str:
         import os

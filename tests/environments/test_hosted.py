@@ -32,6 +32,9 @@ def test_it_gives_the_tasks_and_rewards_of_the_same_environment_here(stack: Stac
 def test_errors_name_their_cause(stack: Stack) -> None:
     with pytest.raises(AgentError, match=r"neither get_reward\(\) nor"):
         played(stack, f"tools:{FILE}:Unrewarded", {"prompt": "Go."}, ["Done."], python=sys.executable)
+    for replies, fault in ((["Done."], "finite"), ([call("leave", "{}")], r"sys.exit\(4\)")):
+        with pytest.raises(AgentError, match=fault):
+            played(stack, f"tools:{FILE}:NotANumber", {"prompt": "Go."}, replies, python=sys.executable)
     with pytest.raises(AgentError, match="no method reset"):
         played(stack, f"tools:{FILE}:NoReset", {"prompt": "Go."}, ["Done."], python=sys.executable)
     with pytest.raises(TaskEnvironmentError, match="no method reset"):

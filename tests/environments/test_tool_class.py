@@ -71,6 +71,13 @@ def test_a_tool_that_exits_ends_neither_its_thread_nor_the_process(stack: Stack)
     assert "the function raised SystemExit(3)" in said.news[1] and "nothing" in said.news[2]
 
 
+def test_arguments_and_columns_may_have_any_name(stack: Stack) -> None:
+    task = {"id": "1", "prompt": "Go.", "function": "f", "thread": 2}
+    said = Heard(call("plot", '{"function": "sin"}'), "Done.")
+    assert played(stack, f"tools:{FILE}:Attribute", task, said) == 0.25
+    assert "plotted sin" in said.news[1]
+
+
 def test_a_cancelled_episode_does_not_wait_for_its_tool(stack: Stack) -> None:
     async def play() -> None:
         agent = environment_agent(EnvironmentConfig(use=f"tools:{FILE}:Slow"))

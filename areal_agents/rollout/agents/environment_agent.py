@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import subprocess
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, TaskEnvironmentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # some packages import for a minute
 CANCEL_TIMEOUT_S = 5.0  # longest wait for an episode to end that was cancelled
@@ -156,10 +159,11 @@ class _Host:
         except asyncio.CancelledError:
             self._send({"cancel": number})
             if not (await asyncio.wait({played}, timeout=CANCEL_TIMEOUT_S))[0]:
-                raise AgentError(
-                    f"{self._config.use!r} did not end an episode within {CANCEL_TIMEOUT_S:g} s"
-                ) from None
-            played.exception()  # retrieved: the episode was ended on purpose
+                logger.error(
+                    "%s did not end episode %s within %g s", self._config.use, ep.id, CANCEL_TIMEOUT_S
+                )
+            else:
+                played.exception()  # retrieved: the episode was ended on purpose
             raise
         finally:
             self._playing.pop(number, None)
@@ -188,11 +192,11 @@ class _Host:
                     played.set_result(answer["reward"])
         except (KeyError, ValueError) as error:  # the line is too long, or no answer
             fault = f"gave an answer that cannot be read ({error})"
+        await self._process.end()  # then its last words are complete
+        ended = AgentError(f"the process of {self._config.use!r} {fault}: {self._process.tail()}")
         for played in self._playing.values():
             if not played.done():
-                played.set_exception(
-                    AgentError(f"the process of {self._config.use!r} {fault}: {self._process.tail()}")
-                )
+                played.set_exception(ended)
 
 
 def _fault(config: EnvironmentConfig, errors: str) -> str:
