@@ -82,6 +82,18 @@ def openai_client(*, base_url: str, api_key: str | None, timeout_s: float) -> As
     return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0, http_client=http)
 
 
+def direct_openai_client() -> AsyncOpenAI:
+    """Return an OpenAI client whose base URL and key each call sets, without a time limit of its own.
+
+    The proxy answers a repeated call with the reply to the first, so that retries sample nothing twice.
+    The time limit of an episode bounds every call.
+    """
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+    http = DefaultAsyncHttpxClient(trust_env=False, timeout=None)
+    return AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=None, http_client=http)
+
+
 def openai_client_sync(*, base_url: str, api_key: str) -> OpenAI:
     """Return the real OpenAI client for a proxy of ours, connected directly."""
     from openai import DefaultHttpxClient, OpenAI

@@ -14,7 +14,8 @@ from areal_agents.errors import ConfigError
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "proxy": (
-        "aiohttp", "anthropic", "fastokens", "httptools", "jinja2", "numpy", "openai", "orjson",
+        "aiohttp", "anthropic", "docstring_parser", "fastokens", "httptools", "jinja2", "numpy", "openai",
+        "orjson",
         "prometheus_client", "renderers", "rich", "sqlalchemy", "starlette", "tokenizers", "typer", "uvicorn",
         "uvloop", "yaml",
     ),

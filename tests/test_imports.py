@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "episode": {"core", "errors", "client"},
     "client": {"core", "errors", "direct_http"},
     "user_functions": {"errors"},
-    "environments": {"core", "episode", "errors", "user_functions"},
+    "environments": {"core", "direct_http", "episode", "errors", "user_functions"},
     "rollout": {
         "client",
         "core",

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from areal_agents.direct_http import direct_openai_client
 from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
 
 Message = dict[str, Any]
 
@@ -22,7 +20,7 @@ class Model:
     """The served model, as a player calls it; the connections are shared by all episodes."""
 
     def __init__(self) -> None:
-        self._client: AsyncOpenAI | None = None
+        self._client: Any = None
 
     async def reply(
         self, ep: Episode, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -40,17 +38,15 @@ class Model:
         if self._client is not None:
             await self._client.close()
 
-    def _connected(self) -> AsyncOpenAI:
+    def _connected(self) -> Any:
         if self._client is None:
             try:
-                from openai import AsyncOpenAI
+                self._client = direct_openai_client()
             except ImportError as error:
                 raise TaskEnvironmentError(
                     "an environment is played by the client of openai, which this Python cannot import "
                     f"({error}): pip install openai"
                 ) from error
-            # The time limit of an episode bounds every call.
-            self._client = AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=None)
         return self._client
 
 
