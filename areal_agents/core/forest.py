@@ -55,9 +55,8 @@ class Forest:
         self._before: dict[str, bytes] = {}  # turn id → digest of the conversation that it answered
         self._after: dict[str, bytes] = {}  # turn id → digest of that conversation and the reply
         self._by_call: dict[str, str] = {}  # tool-call id → turn id
-        self._first_seen: dict[
-            bytes, Message
-        ] = {}  # digest of a conversation → its last message, if volatile
+        # The last message of a conversation, if that is volatile, by the digest of the conversation.
+        self._first_seen: dict[bytes, Message] = {}
         self._followed: _Followed | None = None  # all messages but the last of the latest conversation
         self._end = b""  # digest of that conversation with its last message
         for turn in turns:

@@ -52,7 +52,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class ChangingText:
-    """A text that the agent changed in earlier messages, so that turns began new branches.
+    """Text that the agent changed in earlier messages, so that turns began new branches.
 
     Attributes:
         role: the role of the message.

@@ -1,7 +1,7 @@
 """Environments of Gymnasium that can be played in text: `gymnasium:FrozenLake-v1?is_slippery=false`.
 
 The model reads each observation, as a string: the observation itself where it is one, the environment's
-`ansi` picture where it draws one, else the value. Its reply is the action: a string, or the last integer in
+`ansi` rendering where it has one, else the value. Its reply is the action: a string, or the last integer in
 the reply where actions are numbered. The reward is the sum of all rewards. The options `size` and `held_out`
 are the numbers of training and held-out tasks, which begin with seeds that count from `seed`; `max_turns` is
 the largest number of actions; `instructions` takes the place of the environment's own description, which the
@@ -44,12 +44,12 @@ class Gymnasium:
         self._tasks = SeededTasks(line, own)
         try:
             specification = gymnasium.spec(line.name)
-            draws = "ansi" in gymnasium.envs.registration.load_env_creator(
+            renders_text = "ansi" in gymnasium.envs.registration.load_env_creator(
                 str(specification.entry_point)
             ).metadata.get("render_modes", ())
         except (AttributeError, ImportError, gymnasium.error.Error) as error:
             raise TaskEnvironmentError(f"{line.text!r}: {error}") from error
-        if draws:
+        if renders_text:
             self._settings.setdefault("render_mode", "ansi")
         self._model = Model()
         self._make().close()

@@ -7,6 +7,7 @@
 While it plays, each line of standard input is `{"play": number, "task": …, "id": …, "base_url": …,
 "api_key": …}` or `{"cancel": number}`, and each line of its answers `{"played": number, "reward": …}` or
 `{"played": number, "error": …}`, after a first line `{"ready": true}`. It ends at the end of standard input.
+If the environment cannot be opened, the last line is `{"fault": …}`.
 What the environment prints goes to standard error.
 """
 
@@ -31,7 +32,7 @@ LONGEST_LINE = 64 << 20  # bytes of one task
 
 
 def main(arguments: list[str]) -> int:
-    """Return the exit status: 1 after an error, which is the last line of standard error."""
+    """Return the exit status: 1 after an error, which is then the last line of the answers."""
     with os.fdopen(os.dup(1), "wb", buffering=0) as out:
         os.dup2(2, 1)  # what the environment prints is no answer
         try:
@@ -42,7 +43,7 @@ def main(arguments: list[str]) -> int:
             else:
                 asyncio.run(_serve(environment, out))
         except ArealAgentsError as error:
-            print(error, file=sys.stderr)
+            _write(out, {"fault": str(error)})
             return 1
     return 0
 

@@ -8,7 +8,6 @@ held-out question is in no training task.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -18,6 +17,7 @@ from reasoning_gym.utils import extract_answer
 
 from areal_agents.environments.environment import Split
 from areal_agents.environments.line import EnvironmentLine
+from areal_agents.environments.own_thread import OwnThread
 from areal_agents.environments.players import Model
 from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
@@ -70,19 +70,26 @@ class ReasoningGym:
 
     async def play(self, task: Mapping[str, Any], ep: Episode) -> float:
         """Ask the question, and return the score of the last answer between tags, or of the whole reply."""
-        entry = self._sets[task["split"]][task["index"]]
-        if entry["question"] != task["question"]:
-            raise TaskEnvironmentError(
-                f"task {task['id']} is another question in this version of reasoning-gym; begin a new run"
-            )
-        messages = [
-            {"role": "system", "content": self._system},
-            {"role": "user", "content": task["question"]},
-        ]
-        reply = (await self._model.reply(ep, messages)).get("content") or ""
-        answer = extract_answer(reply)
-        given = reply.strip() if answer is None else answer
-        return float(await asyncio.to_thread(self._sets[task["split"]].score_answer, given, entry))
+        data, messages = (
+            self._sets[task["split"]],
+            [
+                {"role": "system", "content": self._system},
+                {"role": "user", "content": task["question"]},
+            ],
+        )
+        thread = OwnThread(f"grader of episode {ep.id}")  # to generate and to grade may take seconds
+        try:
+            entry = await thread.run(data.__getitem__, task["index"])
+            if entry["question"] != task["question"]:
+                raise TaskEnvironmentError(
+                    f"task {task['id']} is another question in this version of reasoning-gym; begin a new run"
+                )
+            reply = (await self._model.reply(ep, messages)).get("content") or ""
+            answer = extract_answer(reply)
+            given = reply.strip() if answer is None else answer
+            return float(await thread.run(data.score_answer, given, entry))
+        finally:
+            thread.close()
 
     async def close(self) -> None:
         """Close the connections to the model."""

@@ -21,7 +21,7 @@ class SeededTasks:
         self._first: Mapping[Split, int] = {"train": options["seed"], "eval": options["seed"] + _HELD_OUT}
         if min(self._counts.values()) < 1 or options["seed"] < 0 or options["size"] > _HELD_OUT:
             raise TaskEnvironmentError(
-                f"{line.text!r}: size and held_out must be at least 1, seed at least 0, and size below 2**30"
+                f"{line.text!r}: size must be from 1 to 2**30, held_out at least 1, and seed at least 0"
             )
 
     def of(self, split: Split) -> list[dict[str, Any]]:

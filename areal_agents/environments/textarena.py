@@ -23,7 +23,7 @@ from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
 
 _OPTIONS: dict[str, Any] = {**SEED_OPTIONS, "max_turns": 100}
-_STARTING = threading.Lock()  # games seed the global generator of `random`, and draw from it while they begin
+_STARTING = threading.Lock()  # a game seeds the global generator of `random`, and uses it while it begins
 
 
 def open(line: EnvironmentLine) -> TextArena:
@@ -81,9 +81,7 @@ class TextArena:
             with _STARTING:
                 game = textarena.make(self._id, **self._settings)
                 game.reset(num_players=1, seed=seed)
-        except (
-            Exception
-        ) as error:  # a game raises anything for settings or a number of players that it refuses
+        except Exception as error:  # a game raises anything for settings that it refuses
             raise TaskEnvironmentError(
                 f"{self._line.text!r} cannot be begun by one player: {type(error).__name__}: {error}"
             ) from error

@@ -75,8 +75,11 @@ class ToolClass:
             await play_with_tools(self._model, ep, messages, tools, max_turns=self._max_turns)
             return await self._reward(thread, environment)
         finally:
-            # Not waited for: a tool may never return.
-            thread.close(getattr(environment, "close", None))
+            end = getattr(environment, "close", None)
+            is_async = inspect.iscoroutinefunction(end)
+            thread.close(None if is_async else end)  # not waited for: a tool may never return
+            if is_async and end is not None:
+                await end()
 
     async def _reward(self, thread: OwnThread, environment: Any) -> float:
         if callable(getattr(environment, "get_reward", None)):

@@ -68,6 +68,20 @@ class Attribute:
         raise SystemExit(3)
 
 
+class AsyncClose:
+    closed = 0
+    reward = 0.5
+
+    def reset(self, **row: Any) -> None: ...
+
+    def noop(self) -> str:
+        return "nothing"
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        AsyncClose.closed += 1
+
+
 class NotANumber:
     reward = float("nan")
 

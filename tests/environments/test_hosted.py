@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,8 +46,46 @@ def test_an_interpreter_without_this_package_is_named(tmp_path: Path) -> None:
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nunset PYTHONPATH\ncd /\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
-    with pytest.raises(TaskEnvironmentError, match="has no areal-agents .*pip install areal-agents"):
+    with pytest.raises(TaskEnvironmentError, match="cannot import areal-agents .*pip install areal-agents"):
         environment_tasks(EnvironmentConfig(use=COUNTER, python=str(bare)), "train")
+
+
+def test_a_start_that_fails_says_how(stack: Stack, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 7\n")
+    broken.chmod(0o755)
+    for failing in (
+        lambda: environment_tasks(EnvironmentConfig(use=COUNTER, python=str(broken)), "train"),
+        lambda: played(stack, COUNTER, TASK, ["Done."], python=str(broken)),
+    ):
+        with pytest.raises((AgentError, TaskEnvironmentError), match="status 7 for .*: no such luck"):
+            failing()
+
+
+def test_the_process_ends_with_its_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_agents.environments.host", "play", COUNTER]
+    done = subprocess.run(command, input="", capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout) == (0, '{"ready": true}\n')
+
+
+def test_a_start_serves_all_episodes_that_wait_for_it(stack: Stack) -> None:
+    """Also if the episode that began it is cancelled meanwhile."""
+
+    async def play() -> None:
+        agent = HostedEnvironmentAgent(
+            EnvironmentConfig(use=COUNTER, python=sys.executable), must_reward=True
+        )
+        first = asyncio.create_task(agent.run(TASK, handle(stack, ["Done."])))
+        await asyncio.sleep(0)
+        started = agent._started
+        second = asyncio.create_task(agent.run(TASK, handle(stack, ["Done."])))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert await second == 0.0
+        assert first.cancelled() and agent._started is started
+        await agent.close()
+
+    asyncio.run(asyncio.wait_for(play(), WAIT_S))
 
 
 def test_episodes_play_at_once_and_a_dead_process_is_replaced(stack: Stack) -> None:

@@ -14,6 +14,7 @@ from areal_agents.environments.environment import open_environment
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.errors import TaskEnvironmentError
 from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
+from areal_agents.user_functions import load_function
 
 FILE = Path(__file__).parent / "example_environments.py"
 COUNTER = f"tools:{FILE}:Counter"
@@ -76,6 +77,11 @@ def test_arguments_and_columns_may_have_any_name(stack: Stack) -> None:
     said = Heard(call("plot", '{"function": "sin"}'), "Done.")
     assert played(stack, f"tools:{FILE}:Attribute", task, said) == 0.25
     assert "plotted sin" in said.news[1]
+
+
+def test_an_object_is_closed(stack: Stack) -> None:
+    assert played(stack, f"tools:{FILE}:AsyncClose", {"prompt": "Go."}, ["Done."]) == 0.5
+    assert load_function(f"{FILE}:AsyncClose", TaskEnvironmentError).closed == 1  # type: ignore[attr-defined]
 
 
 def test_a_cancelled_episode_does_not_wait_for_its_tool(stack: Stack) -> None:

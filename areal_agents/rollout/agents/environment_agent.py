@@ -23,6 +23,7 @@ from areal_agents.rollout.agents.coroutine import CoroutineAgent
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # some packages import for a minute
+EXIT_TIMEOUT_S = 10.0  # longest wait for a process to exit that could not open its environment
 CANCEL_TIMEOUT_S = 5.0  # longest wait for an episode to end that was cancelled
 
 _HOST = ("-m", "areal_agents.environments.host")
@@ -50,9 +51,10 @@ def environment_tasks(config: EnvironmentConfig, split: Split) -> list[dict[str,
         raise TaskEnvironmentError(f"{config.use!r} gave no tasks within {START_TIMEOUT_S:.0f} s") from error
     except OSError as error:
         raise TaskEnvironmentError(f"cannot start environment.python {config.python}: {error}") from error
+    rows = [_answer(row) for row in done.stdout.splitlines()]
     if done.returncode:
-        raise TaskEnvironmentError(_fault(config, done.stderr))
-    return [json.loads(row) for row in done.stdout.splitlines()]
+        raise TaskEnvironmentError(_fault(config, rows[-1] if rows else {}, done.returncode, done.stderr))
+    return rows
 
 
 def environment_agent(config: EnvironmentConfig) -> EnvironmentAgent | HostedEnvironmentAgent:
@@ -89,24 +91,33 @@ class HostedEnvironmentAgent:
     def __init__(self, config: EnvironmentConfig, *, must_reward: bool) -> None:
         self.must_reward = must_reward
         self._config = config
-        self._host: _Host | None = None
-        self._starting = asyncio.Lock()
+        self._started: asyncio.Task[_Host] | None = None
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
         """Play one episode, and return its reward. Raises AgentError if the environment fails."""
-        async with self._starting:
-            if self._host is None or self._host.has_ended:
-                if self._host is not None:
-                    await self._host.end()
-                self._host = await _Host.start(self._config, ep)
-            host = self._host
+        if self._started is None or _has_failed(self._started):
+            self._started = asyncio.create_task(_Host.start(self._config, ep.base_url))
+        # Shielded: the end of one episode is no reason to begin the start again for the others.
+        host = await asyncio.shield(self._started)
         return await host.play(task, ep)
 
     async def close(self) -> None:
         """End the process."""
-        if self._host is not None:
-            await self._host.end()
-            self._host = None
+        started, self._started = self._started, None
+        if started is None:
+            return
+        if not started.done():
+            started.cancel()
+        await asyncio.wait({started})
+        if not started.cancelled() and started.exception() is None:
+            await started.result().end()
+
+
+def _has_failed(started: asyncio.Task[_Host]) -> bool:
+    """Whether the process could not be started, or answers no more."""
+    if not started.done():
+        return False
+    return started.cancelled() or started.exception() is not None or started.result().has_ended
 
 
 class _Host:
@@ -119,10 +130,10 @@ class _Host:
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: EnvironmentConfig, ep: Episode) -> _Host:
+    async def start(cls, config: EnvironmentConfig, base_url: str) -> _Host:
         """Start the process and wait until it is ready. Raises AgentError if it does not become so."""
         command = [config.python, *_HOST, "play", config.use]
-        variables = bypassing_proxies(os.environ, ep.base_url)
+        variables = bypassing_proxies(os.environ, base_url)
         try:
             process = await ChildProcess.start(command, environment=variables, lines=True, tail=True)
         except OSError as error:
@@ -137,9 +148,11 @@ class _Host:
         except BaseException:
             await asyncio.shield(process.end())
             raise
-        if not ready:
+        first = _answer(ready)
+        if "ready" not in first:
+            await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=EXIT_TIMEOUT_S)
             await process.end()
-            raise AgentError(_fault(config, process.tail()))
+            raise AgentError(_fault(config, first, await process.wait(), process.tail()))
         host._reading = asyncio.create_task(host._read(), name=f"environment {config.use}")
         return host
 
@@ -199,12 +212,30 @@ class _Host:
                 played.set_exception(ended)
 
 
-def _fault(config: EnvironmentConfig, errors: str) -> str:
-    """Say why the interpreter could not open the environment."""
-    last = errors.strip().splitlines()[-1] if errors.strip() else "it said nothing"
-    if "No module named" in last and "areal_agents" in last:
+def _fault(config: EnvironmentConfig, said: Mapping[str, Any], status: int, errors: str) -> str:
+    """Say why the interpreter could not open the environment.
+
+    Args:
+        config: the environment.
+        said: the last answer of the process.
+        status: its exit status.
+        errors: the end of its standard error.
+    """
+    if "fault" in said:
+        return str(said["fault"])
+    errors = errors.strip()
+    if "No module named" in errors and "areal_agents" in errors:
         return (
-            f"environment.python {config.python} has no areal-agents ({last}); install it there, beside the "
-            "environment's package: pip install areal-agents openai docstring-parser"
+            f"environment.python {config.python} cannot import areal-agents ({errors.splitlines()[-1]}); "
+            "install it beside the environment's package: pip install areal-agents openai docstring-parser"
         )
-    return last
+    return f"environment.python {config.python} ended with status {status} for {config.use!r}: {errors}"
+
+
+def _answer(line: bytes | str) -> dict[str, Any]:
+    """Read a line of the process; {} if it is none that the host writes."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
