@@ -407,6 +407,7 @@ def test_simulating(folder: Path, run: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_from_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         text(

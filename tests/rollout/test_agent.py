@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.agent import CoroutineAgent, load_agent
+from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.command import CommandAgent
+from areal_agents.rollout.agents.coroutine import CoroutineAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
 from areal_agents.user_functions import load_function
 

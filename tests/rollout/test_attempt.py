@@ -169,7 +169,7 @@ async def test_an_agent_that_hangs_is_truncated_and_keeps_its_rewards(
 async def test_one_that_resists_cancellation_too(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch, reported: list[dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr("areal_agents.rollout.agents.agent.CANCEL_GRACE_S", 0.1)
+    monkeypatch.setattr("areal_agents.rollout.agents.coroutine.CANCEL_GRACE_S", 0.1)
     TimeLimits(monkeypatch, lambda: reported)
     outcome, _ = await attempts("resists")
     assert outcome.status == "truncated"
