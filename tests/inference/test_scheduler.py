@@ -18,7 +18,7 @@ from areal_agents.inference.embedded.model.runner import ModelRunner
 from areal_agents.inference.embedded.model.weights import load_weights
 from areal_agents.inference.embedded.scheduling.request import Request
 from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
-from areal_agents.inference.embedded.scheduling.worker import EngineThread
+from areal_agents.inference.embedded.scheduling.worker import EngineThread, Notice
 
 
 def make_scheduler(
@@ -214,3 +214,23 @@ def test_a_call_that_was_cancelled_is_not_run_and_harms_nobody_after(model_folde
     assert later.result(timeout=10) is None
     thread.stop()
     assert failures.empty()
+
+
+def test_a_notice_says_what_was_true_in_its_step(model_folder: Path) -> None:
+    """Its reader may come to it after later steps, when the request has finished."""
+    notices: Queue[list[Notice]] = Queue()
+    thread = EngineThread(
+        make_scheduler(make_runner("numba", model_folder), slots=1, prefill_tokens=8),
+        deliver=notices.put,
+        on_failure=lambda _: None,
+    )
+    request = Request("r", as_token_ids([9]), SamplingParams(5), 0, notify=thread.notify, streaming=True)
+    thread.submit(lambda scheduler: scheduler.add(request))
+    thread.start()
+    read = [notices.get(timeout=10)]
+    while request.finish is None:
+        read.append(notices.get(timeout=10))
+    thread.stop()
+    read += [notices.get_nowait() for _ in range(notices.qsize())]
+    finished = [notice.finished for batch in read for notice in batch]
+    assert finished == [False] * (len(finished) - 1) + [True] and len(finished) == len(request.output_ids)

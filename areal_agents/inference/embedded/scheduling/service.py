@@ -25,7 +25,7 @@ from areal_agents.inference.embedded.scheduling.grammar import Grammars, TokenMa
 from areal_agents.inference.embedded.scheduling.request import Request
 from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
 from areal_agents.inference.embedded.scheduling.text import Detokenizer
-from areal_agents.inference.embedded.scheduling.worker import EngineThread
+from areal_agents.inference.embedded.scheduling.worker import EngineThread, Notice
 from areal_agents.inference.embedded.updates.joined_groups import WeightGroups
 from areal_agents.inference.embedded.updates.updates import WeightUpdates
 from areal_agents.inference.engine import PauseMode
@@ -189,13 +189,13 @@ class EngineService:
         self.check()
         return await asyncio.wrap_future(self._thread.call(action))
 
-    def _deliver(self, requests: list[Request]) -> None:
+    def _deliver(self, notices: list[Notice]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._resolve, requests)
+        self._loop.call_soon_threadsafe(self._resolve, notices)
 
-    def _resolve(self, requests: list[Request]) -> None:
-        for request in requests:
-            if request.finish is None:
+    def _resolve(self, notices: list[Notice]) -> None:
+        for request, finished in notices:
+            if not finished:
                 if (event := self._streams.get(request.rid)) is not None:
                     event.set()
                 continue

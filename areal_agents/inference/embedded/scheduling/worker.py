@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from areal_agents.inference.embedded.scheduling.request import Request
 from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
@@ -22,11 +22,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Notice(NamedTuple):
+    """`request` has new tokens or has finished, as of one step; the request itself goes on."""
+
+    request: Request
+    finished: bool
+
+
 class EngineThread:
     """Runs `scheduler` until `stop`.
 
     Args:
-        deliver: called in this thread with the requests that finished or streamed in a step.
+        deliver: called in this thread with the notices of a step.
         on_failure: called in this thread with the error, if a step raises; nothing is served after that.
     """
 
@@ -34,13 +41,13 @@ class EngineThread:
         self,
         scheduler: Scheduler,
         *,
-        deliver: Callable[[list[Request]], None],
+        deliver: Callable[[list[Notice]], None],
         on_failure: Callable[[Exception], None],
     ) -> None:
         self._scheduler = scheduler
         self._deliver = deliver
         self._on_failure = on_failure
-        self._outbox: list[Request] = []
+        self._outbox: list[Notice] = []
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -60,7 +67,7 @@ class EngineThread:
 
     def notify(self, request: Request) -> None:
         """Deliver `request` after this step; used as `Request.notify`."""
-        self._outbox.append(request)
+        self._outbox.append(Notice(request, request.finish is not None))
 
     def submit(self, action: Callable[[Scheduler], None]) -> None:
         """Run `action(scheduler)` before the next step; it must not raise."""
