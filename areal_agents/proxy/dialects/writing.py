@@ -1,20 +1,16 @@
-"""Writing functions that dialects share: typed values, server-sent events, OpenAI's errors, and logprobs."""
+"""Writing functions that dialects share: server-sent events, OpenAI's errors, and logprobs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from pydantic import BaseModel
 
 from areal_agents.core.completion import Completion
 from areal_agents.errors import RequestError
 from areal_agents.rendering import Tokenizer
 
-M = TypeVar("M", bound=BaseModel)
-
-_set = object.__setattr__  # faster than the model's own, which checks every name
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keepalive\n\n"
 _TYPES = {
@@ -23,28 +19,6 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-
-
-def typed(kind: type[M], **fields: Any) -> M:
-    """Return an object of a type of `openai.types` or `anthropic.types`, without validation.
-
-    Only the given fields are set; `to_json` writes no others. This is several times faster than
-    `model_construct`, which looks up every default, and than the SDKs' own encoding.
-    """
-    set_fields = set(fields)
-    extra = {name: fields.pop(name) for name in set_fields - kind.__pydantic_fields__.keys()}
-    made = kind.__new__(kind)
-    _set(made, "__dict__", fields)
-    _set(made, "__pydantic_fields_set__", set_fields)
-    _set(made, "__pydantic_extra__", extra)
-    _set(made, "__pydantic_private__", None)
-    return made
-
-
-def to_json(value: BaseModel) -> bytes:
-    """Return the JSON of an object that `typed` returned, with the fields that were set."""
-    # With warnings, a union field would store a warning for each member type that does not fit the value.
-    return value.__pydantic_serializer__.to_json(value, exclude_unset=True, warnings=False)
 
 
 def event(data: bytes, name: str | None = None) -> bytes:

@@ -10,32 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-)
-from openai.types.chat import chat_completion as whole
-from openai.types.chat import chat_completion_chunk as piece
-from openai.types.chat.chat_completion_message_function_tool_call import (
-    ChatCompletionMessageFunctionToolCall,
-    Function,
-)
-from openai.types.completion_usage import CompletionUsage, PromptTokensDetails
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.calls.request import CompletedTurn
-from areal_agents.proxy.dialects.writing import (
-    DONE,
-    TokenTexts,
-    event,
-    model_name,
-    openai_error,
-    to_json,
-    typed,
-)
+from areal_agents.proxy.dialects.writing import DONE, TokenTexts, event, model_name, openai_error
 from areal_agents.rendering import Tokenizer
 
 
@@ -45,32 +25,26 @@ def chat_answer(body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenize
     Its id is that of the first choice's turn. With several choices, each has the id of its turn in `turn_id`.
     """
     with_logprobs = bool(body.get("logprobs"))
-    response = typed(
-        ChatCompletion,
-        id=done[0].turn.id,
-        object="chat.completion",
-        created=int(done[0].created_at),
-        model=model_name(body),
-        choices=[
-            typed(
-                whole.Choice,
-                index=index,
-                finish_reason=item.finish_reason,
-                message=_message(item.turn.reply),
-                logprobs=None,
-            )
-            for index, item in enumerate(done)
-        ],
-        usage=_usage(done),
-    )
-    if len(done) == 1 and not with_logprobs:
-        return to_json(response)
-    answer = orjson.loads(to_json(response))
-    for choice, item in zip(answer["choices"], done, strict=True):
-        if with_logprobs:
-            choice["logprobs"] = _logprobs(item.turn, tokenizer)
-        if len(done) > 1:
+    choices: list[dict[str, Any]] = [
+        {
+            "index": index,
+            "finish_reason": item.finish_reason,
+            "message": _message(item.turn.reply),
+            "logprobs": _logprobs(item.turn, tokenizer) if with_logprobs else None,
+        }
+        for index, item in enumerate(done)
+    ]
+    if len(done) > 1:
+        for choice, item in zip(choices, done, strict=True):
             choice["turn_id"] = item.turn.id  # with which a reward refers to this choice
+    answer = {
+        "id": done[0].turn.id,
+        "object": "chat.completion",
+        "created": int(done[0].created_at),
+        "model": model_name(body),
+        "choices": choices,
+        "usage": _usage(done),
+    }
     return orjson.dumps(answer)
 
 
@@ -92,87 +66,83 @@ class ChatStream:
 
     def start(self) -> bytes:
         """See `StreamWriter.start`."""
-        deltas = [typed(piece.ChoiceDelta, role="assistant", content="") for _ in range(self._choices)]
-        return b"".join(event(self._chunk(choice, delta)) for choice, delta in enumerate(deltas))
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(choice, delta) for choice in range(self._choices))
 
     def reasoning(self, choice: int, text: str) -> bytes:
         """See `StreamWriter.reasoning`."""
-        return event(self._chunk(choice, typed(piece.ChoiceDelta, reasoning_content=text)))
+        return self._chunk(choice, {"reasoning_content": text})
 
     def content(self, choice: int, text: str) -> bytes:
         """See `StreamWriter.content`."""
-        return event(self._chunk(choice, typed(piece.ChoiceDelta, content=text)))
+        return self._chunk(choice, {"content": text})
 
     def call(self, choice: int, call: ToolCall) -> bytes:
         """See `StreamWriter.call`."""
         index = self._calls[choice]
         self._calls[choice] += 1
-        function = typed(piece.ChoiceDeltaToolCallFunction, name=call.name, arguments=call.arguments)
-        item = typed(piece.ChoiceDeltaToolCall, index=index, id=call.id, type="function", function=function)
-        return event(self._chunk(choice, typed(piece.ChoiceDelta, tool_calls=[item])))
+        return self._chunk(choice, {"tool_calls": [{"index": index, **_tool_call(call)}]})
 
     def finish(self, done: Sequence[CompletedTurn]) -> bytes:
         """See `StreamWriter.finish`."""
         out = []
         for choice, item in enumerate(done):
-            last = self._chunk(choice, typed(piece.ChoiceDelta), item.finish_reason)
-            if self._with_logprobs:
-                chunk = orjson.loads(last)
-                chunk["choices"][0]["logprobs"] = _logprobs(item.turn, self._tokenizer)
-                last = orjson.dumps(chunk)
-            out.append(event(last))
+            logprobs = _logprobs(item.turn, self._tokenizer) if self._with_logprobs else None
+            out.append(self._chunk(choice, {}, item.finish_reason, logprobs))
         if self._with_usage:
-            out.append(event(to_json(self._response(choices=[], usage=_usage(done)))))
+            out.append(self._event(choices=[], usage=_usage(done)))
         return b"".join([*out, DONE])
 
     def error(self, refusal: RequestError) -> bytes:
         """See `StreamWriter.error`. OpenAI's clients raise an exception for an event with an error."""
         return event(openai_error(refusal)) + DONE
 
-    def _chunk(self, choice: int, delta: Any, finish_reason: str | None = None) -> bytes:
-        item = typed(piece.Choice, index=choice, delta=delta, finish_reason=finish_reason, logprobs=None)
-        return to_json(self._response(choices=[item]))
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        item = {"index": choice, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        return self._event(choices=[item])
 
-    def _response(self, **fields: Any) -> ChatCompletionChunk:
+    def _event(self, **fields: Any) -> bytes:
         if self._with_usage:
             fields.setdefault("usage", None)
-        return typed(
-            ChatCompletionChunk,
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self._model,
+        chunk = {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
             **fields,
-        )
+        }
+        return event(orjson.dumps(chunk))
 
 
-def _message(reply: Message) -> ChatCompletionMessage:
+def _message(reply: Message) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
     if reply.tool_calls:
         fields["content"] = reply.content or None  # with tool calls, OpenAI's API has null for empty content
-        fields["tool_calls"] = [
-            typed(
-                ChatCompletionMessageFunctionToolCall,
-                id=call.id,
-                type="function",
-                function=typed(Function, name=call.name, arguments=call.arguments),
-            )
-            for call in reply.tool_calls
-        ]
+        fields["tool_calls"] = [_tool_call(call) for call in reply.tool_calls]
     if reply.reasoning:
         fields["reasoning_content"] = reply.reasoning
-    return typed(ChatCompletionMessage, **fields)
+    return fields
 
 
-def _usage(done: Sequence[CompletedTurn]) -> CompletionUsage:
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _usage(done: Sequence[CompletedTurn]) -> dict[str, Any]:
     completion_tokens = sum(len(item.turn.completion) for item in done)
-    return typed(
-        CompletionUsage,
-        prompt_tokens=done[0].prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=done[0].prompt_tokens + completion_tokens,
-        prompt_tokens_details=typed(PromptTokensDetails, cached_tokens=done[0].reused_tokens),
-    )
+    return {
+        "prompt_tokens": done[0].prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": done[0].prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": done[0].reused_tokens},
+    }
 
 
 def _logprobs(turn: Turn, tokenizer: Tokenizer) -> dict[str, Any]:

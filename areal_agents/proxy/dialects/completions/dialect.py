@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.completion_choice import Logprobs
-from openai.types.completion_usage import PromptTokensDetails
+import orjson
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.core.trajectory import Turn
@@ -25,8 +23,6 @@ from areal_agents.proxy.dialects.writing import (
     event,
     model_name,
     openai_error,
-    to_json,
-    typed,
 )
 from areal_agents.rendering import Tokenizer
 
@@ -55,18 +51,15 @@ class Completions:
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
         """See `Dialect.answer`. The answer is an OpenAI `Completion`."""
         choices = [
-            typed(
-                CompletionChoice,
-                text=each.turn.reply.content,
-                index=index,
+            _choice(
+                index,
+                each.turn.reply.content,
                 logprobs=_logprobs(body, each.turn, tokenizer),
                 finish_reason=_finish_reason(each),
             )
             for index, each in enumerate(done)
         ]
-        return to_json(
-            _completion(body, done[0].turn.id, done[0].created_at, choices=choices, usage=_usage(done))
-        )
+        return _completion(body, done[0].turn.id, done[0].created_at, choices=choices, usage=_usage(done))
 
     def stream(
         self,
@@ -105,8 +98,7 @@ class CompletionStream:
 
     def content(self, choice: int, text: str) -> bytes:
         """See `StreamWriter.content`."""
-        piece = typed(CompletionChoice, text=text, index=choice, logprobs=None, finish_reason=None)
-        return self._chunk(choices=[piece])
+        return self._chunk(choices=[_choice(choice, text, logprobs=None, finish_reason=None)])
 
     def call(self, choice: int, call: ToolCall) -> bytes:
         """See `StreamWriter.call`. It is never called, because a text completion has no tools."""
@@ -116,10 +108,9 @@ class CompletionStream:
         """See `StreamWriter.finish`. The stream ends with a chunk per choice, requested usage and [DONE]."""
         out = b""
         for index, each in enumerate(done):
-            last = typed(
-                CompletionChoice,
-                text="",
-                index=index,
+            last = _choice(
+                index,
+                "",
                 logprobs=_logprobs(self._body, each.turn, self._tokenizer),
                 finish_reason=_finish_reason(each),
             )
@@ -134,7 +125,7 @@ class CompletionStream:
         return event(openai_error(refusal)) + DONE
 
     def _chunk(self, **fields: Any) -> bytes:
-        return event(to_json(_completion(self._body, self._turn_id, self._created_at, **fields)))
+        return event(_completion(self._body, self._turn_id, self._created_at, **fields))
 
 
 def _canonical(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
@@ -189,33 +180,39 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     refuse(f"prompt must be a non-empty string or list of token ids, got {shown(value)}", "prompt")
 
 
-def _completion(body: Mapping[str, Any], turn_id: str, created_at: float, **fields: Any) -> Completion:
-    return typed(
-        Completion,
-        id=wire_id(turn_id, "cmpl-"),
-        object="text_completion",
-        created=int(created_at),
-        model=model_name(body),
+def _completion(body: Mapping[str, Any], turn_id: str, created_at: float, **fields: Any) -> bytes:
+    """Return the JSON of a whole answer, or of a chunk of one."""
+    answer = {
+        "id": wire_id(turn_id, "cmpl-"),
+        "object": "text_completion",
+        "created": int(created_at),
+        "model": model_name(body),
         **fields,
-    )
+    }
+    return orjson.dumps(answer)
+
+
+def _choice(
+    index: int, text: str, *, logprobs: dict[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _finish_reason(done: CompletedTurn) -> str:
     return "length" if done.finish_reason == "length" else "stop"
 
 
-def _usage(done: Sequence[CompletedTurn]) -> CompletionUsage:
+def _usage(done: Sequence[CompletedTurn]) -> dict[str, Any]:
     prompt, completion = done[0].prompt_tokens, sum(len(each.turn.completion) for each in done)
-    return typed(
-        CompletionUsage,
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=typed(PromptTokensDetails, cached_tokens=done[0].reused_tokens),
-    )
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": done[0].reused_tokens},
+    }
 
 
-def _logprobs(body: Mapping[str, Any], turn: Turn, tokenizer: Tokenizer) -> Logprobs | None:
+def _logprobs(body: Mapping[str, Any], turn: Turn, tokenizer: Tokenizer) -> dict[str, Any] | None:
     """Return the logprobs of all sampled tokens, also of one that ends the text, if they were requested.
 
     The offsets are into the concatenation of `tokens`.
@@ -224,13 +221,12 @@ def _logprobs(body: Mapping[str, Any], turn: Turn, tokenizer: Tokenizer) -> Logp
         return None
     completion, texts = turn.completion, TokenTexts(tokenizer)
     tokens = [texts.text(token_id) for token_id in completion.token_ids.tolist()]
-    return typed(
-        Logprobs,
-        tokens=tokens,
-        token_logprobs=completion.logprobs.tolist(),
-        top_logprobs=[_best(best, texts) for best in completion.top_logprobs] or None,
-        text_offset=list(accumulate((len(token) for token in tokens[:-1]), initial=0)) if tokens else [],
-    )
+    return {
+        "tokens": tokens,
+        "token_logprobs": completion.logprobs.tolist(),
+        "top_logprobs": [_best(best, texts) for best in completion.top_logprobs] or None,
+        "text_offset": list(accumulate((len(token) for token in tokens[:-1]), initial=0)) if tokens else [],
+    }
 
 
 def _best(best: Sequence[tuple[int, float]], texts: TokenTexts) -> dict[str, float]:

@@ -10,61 +10,34 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from anthropic.types import (
-    InputJSONDelta,
-    Message,
-    MessageDeltaUsage,
-    MessageTokensCount,
-    RawContentBlockDeltaEvent,
-    RawContentBlockStartEvent,
-    RawContentBlockStopEvent,
-    RawMessageDeltaEvent,
-    RawMessageStartEvent,
-    RawMessageStopEvent,
-    SignatureDelta,
-    TextBlock,
-    TextDelta,
-    ThinkingBlock,
-    ThinkingDelta,
-    ToolUseBlock,
-    Usage,
-)
-from anthropic.types.raw_message_delta_event import Delta
-from pydantic import BaseModel
+import orjson
+from pydantic_core import PydanticSerializationError
+from pydantic_core import to_json as deep_json
 
 from areal_agents.core.messages import ToolCall
 from areal_agents.errors import RequestError
 from areal_agents.proxy.calls.request import CompletedTurn
 from areal_agents.proxy.dialects.turn_ids import handle_of, wire_id
-from areal_agents.proxy.dialects.writing import event, model_name, to_json, typed
+from areal_agents.proxy.dialects.writing import event, model_name
 from areal_agents.rendering import Tokenizer
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def count_json(tokens: int) -> bytes:
-    """Return the JSON of a `MessageTokensCount`."""
-    return to_json(typed(MessageTokensCount, input_tokens=tokens))
+def message_answer(body: Mapping[str, Any], done: CompletedTurn, tokenizer: Tokenizer) -> bytes:
+    """Return the JSON of the answer to a request that does not stream.
 
-
-def message(body: Mapping[str, Any], done: CompletedTurn, tokenizer: Tokenizer) -> Message:
-    """Return the answer to a request that does not stream."""
+    Raise RequestError 502 if the input of a tool call is nested too deeply.
+    """
     reply = done.turn.reply
-    content: list[BaseModel] = []
+    content: list[dict[str, Any]] = []
     if reply.reasoning:
-        signature = handle_of(done.turn.id)
-        content.append(typed(ThinkingBlock, type="thinking", thinking=reply.reasoning, signature=signature))
+        content.append(_thinking_block(reply.reasoning, handle_of(done.turn.id)))
     if reply.content or not (reply.reasoning or reply.tool_calls):
         content.append(_text_block(reply.content))  # even if empty, because clients read content[0]
-    content += [_tool_use(call, json.loads(call.arguments)) for call in reply.tool_calls]
-    stop_reason, stop_sequence = _why_stopped(done, tokenizer)
-    return _message(
-        body,
-        done.turn.id,
-        content=content,
-        stop_reason=stop_reason,
-        stop_sequence=stop_sequence,
-        usage=typed(Usage, **_usage(done)),
+    content += [_tool_use(call, _input(call)) for call in reply.tool_calls]
+    return orjson.dumps(
+        _message(body, done.turn.id, content=content, usage=_usage(done), **_why_stopped(done, tokenizer))
     )
 
 
@@ -87,93 +60,95 @@ class MessageStream:
 
     def start(self) -> bytes:
         """Return message_start and a ping. The prompt's length is not known yet; message_delta has it."""
-        usage = typed(
-            Usage, input_tokens=0, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
-        )
+        usage = {
+            "input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 0,
+        }
         opened = _message(
             self._body, self._turn_id, content=[], stop_reason=None, stop_sequence=None, usage=usage
         )
-        return _event(typed(RawMessageStartEvent, type="message_start", message=opened)) + event(
-            b'{"type": "ping"}', "ping"
-        )
+        return _event("message_start", message=opened) + event(b'{"type": "ping"}', "ping")
 
     def reasoning(self, choice: int, text: str) -> bytes:
         """Return a thinking_delta; open a thinking block first if none is open."""
         head = b""
         if self._open != "thinking":
-            head = self._start(typed(ThinkingBlock, type="thinking", thinking="", signature=""))
-        return head + self._delta(typed(ThinkingDelta, type="thinking_delta", thinking=text))
+            head = self._start(_thinking_block("", ""))
+        return head + self._delta("thinking_delta", thinking=text)
 
     def content(self, choice: int, text: str) -> bytes:
         """Return a text_delta; open a text block first if none is open."""
         head = b"" if self._open == "text" else self._start(_text_block(""))
-        return head + self._delta(typed(TextDelta, type="text_delta", text=text))
+        return head + self._delta("text_delta", text=text)
 
     def call(self, choice: int, call: ToolCall) -> bytes:
         """Return a complete tool_use block."""
         start = self._start(_tool_use(call, {}))
-        delta = typed(InputJSONDelta, type="input_json_delta", partial_json=call.arguments)
-        return start + self._delta(delta) + self._stop()
+        return start + self._delta("input_json_delta", partial_json=call.arguments) + self._stop()
 
     def finish(self, done: Sequence[CompletedTurn]) -> bytes:
         """Return the end of the last block, message_delta with the usage, and message_stop."""
         out = self._stop() if self._blocks else self._start(_text_block("")) + self._stop()
-        stop_reason, stop_sequence = _why_stopped(done[0], self._tokenizer)
-        delta = typed(Delta, stop_reason=stop_reason, stop_sequence=stop_sequence)
-        usage = typed(MessageDeltaUsage, **_usage(done[0]))
-        out += _event(typed(RawMessageDeltaEvent, type="message_delta", delta=delta, usage=usage))
-        return out + _event(typed(RawMessageStopEvent, type="message_stop"))
+        out += _event("message_delta", delta=_why_stopped(done[0], self._tokenizer), usage=_usage(done[0]))
+        return out + _event("message_stop")
 
     def error(self, refusal: RequestError) -> bytes:
         """Return an error event."""
         return event(self._error(refusal), "error")
 
-    def _start(self, block: ThinkingBlock | TextBlock | ToolUseBlock) -> bytes:
+    def _start(self, block: dict[str, Any]) -> bytes:
         closed = self._stop()
-        self._open = block.type
+        self._open = block["type"]
         self._blocks += 1
-        started = typed(
-            RawContentBlockStartEvent,
-            type="content_block_start",
-            index=self._blocks - 1,
-            content_block=block,
-        )
-        return closed + _event(started)
+        return closed + _event("content_block_start", index=self._blocks - 1, content_block=block)
 
-    def _delta(self, delta: BaseModel) -> bytes:
-        return _event(
-            typed(RawContentBlockDeltaEvent, type="content_block_delta", index=self._blocks - 1, delta=delta)
-        )
+    def _delta(self, kind: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._blocks - 1, delta={"type": kind, **fields})
 
     def _stop(self) -> bytes:
         if not self._open:
             return b""
         head = b""
         if self._open == "thinking":
-            signature = handle_of(self._turn_id)
-            head = self._delta(typed(SignatureDelta, type="signature_delta", signature=signature))
+            head = self._delta("signature_delta", signature=handle_of(self._turn_id))
         self._open = ""
-        stopped = typed(RawContentBlockStopEvent, type="content_block_stop", index=self._blocks - 1)
-        return head + _event(stopped)
+        return head + _event("content_block_stop", index=self._blocks - 1)
 
 
-def _message(body: Mapping[str, Any], turn_id: str, **fields: Any) -> Message:
-    return typed(
-        Message,
-        id=wire_id(turn_id, "msg_"),
-        type="message",
-        role="assistant",
-        model=model_name(body),
+def _message(body: Mapping[str, Any], turn_id: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "id": wire_id(turn_id, "msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": model_name(body),
         **fields,
-    )
+    }
 
 
-def _text_block(text: str) -> TextBlock:
-    return typed(TextBlock, type="text", text=text)
+def _thinking_block(thinking: str, signature: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": thinking, "signature": signature}
 
 
-def _tool_use(call: ToolCall, arguments: dict[str, Any]) -> ToolUseBlock:
-    return typed(ToolUseBlock, type="tool_use", id=call.id, name=call.name, input=arguments)
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _tool_use(call: ToolCall, arguments: Mapping[str, Any] | orjson.Fragment) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def _input(call: ToolCall) -> orjson.Fragment:
+    """Return the arguments of a call as an object. orjson refuses integers of more than 64 bits."""
+    try:
+        return orjson.Fragment(deep_json(json.loads(call.arguments)))
+    except PydanticSerializationError as error:
+        raise RequestError(
+            f"the reply has a tool call whose input cannot be written as JSON: {error}",
+            status=502,
+            code="unwritable_reply",
+        ) from error
 
 
 def _usage(done: CompletedTurn) -> dict[str, int]:
@@ -186,11 +161,11 @@ def _usage(done: CompletedTurn) -> dict[str, int]:
     }
 
 
-def _why_stopped(done: CompletedTurn, tokenizer: Tokenizer) -> tuple[str, str | None]:
-    """Return the stop_reason, and the stop sequence that ended the reply or None."""
+def _why_stopped(done: CompletedTurn, tokenizer: Tokenizer) -> dict[str, str | None]:
+    """Return the stop_reason, and the stop_sequence that ended the reply or None."""
     if done.finish_reason == "stop" and (found := _stop_sequence(done, tokenizer)) is not None:
-        return "stop_sequence", found
-    return _STOP_REASONS[done.finish_reason], None
+        return {"stop_reason": "stop_sequence", "stop_sequence": found}
+    return {"stop_reason": _STOP_REASONS[done.finish_reason], "stop_sequence": None}
 
 
 def _stop_sequence(done: CompletedTurn, tokenizer: Tokenizer) -> str | None:
@@ -207,5 +182,5 @@ def _stop_sequence(done: CompletedTurn, tokenizer: Tokenizer) -> str | None:
     return min(found)[2] if found else None
 
 
-def _event(value: BaseModel) -> bytes:
-    return event(to_json(value), value.type)  # type: ignore[attr-defined]
+def _event(kind: str, **fields: Any) -> bytes:
+    return event(orjson.dumps({"type": kind, **fields}), kind)

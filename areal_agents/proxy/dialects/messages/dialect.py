@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
-from pydantic_core import PydanticSerializationError
 
 from areal_agents.errors import RequestError
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.dialects.base import ReadContext, StreamWriter
-from areal_agents.proxy.dialects.messages.answers import MessageStream, count_json, message
+from areal_agents.proxy.dialects.messages.answers import MessageStream, message_answer
 from areal_agents.proxy.dialects.messages.reading import named_turn, read_request
-from areal_agents.proxy.dialects.writing import event, to_json
+from areal_agents.proxy.dialects.writing import event
 from areal_agents.rendering import Tokenizer
 
 _TYPES = {
@@ -49,15 +48,8 @@ class Messages:
         return read_request(body, context)
 
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
-        """See `Dialect.answer`. Raise RequestError 502 if the input of a tool call is nested too deeply."""
-        try:
-            return to_json(message(body, done[0], tokenizer))
-        except PydanticSerializationError as error:
-            raise RequestError(
-                f"the reply has a tool call whose input cannot be written as JSON: {error}",
-                status=502,
-                code="unwritable_reply",
-            ) from error
+        """See `Dialect.answer` and `message_answer`."""
+        return message_answer(body, done[0], tokenizer)
 
     def stream(
         self,
@@ -86,7 +78,7 @@ def read_for_counting(body: Mapping[str, Any], context: ReadContext) -> ModelReq
 
 def count_answer(tokens: int) -> bytes:
     """Return the answer of `/v1/messages/count_tokens` as JSON; `tokens` is the length of the prompt."""
-    return count_json(tokens)
+    return orjson.dumps({"input_tokens": tokens})
 
 
 def _message_of(refusal: RequestError) -> str:
