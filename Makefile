@@ -18,9 +18,10 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 SGLANG_PINS := tools/sglang_cpu
 GPU_SITE := .gpu-site
 ENVIRONMENTS := .venv-environments
+INTEGRATIONS := .venv-integrations
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo test test-all test-sglang test-environments test-gpu gpu-wheels check static bench litellm sglang environments chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-environments test-gpu gpu-wheels check static bench litellm sglang environments integrations chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -121,6 +122,9 @@ $(ENVIRONMENTS)/.installed: tests/environments/requirements.txt | setup
 	$(ENVIRONMENTS)/bin/python $(PIP_INSTALL) -r tests/environments/requirements.txt
 	@touch $@
 
+integrations: setup ## Run the agents of other frameworks and write docs/integrations.md (ONLY=langgraph,crewai: some).
+	$(BIN)/python -m integrations --only '$(ONLY)'
+
 chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
 	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json
 
@@ -128,4 +132,4 @@ attack: setup ## Send attacks to a real proxy and print which defences held (abo
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS) $(INTEGRATIONS) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache

@@ -1,22 +1,19 @@
-"""What every integration test needs: an agent loaded from its folder, a scripted engine, a proxy before it.
+"""What every integration test needs: a scripted engine, and a proxy before it.
 
-A case is a folder, the scripted replies, and the turns that must be recorded; `check` compares the record
-with what the engine was sent and sent back.
+`check` compares the record with the turns that a case expects, and with what the engine read and sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
@@ -29,42 +26,10 @@ from areal_agents.proxy.server import build_server
 from areal_agents.rendering import ChatRenderer
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
-from areal_agents.testing import Script, ScriptedApp, ScriptedCall, ScriptedReply, ServedCall, running
-
-INTEGRATIONS = Path(__file__).parents[1] / "integrations"
-# A turn that goes on from turn i is expected as i; a root as None if it is the first, else as its reason.
-Expected = int | str | None
-
-
-@dataclass(frozen=True)
-class Case:
-    """One agent, run once.
-
-    Attributes:
-        folder: of integrations/.
-        replies: what the model says, call by call; or a script, where calls run at the same time.
-        answer: what the agent must return.
-        turns: where each recorded turn must hang, in the order of recording (in any, with a script).
-        questions: asked one after the other.
-        options: further keyword arguments of the agent's `run`.
-        name: tells the cases of a folder apart.
-        reused: at least this share of all prompt tokens must be recorded ids of earlier turns.
-    """
-
-    folder: str
-    replies: Sequence[str | ScriptedReply] | Script
-    answer: str
-    turns: tuple[Expected, ...]
-    questions: tuple[str, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    reused: float = 0.5
-
-    @property
-    def id(self) -> str:
-        """Names it among the tests."""
-        words = [key if value is True else str(value) for key, value in self.options.items() if value]
-        return "-".join([self.folder, *filter(None, [self.name]), *words])
+from areal_agents.testing import Script, ScriptedApp, ScriptedReply, ServedCall, running
+from integrations.cases import Case, Expected
+from integrations.conversations import in_order
+from integrations.environments import FOLDER
 
 
 @dataclass
@@ -125,20 +90,10 @@ def serving(engine_url: str, model: Path, store_path: Path) -> Iterator[str]:
             thread.join()
 
 
-def load_agent(folder: str) -> ModuleType:
-    """integrations/<folder>/agent.py as a module."""
-    spec = importlib.util.spec_from_file_location(f"integration_{folder}", INTEGRATIONS / folder / "agent.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # frameworks resolve annotations through it
-    spec.loader.exec_module(module)
-    return module
-
-
 def run_script(folder: str, question: str, environment: Mapping[str, str], *, timeout_s: float = 120) -> str:
     """`python agent.py QUESTION` as a user starts it; its standard output."""
     done = subprocess.run(
-        [sys.executable, str(INTEGRATIONS / folder / "agent.py"), question],
+        [sys.executable, str(FOLDER / folder / "agent.py"), question],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -148,16 +103,6 @@ def run_script(folder: str, question: str, environment: Mapping[str, str], *, ti
     return done.stdout
 
 
-def in_order(replies: Sequence[str | ScriptedReply]) -> Script:
-    """The replies one after the other; a call beyond the last is refused."""
-    rest = iter(replies)
-
-    def script(call: ScriptedCall) -> str | ScriptedReply:
-        return next(rest, ScriptedReply(error=f"unexpected call: {call.last_text!r}", error_status=400))
-
-    return script
-
-
 def check(case: Case, turns: Sequence[Mapping[str, Any]], sent: Sequence[ServedCall]) -> None:
     """Compare the recorded turns with the expected tree and with what the engine saw."""
     places = {turn["id"]: index for index, turn in enumerate(turns)}
@@ -165,7 +110,7 @@ def check(case: Case, turns: Sequence[Mapping[str, Any]], sent: Sequence[ServedC
         places[turn["parent"]] if turn["parent"] else turn["forked_from"] and turn["forked_from"]["reason"]
         for turn in turns
     ]
-    if callable(case.replies):  # calls ran at the same time: any order will do
+    if callable(case.conversation.replies):  # calls ran at the same time: any order will do
         assert shape(found) == shape(case.turns)
     else:
         assert found == list(case.turns)
@@ -196,13 +141,3 @@ def shape(turns: Sequence[Expected]) -> list[Any]:
 def _float32(values: Sequence[float]) -> list[float]:
     """As the record's JSON gives them back."""
     return [float(str(value)) for value in np.array(values, np.float32)]
-
-
-def thought(text: str) -> str:
-    """Reasoning, in Qwen's markup."""
-    return f"<think>\n{text}\n</think>\n\n"
-
-
-def call(name: str, arguments: str) -> str:
-    """A tool call in Qwen's markup; `arguments` are written as they are, so that they may look odd."""
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'

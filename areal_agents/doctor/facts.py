@@ -33,6 +33,7 @@ def facts_of(seen: Observed) -> Facts:
         volatile_as_first_seen=sum(turn.volatile_as_first_seen for turn in turns),
         prompt_tokens=sum(_prompt_length(episode, turn) for episode in episodes for turn in episode.turns),
         reused_share=_reused_share(episodes),
+        exact_share=_exact_share(episodes),
         sampled_tokens=sum(len(turn.completion) for turn in turns),
         trained_share=_trained_share(seen),
         retries=sum(record.retry_count > 0 for record in records),
@@ -77,6 +78,24 @@ def _reused_share(episodes: tuple[RecordedEpisode, ...]) -> float | None:
     total = sum(_prompt_length(episode, turn) for episode, turn in later)
     added = sum(len(turn.new_prompt_ids) for _, turn in later)
     return (total - added) / total if total else None
+
+
+def _exact_share(episodes: tuple[RecordedEpisode, ...]) -> float | None:
+    """Return the share of the repeated tokens that are recorded ids.
+
+    A turn with a parent repeats the tokens of its parent. A turn that forked from another one, for a reason
+    that could be avoided, repeats at most the tokens of that one, as a rendering of their messages.
+    """
+    recorded = rendered = 0
+    for episode in episodes:
+        for turn in episode.turns:
+            length, fork = _prompt_length(episode, turn), turn.forked_from
+            if turn.parent is not None:
+                recorded += length - len(turn.new_prompt_ids)
+            elif fork is not None and fork.turn is not None and not explanation_of(fork).is_normal:
+                rendered += min(length, len(episode.forest.context(fork.turn)))
+    total = recorded + rendered
+    return recorded / total if total else None
 
 
 def _trained_share(seen: Observed) -> float | None:

@@ -93,6 +93,8 @@ class Facts:
         clients: the User-Agents of the requests.
         reused_share: the share of the prompt tokens after the first turn that are recorded ids; None if there
             is at most one turn.
+        exact_share: the share of the tokens that calls repeat from earlier turns that are recorded ids; 1 if
+            every call continues a turn or begins a conversation. None if no call repeats an earlier turn.
         trained_share: the share of the sampled tokens that training would use; None if there are none.
         changing_texts: texts that the agent changed in earlier messages, which rules can name.
         volatile_as_first_seen: the number of such texts that rules named, so that no branch began.
@@ -112,6 +114,7 @@ class Facts:
     volatile_as_first_seen: int
     prompt_tokens: int
     reused_share: float | None
+    exact_share: float | None
     sampled_tokens: int
     trained_share: float | None
     retries: int

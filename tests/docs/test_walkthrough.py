@@ -137,8 +137,8 @@ NOT_RUN = {
         "areal-agents train config.yaml trainer.ranks=16 trainer.nodes=2 trainer.start",
     ): "tests/launch",
     ("docs/training.md", "srun --nodes=2 --ntasks-per-node=1"): "needs Slurm; tests/launch has its variables",
-    ("integrations/README.md", "python -m pytest"): "the tests themselves",
-    ("integrations/README.md", "Case("): "a part of tests/integrations",
+    ("integrations/README.md", "make integrations ONLY=FRAMEWORK"): "minutes; tests/integrations",
+    ("integrations/README.md", "Case("): "a part of integrations/cases.py",
 }
 
 

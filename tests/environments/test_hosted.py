@@ -10,11 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 from environment_support import Heard, handle, played
-from integration_support import Stack, call
+from integration_support import Stack
 
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.errors import AgentError, TaskEnvironmentError
 from areal_agents.rollout.agents.environment_agent import HostedEnvironmentAgent, environment_tasks
+from integrations.conversations import call
 
 FILE = Path(__file__).parent / "example_environments.py"
 COUNTER = f"tools:{FILE}:Counter"

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from environment_support import Heard, played
-from integration_support import Stack, call
+from integration_support import Stack
 
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.errors import TaskEnvironmentError
 from areal_agents.rollout.agents.environment_agent import environment_tasks
+from integrations.conversations import call
 
 SERVER = f"mcp:{sys.executable} {Path(__file__).parent / 'example_mcp_server.py'}"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from environment_support import Heard, handle, played
-from integration_support import Stack, call
+from integration_support import Stack
 
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.environments.environment import open_environment
@@ -15,6 +15,7 @@ from areal_agents.environments.line import EnvironmentLine
 from areal_agents.errors import TaskEnvironmentError
 from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
 from areal_agents.user_functions import load_function
+from integrations.conversations import call
 
 FILE = Path(__file__).parent / "example_environments.py"
 COUNTER = f"tools:{FILE}:Counter"

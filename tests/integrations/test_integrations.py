@@ -5,25 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from integration_cases import ANTHROPIC, CASES
-from integration_support import Case, Stack, check, load_agent, run_script
+from integration_support import Stack, check, run_script
+
+from integrations.cases import CASES, Case
+from integrations.run_agent import load_agent
+
+ANTHROPIC = {"anthropic_sdk"}  # folders whose clients want the base_url without /v1
+EXACT = [case for case in CASES if case.turns and case.group]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.id)
 def test_an_agent_is_recorded_exactly(case: Case, stack: Stack) -> None:
-    episode = stack.open_episode(case.replies)
+    episode = stack.open_episode(case.conversation.script())
     base_url = episode["base_url"]
     if case.folder in ANTHROPIC:
         base_url = base_url.removesuffix("/v1")
     agent = load_agent(case.folder)
-    answer = agent.run(case.questions, base_url=base_url, api_key=episode["key"], **case.options)
-    assert answer.strip() == case.answer
+    answer = agent.run(case.conversation.questions, base_url=base_url, api_key=episode["key"], **case.options)
+    assert answer.strip() == case.conversation.answer
     check(case, stack.turns(episode), stack.engine.exchanges)
 
 
 def as_scripts() -> list[Any]:
     """The cases of bare clients, and those of frameworks, which take seconds to import, in the long form."""
-    plain = [case for case in CASES if not case.options]
+    plain = [case for case in EXACT if not case.options]
     marks = {"openai_sdk": (), "anthropic_sdk": ()}
     return [pytest.param(case, id=case.id, marks=marks.get(case.folder, pytest.mark.slow)) for case in plain]
 
@@ -31,12 +36,12 @@ def as_scripts() -> list[Any]:
 @pytest.mark.parametrize("case", as_scripts())
 def test_an_agent_is_pointed_here_by_its_environment(case: Case, stack: Stack) -> None:
     """As a user starts it, without a change to its code."""
-    episode = stack.open_episode(case.replies)
+    episode = stack.open_episode(case.conversation.script())
     environment = {
         "OPENAI_BASE_URL": episode["base_url"],
         "OPENAI_API_KEY": episode["key"],
         "ANTHROPIC_BASE_URL": episode["base_url"].removesuffix("/v1"),
         "ANTHROPIC_API_KEY": episode["key"],
     }
-    assert run_script(case.folder, case.questions[0], environment).strip()
+    assert run_script(case.folder, case.conversation.questions[0], environment).strip()
     assert len(stack.turns(episode)) == len(stack.engine.exchanges) > 1

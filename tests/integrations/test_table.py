@@ -1,0 +1,165 @@
+"""The table of docs/integrations.md: every integration has a row, which says what was recorded."""
+
+from __future__ import annotations
+
+import ensurepip
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from real_tokenizers import qwen_folder
+
+from areal_agents.errors import ConfigError
+from integrations.__main__ import chosen_cases, update_page
+from integrations.cases import CASES, Case
+from integrations.conversations import WEATHER
+from integrations.environments import ENVIRONMENTS, FOLDER, GROUPS, Environment, Environments
+from integrations.page import PAGE, Row, Verdict, page_text, read_rows, write_page
+from integrations.running import Engine, run_case, scripted_engine
+
+HERE = Environment(Path(sys.executable), None, (Path(sys.executable).parent,))
+FOLDERS = sorted(path.parent.name for path in FOLDER.glob("*/README.md"))
+OPENAI = next(case for case in CASES if case.id == "openai_sdk")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with scripted_engine(qwen_folder()) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Environments:
+    """A group that needs nothing but what a new environment has, and one that cannot be installed."""
+    home = tmp_path_factory.mktemp("environments")
+    groups = home / "groups"
+    groups.mkdir()
+    bare = f"pip=={ensurepip.version()}\n"
+    (groups / "bare.txt").write_text(bare)
+    (groups / "broken.txt").write_text(bare + "./not-there\n")
+    return Environments(groups, home / "made")
+
+
+def test_every_folder_has_what_an_integration_needs() -> None:
+    pinned = Environments(GROUPS, ENVIRONMENTS)
+    assert {case.folder for case in CASES} == set(FOLDERS)
+    assert {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"groups", "__pycache__"} == set(
+        FOLDERS
+    )
+    assert len({case.id for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert pinned.pinned_version(case)
+        script = "agent.py" if case.group else "agent.mjs"
+        assert case.command or (FOLDER / case.folder / script).is_file()
+
+
+def test_the_page_has_a_row_for_each_case_and_nothing_else() -> None:
+    rows = read_rows(PAGE)
+    assert set(rows) == {case.id for case in CASES}
+    assert PAGE.read_text() == page_text(rows.values())
+    pinned = Environments(GROUPS, ENVIRONMENTS)
+    for case in CASES:
+        row = rows[case.id]
+        assert (row.folder, row.package, row.version) == (
+            case.folder,
+            case.package,
+            pinned.pinned_version(case),
+        )
+        assert row.remark or row.verdict is Verdict.TRAINED, f"{case.id} must say why"
+
+
+def test_a_row_is_what_was_recorded(engine: Engine) -> None:
+    row = run_case(OPENAI, HERE, engine, version="3.0", date="2026-01-02")
+    assert row == Row(
+        id="openai_sdk",
+        folder="openai_sdk",
+        package="openai",
+        version="3.0",
+        verdict=Verdict.TRAINED,
+        date="2026-01-02",
+        remark="",
+        dialect="chat",
+        streamed="no",
+        turns="5",
+        branches="1",
+        reused="100%",
+        trained="100%",
+    )
+
+
+def test_an_agent_that_rewrites_its_history_and_forces_calls_is_told(engine: Engine, tmp_path: Path) -> None:
+    """It writes the first reply in capitals, and its last one is sampled under a grammar."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import json, os, urllib.request\n"
+        "def ask(messages, **fields):\n"
+        "    body = json.dumps({'model': 'm', 'messages': messages, **fields}).encode()\n"
+        "    key = 'Bearer ' + os.environ['OPENAI_API_KEY']\n"
+        "    headers = {'Authorization': key, 'Content-Type': 'application/json'}\n"
+        "    url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "    answer = urllib.request.urlopen(urllib.request.Request(url, body, headers))\n"
+        "    return json.load(answer)['choices'][0]['message']['content']\n"
+        "messages = [{'role': 'user', 'content': 'One?'}]\n"
+        "messages.append({'role': 'assistant', 'content': ask(messages).upper()})\n"
+        "messages.append({'role': 'user', 'content': 'Two?'})\n"
+        "print(ask(messages, response_format={'type': 'json_object'}))\n"
+    )
+    conversation = replace(WEATHER, replies=("one", "{}"), answer="{}")
+    case = Case("openai_sdk", "pip", "bare", conversation, command=(sys.executable, str(agent)))
+    row = run_case(case, HERE, engine, version="1", date="2026-01-02")
+    assert (row.verdict, row.turns, row.reused) == (Verdict.REMARKS, "2", "0%")
+    assert (row.branches, row.trained) == ("2: edited ×1", "50%")
+    assert row.remark == "A message differs from the recorded one."
+
+
+def test_rows_are_kept_and_a_worse_verdict_is_told(
+    engine: Engine, environments: Environments, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.md"
+    command = (sys.executable, str(FOLDER / "openai_sdk" / "agent.py"))
+    case = Case("openai_sdk", "pip", "bare", command=command)
+    kept = Row("kept", "openai_sdk", "pip", "1", Verdict.REMARKS, "2026-01-02", "a | b")
+    gone = replace(kept, id="gone")
+    write_page(page, [kept, gone])
+    cases = [case, replace(case, folder="kept")]
+
+    said: list[str] = []
+    assert update_page(page, cases, [case], engine, environments, say=said.append) == []
+    assert set(read_rows(page)) == {"kept", "openai_sdk"} and read_rows(page)["kept"] == kept
+    assert read_rows(page)["openai_sdk"].verdict is Verdict.TRAINED and "trained 100%" in said[0]
+
+    broken = replace(case, group="broken")
+    (worse,) = update_page(page, cases, [broken], engine, environments, say=said.append)
+    assert worse.startswith("openai_sdk: does not, before: trained.")
+    assert "cannot be installed" in worse and "not-there" in worse
+    assert read_rows(page)["openai_sdk"].verdict is Verdict.FAILS and read_rows(page)["kept"] == kept
+
+    silent = replace(case, command=("true",))
+    assert update_page(page, cases, [silent], engine, environments, say=said.append) == []
+    assert read_rows(page)["openai_sdk"].remark == "it answered '' instead of 'Yes, again.'"
+
+
+def test_an_environment_is_made_again_only_when_its_requirements_change(environments: Environments) -> None:
+    case = Case("openai_sdk", "pip", "bare")
+    made = environments.prepared(case)
+    assert made.python is not None
+    kept = made.python.parent / "kept"
+    kept.touch()
+    assert environments.prepared(case) == made and kept.exists()
+    requirements = environments.groups / "bare.txt"
+    requirements.write_text(f"# changed\n{requirements.read_text()}")
+    assert environments.prepared(case) == made and not kept.exists()
+
+
+def test_an_unknown_name_and_a_missing_pin_are_refused(environments: Environments) -> None:
+    assert [case.id for case in chosen_cases(CASES, "openai_sdk-stream, anthropic_sdk")] == [
+        "openai_sdk-stream",
+        "anthropic_sdk",
+        "anthropic_sdk-stream",
+    ]
+    with pytest.raises(ConfigError, match="no integration lang; known: .*langgraph"):
+        chosen_cases(CASES, "lang")
+    with pytest.raises(ConfigError, match=r"bare\.txt must pin openai to one version"):
+        environments.pinned_version(replace(OPENAI, group="bare"))
