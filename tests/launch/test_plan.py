@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -57,37 +58,69 @@ def load(folder: Path, model: Path, **settings: object) -> Config:
     return load_config(config_file(folder, model, **settings))
 
 
-def plan(path: Path, *overrides: str, gpus: int, gib: float) -> tuple[int, str]:
-    """The exit status and the output of the command; in a process of its own, as it makes a process group."""
-    command = [sys.executable, "-m", "areal_agents", "plan", str(path), *overrides]
-    command += ["--gpus", str(gpus), "--gpu-memory", str(gib)]
-    environment = {**os.environ, "COLUMNS": "160"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
-    assert done.returncode or not done.stderr, done.stderr
-    return done.returncode, done.stdout + done.stderr
-
-
-_PLANS = """
-import json, sys
-from pathlib import Path
+_PLANNER = """
+import contextlib, io, json, sys
+from areal_agents.cli import main
 from areal_agents.config import load_config
 from areal_agents.launch.gpus import Machine
 from areal_agents.launch.plan import plan_memory
-for path, overrides, machine in json.loads(sys.argv[1]):
+
+def plan(path, overrides, machine):
     found = plan_memory(load_config(path, overrides), Machine(*machine))
     rows = {share.title: {name: values[0] / 2**30 for name, values in share.rows} for share in found.shares}
-    print(json.dumps({"fits": found.fits, "verdict": found.verdict(), "remarks": found.remarks, "rows": rows,
-                      "notes": [share.note for share in found.shares],
-                      "headings": [share.heading for share in found.shares]}))
+    return {"fits": found.fits, "verdict": found.verdict(), "remarks": found.remarks, "rows": rows,
+            "notes": [share.note for share in found.shares],
+            "headings": [share.heading for share in found.shares]}
+
+def command(*arguments):
+    said, sys.argv, status = io.StringIO(), ["areal-agents", *arguments], 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as ended:
+            status = ended.code or 0
+    return status, said.getvalue()
+
+for line in sys.stdin:
+    name, arguments = json.loads(line)
+    print(json.dumps({"plan": plan, "command": command}[name](*arguments)), flush=True)
 """
 
 
-def planned(*cases: tuple[Path, list[str], Machine]) -> list[dict[str, Any]]:
-    """Several plans, of which the rows are those of the first column; all in one process of their own."""
-    given = json.dumps([(str(path), overrides, astuple(machine)) for path, overrides, machine in cases])
-    done = subprocess.run([sys.executable, "-c", _PLANS, given], capture_output=True, text=True, timeout=500)
-    assert not done.returncode, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+class Planner:
+    """Makes plans in one process of its own: a plan makes a process group, and imports take seconds."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def command(self, path: Path, *overrides: str, gpus: int, gib: float) -> tuple[int, str]:
+        """The exit status and the output of `areal-agents plan`."""
+        options = ["--gpus", str(gpus), "--gpu-memory", str(gib)]
+        status, output = self._call("command", "plan", str(path), *overrides, *options)
+        return status, output
+
+    def plans(self, *cases: tuple[Path, list[str], Machine]) -> list[dict[str, Any]]:
+        """Plans, of which the rows are those of the first column."""
+        return [self._call("plan", str(path), given, astuple(machine)) for path, given, machine in cases]
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, arguments]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, f"the planner ended with status {self._process.wait(10)}"
+        return json.loads(answer)
+
+
+@pytest.fixture(scope="module")
+def planner() -> Iterator[Planner]:
+    command, environment = [sys.executable, "-c", _PLANNER], {**os.environ, "COLUMNS": "160"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        yield Planner(process)
+        assert process.stdin is not None
+        process.stdin.close()  # at its end the planner ends
+        assert process.wait(60) == 0
 
 
 def numbers(output: str, row: str, *, title: str = "") -> list[float]:
@@ -97,9 +130,11 @@ def numbers(output: str, row: str, *, title: str = "") -> list[float]:
     return [float(cell) for cell in re.findall(r"[\d.]+", line.replace(row, ""))]
 
 
-def test_the_command_prints_the_budget_and_says_whether_it_fits(tmp_path: Path, model: Path) -> None:
+def test_the_command_prints_the_budget_and_says_whether_it_fits(
+    tmp_path: Path, model: Path, planner: Planner
+) -> None:
     path = config_file(tmp_path, model, engine={**SGLANG, "colocate": "sleep"})
-    status, output = plan(path, gpus=1, gib=80)
+    status, output = planner.command(path, gpus=1, gib=80)
     assert status == 0 and "The run fits." in output and "activation_checkpointing: off" in output
     assert numbers(output, "trained weights, float32") == [2.4] * 2  # 634 million; not while it samples
     assert numbers(output, "optimizer ") == [4.7] * 2
@@ -112,23 +147,23 @@ def test_the_command_prints_the_budget_and_says_whether_it_fits(tmp_path: Path, 
     total = sum(numbers(output, part)[0] for part in parts)
     assert numbers(output, "total")[0] == pytest.approx(total, abs=0.5)
 
-    status, output = plan(path, gpus=1, gib=12)
+    status, output = planner.command(path, gpus=1, gib=12)
     assert status == 1
     assert re.search(r"does not fit: GPU 0: the trainer and the engines \(\d+\.\d of 12\.0 GiB\)", output)
 
 
-def test_what_is_suggested_fits(tmp_path: Path, model: Path) -> None:
+def test_what_is_suggested_fits(tmp_path: Path, model: Path, planner: Planner) -> None:
     path = config_file(tmp_path, model, engine={**SGLANG, "colocate": "sleep", "memory_fraction": 0.3})
-    status, output = plan(path, gpus=4, gib=12)
+    status, output = planner.command(path, gpus=4, gib=12)
     suggestions = output.rpartition("It would fit with: ")[2].strip().removesuffix(".").split("; or ")
     assert status == 1 and len(suggestions) >= 2
     for suggestion in (suggestions[0], suggestions[-1]):
         overrides = [part.replace(": ", "=", 1) for part in suggestion.split(", ")]
-        assert plan(path, *overrides, gpus=4, gib=12)[0] == 0, suggestion
+        assert planner.command(path, *overrides, gpus=4, gib=12)[0] == 0, suggestion
 
 
 def test_four_bits_are_suggested_last_and_to_adapters_of_dense_models_only(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, planner: Planner
 ) -> None:
     pytest.importorskip("bitsandbytes")
     experts = tmp_path / "experts"
@@ -142,7 +177,7 @@ def test_four_bits_are_suggested_last_and_to_adapters_of_dense_models_only(
         trainer={"lora": {"rank": 4, "targets": ["q_proj"]}},
     )  # fmt: skip
     machine = Machine(1, 3 * GIB)
-    dense, four_bits, sparse = planned(
+    dense, four_bits, sparse = planner.plans(
         (path, [], machine), (path, ["trainer.lora.base=nf4"], machine), (path, [f"model={experts}"], machine)
     )
     assert dense["verdict"].endswith("It would fit with: trainer.offload: all; or trainer.lora.base: nf4.")
@@ -168,9 +203,11 @@ def test_four_bits_are_tried_once_and_for_adapters(
     assert len(found) > 5 and (four_bits in found) == tried
 
 
-def test_engines_of_their_own_have_the_rest_for_keys_and_values(tmp_path: Path, model: Path) -> None:
+def test_engines_of_their_own_have_the_rest_for_keys_and_values(
+    tmp_path: Path, model: Path, planner: Planner
+) -> None:
     engine = {**SGLANG, "tensor_parallel": 2, "memory_fraction": 0.5}
-    status, output = plan(config_file(tmp_path, model, engine=engine), gpus=3, gib=80)
+    status, output = planner.command(config_file(tmp_path, model, engine=engine), gpus=3, gib=80)
     assert status == 0 and "GPU 0: the trainer\n" in output.replace(" \n", "\n").replace("  ", "")
     title = "GPU 1-2: the engines"
     (weights,), (room,) = (numbers(output, row, title=title) for row in ("weights", "keys and values"))
@@ -255,13 +292,15 @@ def test_a_model_whose_memory_is_not_known_is_not_refused(
     assert said.endswith("the memory of the run is not checked") and "Traceback" not in said
 
 
-def test_a_wrong_adapter_is_refused_and_not_taken_for_unknown_memory(tmp_path: Path, model: Path) -> None:
+def test_a_wrong_adapter_is_refused_and_not_taken_for_unknown_memory(
+    tmp_path: Path, model: Path, planner: Planner
+) -> None:
     path = config_file(tmp_path, model)
-    status, said = plan(path, "trainer.lora.targets=[typo]", gpus=1, gib=80)
+    status, said = planner.command(path, "trainer.lora.targets=[typo]", gpus=1, gib=80)
     assert status == 1 and "ConfigError: trainer.lora.targets" in said and "typo" in said
 
 
-def test_a_micro_batch_should_hold_the_longest_sample(tmp_path: Path, model: Path) -> None:
+def test_a_micro_batch_should_hold_the_longest_sample(tmp_path: Path, model: Path, planner: Planner) -> None:
     def longest(**settings: object) -> Longest | None:
         return longest_sequence(load(tmp_path, model, **settings))
 
@@ -277,7 +316,7 @@ def test_a_micro_batch_should_hold_the_longest_sample(tmp_path: Path, model: Pat
     assert longest(rollout=ended) == Longest(4096, "engine.max_context")
 
     path = config_file(tmp_path, model, engine={**SGLANG, "max_context": 12_000, "colocate": "sleep"})
-    chosen, given = planned(
+    chosen, given = planner.plans(
         (path, [], Machine(1, 80 * GIB)), (path, ["trainer.microbatch_tokens=8192"], Machine(1, 80 * GIB))
     )
     assert chosen["fits"] and "microbatch_tokens: 16384" in chosen["notes"][0] and not chosen["remarks"]
@@ -287,12 +326,12 @@ def test_a_micro_batch_should_hold_the_longest_sample(tmp_path: Path, model: Pat
 
 
 def test_the_host_has_what_is_offloaded_and_what_is_parked_while_engines_are_awake(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, planner: Planner
 ) -> None:
     path = config_file(tmp_path, model, engine=SGLANG)
     machine = Machine(2, 80 * GIB)
     ways = [("none", "sleep"), ("optimizer", "none"), ("optimizer", "sleep"), ("all", "sleep")]
-    found = planned(
+    found = planner.plans(
         *((path, [f"trainer.offload={how}", f"engine.colocate={where}"], machine) for how, where in ways)
     )
     said = [re.search(r"in host memory: at least ([\d.]+) GiB per rank", each["notes"][0]) for each in found]
@@ -301,20 +340,20 @@ def test_the_host_has_what_is_offloaded_and_what_is_parked_while_engines_are_awa
 
 
 @pytest.mark.slow
-def test_sglang_fits_on_a_small_gpu_by_what_it_needs(tmp_path: Path, model: Path) -> None:
+def test_sglang_fits_on_a_small_gpu_by_what_it_needs(tmp_path: Path, model: Path, planner: Planner) -> None:
     path = config_file(tmp_path, model, engine=SGLANG, trainer={"device": "cpu"})
     sizes = (8, 12, 24, 4)
-    *fitting, too_small = planned(*((path, [], Machine(1, gib * GIB)) for gib in sizes))
+    *fitting, too_small = planner.plans(*((path, [], Machine(1, gib * GIB)) for gib in sizes))
     for found, gib in zip(fitting, sizes[:3], strict=True):
         assert found["fits"] and sum(found["rows"]["GPU 0: the engines"].values()) <= gib, found
     assert not too_small["fits"]
     assert "one sequence needs 0.1 GiB for keys and values, and 0.0 GiB are left" in too_small["verdict"]
 
 
-def test_on_a_cpu_the_host_holds_trainer_and_engine(tmp_path: Path, model: Path) -> None:
+def test_on_a_cpu_the_host_holds_trainer_and_engine(tmp_path: Path, model: Path, planner: Planner) -> None:
     """634 million weights take 2.4 GiB in float32, in the trainer and in the engine."""
     path = config_file(tmp_path, model, engine={"slots": 2}, trainer={"device": "cpu"})
-    host, small, unknown, on_gpu = planned(
+    host, small, unknown, on_gpu = planner.plans(
         (path, [], Machine(0, 0, 64 * GIB)), (path, [], Machine(0, 0, 12 * GIB)), (path, [], Machine(1, GIB)),
         (path, ["trainer.device=cuda"], Machine(1, 80 * GIB)),
     )  # fmt: skip
@@ -355,10 +394,12 @@ def test_changed_settings_are_validated_and_what_follows_from_them_is_set_anew(
         with_changes(adapter, {"trainer.publish": {"transport": "broadcast"}})
 
 
-def test_more_machines_are_named_when_nothing_else_helps(tmp_path: Path, model: Path) -> None:
+def test_more_machines_are_named_when_nothing_else_helps(
+    tmp_path: Path, model: Path, planner: Planner
+) -> None:
     path = config_file(
         tmp_path, model, engine={"kind": "sglang", "urls": ["http://gpu:1"]},
         trainer={"optimizer": "muon", "offload": "optimizer"},  # neither adapters nor more on the host
     )  # fmt: skip
-    (found,) = planned((path, [], Machine(1, 7 * GIB)))
+    (found,) = planner.plans((path, [], Machine(1, 7 * GIB)))
     assert found["verdict"].endswith("It would fit with: trainer.nodes: 2, trainer.ranks: 2.")
