@@ -6,12 +6,12 @@ client; a name that needs one is loaded when it is first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Imported at once: the decorator has the name of the module that defines it, and a later import of a
 # submodule must not replace the decorator by the module.
 from areal_agents.episode import Episode, current_key, episode
+from areal_agents.lazy_imports import on_first_use
 
 if TYPE_CHECKING:
     from areal_agents.api import Evaluation, Run, Server, evaluate, serve, train
@@ -36,26 +36,14 @@ __all__ = [
     "train",
 ]
 
-_HOME = {
-    "ArealAgentsError": "areal_agents.errors",
-    "AsyncClient": "areal_agents.client",
-    "Client": "areal_agents.client",
-    "Evaluation": "areal_agents.api",
-    "OpenedEpisode": "areal_agents.client",
-    "Run": "areal_agents.api",
-    "Server": "areal_agents.api",
-    "evaluate": "areal_agents.api",
-    "serve": "areal_agents.api",
-    "train": "areal_agents.api",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "api": ("Evaluation", "Run", "Server", "evaluate", "serve", "train"),
+        "client": ("AsyncClient", "Client", "OpenedEpisode"),
+        "errors": ("ArealAgentsError",),
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from areal_agents.lazy_imports import on_first_use
 
 if TYPE_CHECKING:
     from areal_agents.proxy.app import create_app
@@ -12,18 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProxyConfig", "create_app", "serve", "serve_app"]
 
-# Imported on first use, because the supervisor of workers does not need the modules that serve requests.
-_MODULE_OF = {
-    "ProxyConfig": "areal_agents.proxy.config",
-    "create_app": "areal_agents.proxy.app",
-    "serve": "areal_agents.proxy.server",
-    "serve_app": "areal_agents.proxy.server",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+# The supervisor of workers does not need the modules that serve requests.
+__getattr__ = on_first_use(
+    __name__, {"app": ("create_app",), "config": ("ProxyConfig",), "server": ("serve", "serve_app")}
+)

@@ -1,24 +1,31 @@
 """The durable store: episodes, groups, leases and versions in one database, which proxy and trainer share."""
 
-from areal_agents.store.config import RetainConfig, StoreConfig
-from areal_agents.store.database import store_path
-from areal_agents.store.episodes import SealedStatus
-from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
-from areal_agents.store.retention_job import Retention
-from areal_agents.store.rewards import DEFAULT_REWARD_NAME
-from areal_agents.store.rows import (
-    EpisodeRow,
-    EpisodeState,
-    EpisodeSummary,
-    NewEpisode,
-    OpenEpisode,
-    OpenGroup,
-    UntrainedGroup,
-    VersionRow,
-    WaitingGroup,
-    opened_row,
-)
-from areal_agents.store.store import Store
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from areal_agents.lazy_imports import on_first_use
+
+if TYPE_CHECKING:
+    from areal_agents.store.config import RetainConfig, StoreConfig
+    from areal_agents.store.database import store_path
+    from areal_agents.store.episodes import SealedStatus
+    from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
+    from areal_agents.store.retention_job import Retention
+    from areal_agents.store.rewards import DEFAULT_REWARD_NAME
+    from areal_agents.store.rows import (
+        EpisodeRow,
+        EpisodeState,
+        EpisodeSummary,
+        NewEpisode,
+        OpenEpisode,
+        OpenGroup,
+        UntrainedGroup,
+        VersionRow,
+        WaitingGroup,
+        opened_row,
+    )
+    from areal_agents.store.store import Store
 
 __all__ = [
     "DEFAULT_REWARD_NAME",
@@ -43,3 +50,37 @@ __all__ = [
     "opened_row",
     "store_path",
 ]
+
+# Every process reads the configuration of the store, and few of them open one.
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "config": (
+            "RetainConfig",
+            "StoreConfig",
+        ),
+        "database": ("store_path",),
+        "episodes": ("SealedStatus",),
+        "errors": (
+            "Conflict",
+            "NotFound",
+            "NoTurn",
+            "SessionTaken",
+        ),
+        "retention_job": ("Retention",),
+        "rewards": ("DEFAULT_REWARD_NAME",),
+        "rows": (
+            "EpisodeRow",
+            "EpisodeState",
+            "EpisodeSummary",
+            "NewEpisode",
+            "OpenEpisode",
+            "OpenGroup",
+            "UntrainedGroup",
+            "VersionRow",
+            "WaitingGroup",
+            "opened_row",
+        ),
+        "store": ("Store",),
+    },
+)
