@@ -10,14 +10,18 @@ from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 from areal_agents.doctor.surroundings import Host, Telemetry
 from areal_agents.proxy.calls.record import CallRecord
+from areal_agents.proxy.dialects.gemini.urls import GENERATE, STREAM, endpoint_of
+from areal_agents.proxy.paths import split_path
 
-MODEL_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+MODEL_ENDPOINTS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", GENERATE, STREAM}
+)
 _CONTROL = ("/episodes", "/rewards", "/groups", "/health", "/ready", "/metrics")
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A request that reached the proxy. `path` does not contain the episode's key."""
+    """A request that reached the proxy. `path` has neither the episode's key nor the name of a model."""
 
     method: str
     path: str
@@ -48,7 +52,9 @@ class RequestRecorder:
             await self._app(scope, receive, note)
         finally:
             client = dict(scope["headers"]).get(b"user-agent", b"").decode("latin-1")
-            self._seen.append(Seen(scope["method"], _without_key(scope["path"]), status, client))
+            self._seen.append(
+                Seen(scope["method"], endpoint_of(split_path(scope["path"])[1]), status, client)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +96,3 @@ class Observed:
     def __post_init__(self) -> None:
         all_turns = (turn for episode in (self.given, *self.implicit) for turn in episode.turns)
         object.__setattr__(self, "turns", tuple(all_turns))
-
-
-def _without_key(path: str) -> str:
-    if not path.startswith("/e/"):
-        return path
-    return "/" + path.removeprefix("/e/").partition("/")[2]

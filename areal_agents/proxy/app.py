@@ -28,6 +28,7 @@ from areal_agents.proxy.calls.passthrough import PassThrough
 from areal_agents.proxy.calls.record import CallRecord, Observer
 from areal_agents.proxy.calls.routes import Endpoint, ModelCalls
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.dialects.gemini.urls import endpoint_of
 from areal_agents.proxy.episodes.control import Control
 from areal_agents.proxy.episodes.housekeeping import Housekeeping
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes
@@ -35,6 +36,7 @@ from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.proxy.errors import ClientGone, InternalErrors, error_body, error_response
 from areal_agents.proxy.logs import log_call
 from areal_agents.proxy.metrics import Metrics
+from areal_agents.proxy.paths import split_path
 from areal_agents.proxy.status import StatusRoutes
 from areal_agents.proxy.workers.forwarding import WorkerRouting
 from areal_agents.proxy.workers.identity import Workers
@@ -280,11 +282,10 @@ class ModelCallShortcut:
         if scope["method"] == "HEAD":  # some agents check that their base_url answers
             await Response()(scope, receive, send)
             return
-        path: str = scope["path"]
-        if path.startswith("/e/"):
-            key, _, rest = path[3:].partition("/")
-            path, scope["path_params"] = f"/{rest}", {"key": key}
-        endpoint = self._endpoints.get(path)
+        key, path = split_path(scope["path"])
+        if key is not None:
+            scope["path_params"] = {"key": key}
+        endpoint = self._endpoints.get(endpoint_of(path))
         if endpoint is None:
             await self._app(scope, receive, send)
             return

@@ -17,6 +17,7 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.sockets import is_loopback
 
 EPISODE_KEY_PREFIX = "ep-"
+_KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +95,14 @@ class Authenticator:
 
 
 def _bearer(request: Request) -> str | None:
+    """Return the key of a request, from where each API has it; Google's has it in a header or the query."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
-    return request.headers.get("x-api-key") or None
+    for header in _KEY_HEADERS:
+        if key := request.headers.get(header):
+            return key
+    return request.query_params.get("key") or None
 
 
 def _same(left: str, right: str) -> bool:

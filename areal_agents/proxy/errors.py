@@ -22,8 +22,11 @@ from areal_agents.errors import (
     RequestError,
     StoreError,
 )
+from areal_agents.proxy.dialects.gemini.dialect import Gemini
+from areal_agents.proxy.dialects.gemini.urls import is_google_path
 from areal_agents.proxy.dialects.messages.dialect import Messages
 from areal_agents.proxy.dialects.writing import openai_error
+from areal_agents.proxy.paths import split_path
 from areal_agents.store import Conflict, NotFound, NoTurn
 
 _logger = logging.getLogger(__name__)
@@ -116,8 +119,8 @@ def _routing_error(request: Request, error: HTTPException) -> RequestError:
     match error.status_code:
         case 404:
             message = (
-                f"the proxy has no path {path}; the base_url of an OpenAI client must end in /v1, that of an "
-                "Anthropic client must not"
+                f"the proxy has no path {path}; the base_url of an OpenAI client must end in /v1, those of "
+                "Anthropic's and Google's clients must not"
             )
         case 405:
             allowed = (error.headers or {}).get("Allow", "POST").replace("HEAD, ", "").replace(", HEAD", "")
@@ -129,7 +132,10 @@ def _routing_error(request: Request, error: HTTPException) -> RequestError:
 
 def error_body(path: str, refusal: RequestError) -> tuple[bytes, dict[str, str]]:
     """Return (body, headers) of an error, in the form of the API that a path belongs to."""
-    form = Messages().error if "/v1/messages" in path else openai_error
+    if is_google_path(split_path(path)[1]):
+        form = Gemini().error
+    else:
+        form = Messages().error if "/v1/messages" in path else openai_error
     return form(refusal), {"content-type": "application/json", **headers_of(refusal)}
 
 

@@ -24,7 +24,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.dialects.base import ReadContext
-from areal_agents.proxy.dialects.messages.dialect import Messages, count_answer, read_for_counting
+from areal_agents.proxy.dialects.messages.dialect import Messages
 from areal_agents.proxy.dialects.turn_ids import new_turn_id
 from areal_agents.rendering import Tokenizer
 
@@ -326,8 +326,8 @@ def nested(depth: int) -> list[dict[str, Any]]:
 
 def test_counting_needs_no_max_tokens_and_may_end_with_a_reply() -> None:
     asked = {"messages": [USER, {"role": "assistant", "content": "France."}]}
-    assert [m.role for m in read_for_counting(asked, CONTEXT).messages] == ["user", "assistant"]
-    assert json.loads(count_answer(14)) == {"input_tokens": 14}
+    assert [m.role for m in DIALECT.read_for_counting(asked, CONTEXT).messages] == ["user", "assistant"]
+    assert json.loads(DIALECT.count_answer(14)) == {"input_tokens": 14}
 
 
 # Answering

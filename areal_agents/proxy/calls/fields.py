@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from areal_agents.proxy.dialects.gemini.reading import camel
 from areal_agents.proxy.dialects.responses.tools import hosted_tools
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"}
@@ -33,6 +34,12 @@ _HONOURED: Mapping[str, frozenset[str]] = {
             "output_config", "output_format",
         }
     ),
+    "gemini": frozenset(
+        {
+            "model", "stream", "alt", "chatTemplateKwargs", "enableThinking", "contents", "systemInstruction",
+            "tools", "toolConfig", "generationConfig",
+        }
+    ),
 }  # fmt: skip
 
 
@@ -42,8 +49,9 @@ def ignored_fields(dialect: str, body: Mapping[str, Any]) -> tuple[str, ...]:
     A tool that is left out is listed with its type.
     """
     honoured = _HONOURED[dialect]
+    fields = camel(body) if dialect == "gemini" else body
     ignored = {
-        name for name, value in body.items() if name not in honoured and value not in (None, [], {}, "")
+        name for name, value in fields.items() if name not in honoured and value not in (None, [], {}, "")
     }
     if dialect == "responses":
         ignored.update(f"tools: {kind}" for kind in hosted_tools(body))

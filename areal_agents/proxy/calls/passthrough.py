@@ -19,6 +19,7 @@ from areal_agents.errors import EngineUnavailable, RequestError
 from areal_agents.proxy.bodies import wait_for_disconnect
 from areal_agents.proxy.calls.streaming import EventStream
 from areal_agents.proxy.config import ProxyConfig, Upstream
+from areal_agents.proxy.dialects.gemini.urls import is_google_path, upstream_call
 
 _CONNECT_S = 10.0
 _PASSED = ("accept", "anthropic-version", "anthropic-beta", "openai-beta", "user-agent")
@@ -43,22 +44,24 @@ class PassThrough:
         return self._models.get(model) if isinstance(model, str) else None
 
     async def forward(
-        self, request: Request, path: str, body: Mapping[str, Any], upstream: Upstream
+        self, request: Request, endpoint: str, body: Mapping[str, Any], upstream: Upstream
     ) -> Response:
         """Return the upstream's answer, streamed if the upstream streams it.
 
-        Raise EngineUnavailable if the upstream does not answer.
+        `body` has the fields of the URL, if the API has any. Raise EngineUnavailable if the upstream does not
+        answer.
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        path, fields = upstream_call(endpoint, body, upstream.model or body["model"])
         try:
-            sent = orjson.dumps({**body, "model": upstream.model or body["model"]})
+            sent = orjson.dumps(fields)
         except orjson.JSONEncodeError:
             raise RequestError("the JSON of the body is nested too deeply", code="invalid_json") from None
         headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
         headers["content-type"] = "application/json"
         if upstream.key is not None:
-            headers |= {"authorization": f"Bearer {upstream.key}", "x-api-key": upstream.key}
+            headers |= _key_headers(endpoint, upstream.key)
         url = upstream.base_url.rstrip("/") + path
         try:
             answer = await self._session.post(
@@ -74,6 +77,12 @@ class PassThrough:
             ) from error
         passed = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
         return Response(content, status_code=answer.status, headers=passed, media_type=answer.content_type)
+
+
+def _key_headers(endpoint: str, key: str) -> dict[str, str]:
+    if is_google_path(endpoint):  # Google's servers take a bearer for another kind of key, and refuse it
+        return {"x-goog-api-key": key}
+    return {"authorization": f"Bearer {key}", "x-api-key": key}
 
 
 async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncGenerator[bytes, None]:

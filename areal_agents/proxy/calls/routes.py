@@ -33,30 +33,40 @@ from areal_agents.proxy.calls.request import ModelRequest, Retry, refuse_unknown
 from areal_agents.proxy.calls.shared_reply import SharedReply
 from areal_agents.proxy.calls.streaming import EventStream, events_of, lists_many_tokens
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.dialects.base import Dialect, ReadContext
+from areal_agents.proxy.dialects.base import CountingDialect, Dialect, ReadContext, StreamWriter
 from areal_agents.proxy.dialects.chat.dialect import ChatDialect
 from areal_agents.proxy.dialects.completions.dialect import Completions
-from areal_agents.proxy.dialects.messages.dialect import Messages, count_answer, read_for_counting
+from areal_agents.proxy.dialects.gemini.answers import model_description
+from areal_agents.proxy.dialects.gemini.dialect import Gemini
+from areal_agents.proxy.dialects.gemini.urls import COUNT, GENERATE, STREAM, url_fields
+from areal_agents.proxy.dialects.messages.dialect import Messages
 from areal_agents.proxy.dialects.reading import flag
 from areal_agents.proxy.dialects.replayed import MessageMemo
 from areal_agents.proxy.dialects.responses.dialect import ResponsesDialect
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes, session_name
 from areal_agents.proxy.episodes.sessions import Session, Sessions
 from areal_agents.proxy.errors import ClientGone, as_request_error, headers_of, log_refusal
+from areal_agents.proxy.paths import split_path
 from areal_agents.proxy.volatile import VolatileText
 from areal_agents.rendering import ChatRenderer
 
 _logger = logging.getLogger(__name__)
 
-_MESSAGES = Messages()
+_MESSAGES, _GEMINI = Messages(), Gemini()
 _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": ChatDialect(),
     "/v1/completions": Completions(),
     "/v1/responses": ResponsesDialect(),
     "/v1/messages": _MESSAGES,
+    GENERATE: _GEMINI,
+    STREAM: _GEMINI,
 }
+_COUNTING: Mapping[str, CountingDialect] = {"/v1/messages/count_tokens": _MESSAGES, COUNT: _GEMINI}
 _LONGEST_KEY = 255
-_CONVERSATION = ("messages", "input", "prompt", "system")  # fields of the conversation in all dialects
+# The fields of the conversation in all dialects.
+_CONVERSATION = (
+    "messages", "input", "prompt", "system", "contents", "systemInstruction", "system_instruction",
+)  # fmt: skip
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -90,27 +100,30 @@ class ModelCalls:
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        """The endpoints for POST requests, by path without an episode's key."""
+        """The endpoints for POST requests, by path without an episode's key; "{model}" is a model's name."""
         endpoints = {path: self._endpoint(path, dialect) for path, dialect in _DIALECTS.items()}
-        return endpoints | {
-            "/v1/messages/count_tokens": self.count_tokens,
-            "/v1/embeddings": self.embeddings,
-        }
+        counting = {path: self._counting(path, dialect) for path, dialect in _COUNTING.items()}
+        return endpoints | counting | {"/v1/embeddings": self.embeddings}
 
     @property
     def dialects(self) -> Mapping[str, Dialect]:
-        """The dialects of the model calls, by path."""
+        """The dialects of the model calls, by endpoint."""
         return _DIALECTS
 
     def routes(self) -> list[Route]:
         """Return the routes of the app: each without a prefix, and under an episode's key."""
         routes = []
         for prefix in ("", "/e/{key}"):
-            posts = {prefix + path: endpoint for path, endpoint in self.endpoints.items()}
-            routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+            for path, endpoint in self.endpoints.items():
+                path = path.replace("{model}", "{model:path}")  # the name of a model may have slashes
+                routes.append(Route(prefix + path, endpoint, methods=["POST"]))
             routes.append(Route(prefix + "/v1/responses", self.no_websocket, methods=["GET"]))
             routes.append(Route(prefix + "/v1/models", self.models, methods=["GET"]))
             routes.append(Route(prefix + "/v1/models/{model:path}", self.model, methods=["GET"]))
+            routes.append(Route(prefix + "/v1beta/models", self.google_models, methods=["GET"]))
+            named = prefix + "/v1beta/models/{model:path}"
+            routes.append(Route(named, self.google_model, methods=["GET"]))
+            routes.append(Route(named, self.no_google_method, methods=["POST"]))
         return routes
 
     async def no_websocket(self, request: Request) -> Response:
@@ -121,17 +134,41 @@ class ModelCalls:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models: list the policy and the models that are passed through."""
+        if "x-goog-api-key" in request.headers:
+            return await self.google_models(request)
         await self._check_caller(request)
         names = [await self._policy_name(), *self._config.models]
         return _json({"object": "list", "data": [_model(name) for name in names], "has_more": False})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}: describe a model; the policy serves every name that is not passed through."""
+        if "x-goog-api-key" in request.headers:
+            return await self.google_model(request)
         await self._check_caller(request)
-        name: str = request.path_params["model"]
-        if any(part in ("", ".", "..") for part in name.split("/")):
-            raise HTTPException(404)
-        return _json(_model(name))
+        return _json(_model(_model_in(request)))
+
+    async def google_models(self, request: Request) -> Response:
+        """GET /v1beta/models: list the models of `models` in the form of Google's API."""
+        await self._check_caller(request)
+        names = [await self._policy_name(), *self._config.models]
+        max_context = (await self._completer.model_info()).max_context
+        return _json({"models": [model_description(name, max_context) for name in names]})
+
+    async def google_model(self, request: Request) -> Response:
+        """GET /v1beta/models/{id}: describe a model in the form of Google's API."""
+        await self._check_caller(request)
+        max_context = (await self._completer.model_info()).max_context
+        return _json(model_description(_model_in(request), max_context))
+
+    async def no_google_method(self, request: Request) -> Response:
+        """POST /v1beta/models/{id}:{method}: refuse the methods of Google's API that there are not."""
+        error = RequestError(
+            "the policy has the methods generateContent, streamGenerateContent and countTokens; send other "
+            "requests to a server that has them",
+            status=501,
+            code="not_supported",
+        )
+        return _refused(_GEMINI, request, error)
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings: forward to an upstream of `models`, because the policy has no embeddings."""
@@ -144,7 +181,7 @@ class ModelCalls:
         await self._check_caller(request)
         body = await self._bodies.object(request)
         if (upstream := self._pass_through.upstream(body)) is not None:
-            return await self._pass_through.forward(request, "/embeddings", body, upstream)
+            return await self._pass_through.forward(request, "/v1/embeddings", body, upstream)
         raise RequestError(
             "the policy does not compute embeddings; add a server for this model to proxy.models in the "
             "configuration, or send the request to that server directly",
@@ -152,31 +189,43 @@ class ModelCalls:
             code="not_supported",
         )
 
-    async def count_tokens(self, request: Request) -> Response:
-        """POST /v1/messages/count_tokens: answer with the length of the prompt in tokens."""
-        try:
-            caller = self._auth.identify(request)
-            body = await self._bodies.object(request)
-            if (upstream := self._pass_through.upstream(body)) is not None:
-                await self._check_caller(request)
-                return await self._pass_through.forward(request, "/messages/count_tokens", body, upstream)
-            key = caller.episode_key
-            session = None if key is None else await self._sessions.by_key(key)
-            headers = _plain_headers(request)
-            context, client = self._context(headers, session), headers.get("user-agent", "")
+    def _counting(self, path: str, dialect: CountingDialect) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await self._count(path, dialect, request)
+            except Exception as error:
+                return _refused(dialect, request, error)
+            finally:
+                self._bodies.done_with(request)
 
-            def read() -> ModelRequest:
-                found = read_for_counting(body, context)
-                return replace(found, messages=self._volatile.marked(found.messages, client))
+        return endpoint
 
-            model_request = await self._bodies.off_loop(request, read)
-            forest = session.forest if session else Forest()
-            count = await self._completer.count_tokens(forest, model_request)
-            return Response(count_answer(count), media_type="application/json")
-        except Exception as error:
-            return _refused(_MESSAGES, request, error)
-        finally:
-            self._bodies.done_with(request)
+    async def _count(self, path: str, dialect: CountingDialect, request: Request) -> Response:
+        """Answer with the length of the prompt in tokens."""
+        caller = self._auth.identify(request)
+        body = await self._body(request)
+        if (upstream := self._pass_through.upstream(body)) is not None:
+            await self._check_caller(request)
+            return await self._pass_through.forward(request, path, body, upstream)
+        key = caller.episode_key
+        session = None if key is None else await self._sessions.by_key(key)
+        headers = _plain_headers(request)
+        context, client = self._context(headers, session), headers.get("user-agent", "")
+
+        def read() -> ModelRequest:
+            found = dialect.read_for_counting(body, context)
+            return replace(found, messages=self._volatile.marked(found.messages, client))
+
+        model_request = await self._bodies.off_loop(request, read)
+        forest = session.forest if session else Forest()
+        count = await self._completer.count_tokens(forest, model_request)
+        return Response(dialect.count_answer(count), media_type="application/json")
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """Return the body of a call, with the fields that its URL has."""
+        body = await self._bodies.object(request)
+        _, path = split_path(request.scope["path"])
+        return body | url_fields(path, request.query_params)
 
     def _endpoint(self, path: str, dialect: Dialect) -> Endpoint:
         async def endpoint(request: Request) -> Response:
@@ -196,15 +245,13 @@ class ModelCalls:
         self, dialect: Dialect, request: Request, record: CallRecord, started: float
     ) -> Response:
         caller = self._auth.identify(request)
-        body = await self._bodies.object(request)
+        body = await self._body(request)
         record.ignored = ignored_fields(dialect.name, body)
         record.streamed = flag(body, "stream")
         if (upstream := self._pass_through.upstream(body)) is not None:
             await self._check_caller(request)
             record.upstream = body["model"]
-            response = await self._pass_through.forward(
-                request, record.endpoint.removeprefix("/v1"), body, upstream
-            )
+            response = await self._pass_through.forward(request, record.endpoint, body, upstream)
             record.status = response.status_code
             self._report(record, started)
             return response
@@ -225,7 +272,8 @@ class ModelCalls:
         if record.streamed and await self._can_start_stream(client):
             if reply.deltas:
                 record.first_piece_s = time.monotonic() - started
-            return EventStream(self._stream(client))
+            writer = dialect.stream(body, model_request, reply.turn_ids, reply.created_at, self._tokenizer)
+            return EventStream(self._stream(client, writer), writer.media_type)
         return await self._whole_response(client)
 
     async def _can_start_stream(self, client: _WaitingClient) -> bool:
@@ -234,13 +282,11 @@ class ModelCalls:
         await reply.wait_for_progress(0, client.gone, self._config.keepalive_s)
         return not client.gone.done() and (bool(reply.deltas) or not reply.has_failed)
 
-    async def _stream(self, client: _WaitingClient) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, client: _WaitingClient, writer: StreamWriter) -> AsyncGenerator[bytes, None]:
         reply, dialect, error = client.reply, client.dialect, None
-        request = client.request
-        writer = dialect.stream(client.body, request, reply.turn_ids, reply.created_at, self._tokenizer)
         try:
             keepalive_s = self._config.keepalive_s
-            async for part in events_of(reply, request, writer, dialect, client.gone, keepalive_s):
+            async for part in events_of(reply, client.request, writer, dialect, client.gone, keepalive_s):
                 yield part
             error = ClientGone() if client.gone.done() else reply.failure
         except Exception as failure:  # a bug in the proxy; the stream has begun, so the error is sent in it
@@ -400,6 +446,14 @@ def _refused(dialect: Dialect, request: Request, error: Exception) -> Response:
         headers=headers_of(refusal),
         media_type="application/json",
     )
+
+
+def _model_in(request: Request) -> str:
+    """Return the name of the model in a path. Raise HTTPException 404 if it is no name."""
+    name: str = request.path_params["model"]
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise HTTPException(404)
+    return name
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sends an answer as server-sent events: pieces as they are sampled, and keep-alives in between.
+"""Sends an answer as a stream: pieces as they are sampled, and keep-alives in between.
 
 A stream ends only after its turns are recorded, so an answer that a client has received completely is in the
 store.
@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.calls.shared_reply import SharedReply, pieces_of
 from areal_agents.proxy.dialects.base import Dialect, StreamWriter
+from areal_agents.proxy.dialects.writing import EVENT_STREAM
 from areal_agents.proxy.errors import as_request_error
 from areal_agents.rendering import Delta
 
@@ -27,9 +28,8 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class EventStream(Response):
     """A response that sends the parts of `body` as they are produced, and always closes `body` at the end."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, body: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, body: AsyncGenerator[bytes, None], media_type: str = EVENT_STREAM) -> None:
+        self.media_type = media_type
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)

@@ -36,12 +36,17 @@ class ReadContext:
 
 
 class StreamWriter(Protocol):
-    """Writes one streamed answer. Each method returns the server-sent events to send, or b"".
+    """Writes one streamed answer. Each method returns the events to send, or b"".
 
     `start` is called once, then the deltas, then `finish` or `error` once. `choice` is the index of the
     reply, 0 unless several were requested. The deltas of a choice add up to the reply's reasoning and
     content. A tool call arrives complete; text may follow it.
+
+    Attributes:
+        media_type: the Content-Type of the stream.
     """
+
+    media_type: str
 
     def start(self) -> bytes:
         """Return the events that begin the stream."""
@@ -69,7 +74,7 @@ class StreamWriter(Protocol):
 
 
 class Dialect(Protocol):
-    """One API.
+    """One API. Of a body, the URL's fields are part if the API has any (see `url_fields`).
 
     Attributes:
         name: name of the API in logs and metrics.
@@ -104,4 +109,16 @@ class Dialect(Protocol):
 
     def error(self, refusal: RequestError) -> bytes:
         """Return the JSON body of an error."""
+        ...
+
+
+class CountingDialect(Dialect, Protocol):
+    """An API that also has a request for the length of a prompt."""
+
+    def read_for_counting(self, body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
+        """Return the canonical form of a request for a length. Raise RequestError as `read` does."""
+        ...
+
+    def count_answer(self, tokens: int) -> bytes:
+        """Return the JSON of the answer; `tokens` is the length of the prompt."""
         ...

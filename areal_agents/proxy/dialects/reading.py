@@ -92,11 +92,11 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def choices(body: Mapping[str, Any]) -> int:
-    """Return the number of choices, `n`, from 1 to 128."""
-    value = positive(body, "n") or 1
+def choices(body: Mapping[str, Any], name: str = "n") -> int:
+    """Return the number of choices in a field, from 1 to 128; 1 if it is absent or null."""
+    value = positive(body, name) or 1
     if value > _MAX_CHOICES:
-        refuse(f"n must be at most {_MAX_CHOICES}, got {value}", "n")
+        refuse(f"{name} must be at most {_MAX_CHOICES}, got {value}", name)
     return value
 
 

@@ -1,4 +1,6 @@
-"""Caches parsed messages, because an agent sends its whole history with each call.
+"""Parsed messages of a replayed conversation: the cache of them, and the replies that they add up to.
+
+The cache is used because an agent sends its whole history with each call.
 
 Items that an earlier call of the same conversation has parsed at the same index are reused, so the hundredth
 call of a conversation costs about as much as the first.
@@ -7,7 +9,7 @@ call of a conversation costs about as much as the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -120,3 +122,40 @@ def _json(item: Any) -> Any:
         return orjson.dumps(item)
     except orjson.JSONEncodeError:  # nested too deeply to be written, so it equals no other item
         return object()
+
+
+def joined_replies(groups: Sequence[Group]) -> list[Message]:
+    """Return the messages of all groups, with adjacent assistant messages joined into one reply.
+
+    Those that name different turns belong to different replies.
+    """
+    out: list[Message] = []
+    parts: list[Message] = []  # adjacent assistant messages, and the turn that they name
+    named = ""
+    for group in groups:
+        for message in group:
+            if message.role != "assistant":
+                out += [*_reply(parts, named), message]
+                parts, named = [], ""
+                continue
+            if named and message.handle not in ("", named):
+                out += _reply(parts, named)
+                parts, named = [], ""
+            parts.append(message)
+            named = named or message.handle
+    return out + _reply(parts, named)
+
+
+def _reply(parts: Sequence[Message], handle: str) -> list[Message]:
+    """Join the parts of a reply into one message; return [] without parts."""
+    if len(parts) < 2:
+        return list(parts)
+    return [
+        replace(
+            parts[0],
+            content="".join([part.content for part in parts]),
+            reasoning="".join([part.reasoning for part in parts]),
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
+            handle=handle,
+        )
+    ]

@@ -11,7 +11,7 @@ import secrets
 _TURN = "chatcmpl-"
 _HANDLE = "areal-"
 _WIRE = re.compile(
-    r"(?:chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|ctc_|areal-)([0-9a-f]{24})(?![0-9a-f]).*", re.DOTALL
+    r"(?:chatcmpl-|cmpl-|resp_|msg_|rs_|fc_|ctc_|gen_|areal-)([0-9a-f]{24})(?![0-9a-f]).*", re.DOTALL
 )
 
 

@@ -11,6 +11,7 @@ from areal_agents.core.completion import Completion
 from areal_agents.errors import RequestError
 from areal_agents.rendering import Tokenizer
 
+EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keepalive\n\n"
 _TYPES = {

@@ -20,6 +20,7 @@ from areal_agents.proxy.auth import Authenticator, Caller, key_hash
 from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.base import Dialect, ReadContext
+from areal_agents.proxy.dialects.gemini.urls import endpoint_of, url_fields
 from areal_agents.proxy.dialects.replayed import MessageMemo
 from areal_agents.proxy.episodes.implicit import (
     ImplicitEpisodes,
@@ -30,6 +31,7 @@ from areal_agents.proxy.episodes.implicit import (
     session_name,
 )
 from areal_agents.proxy.episodes.sessions import Sessions
+from areal_agents.proxy.paths import split_path
 from areal_agents.proxy.values import refuse_many_values
 from areal_agents.proxy.volatile import VolatileText
 from areal_agents.proxy.workers.identity import Workers
@@ -38,6 +40,7 @@ from areal_agents.store import NotFound, Store
 
 ReadBody = Callable[[], Awaitable[bytes | None]]
 _ENDINGS = ("/finish", "/fail")
+_VERSIONS = ("/v1/", "/v1beta/", "/v1alpha/")  # which paths of model calls begin with
 _MOVED_KEPT = 10_000
 
 
@@ -45,7 +48,7 @@ class WorkerLookup:
     """Finds the worker of each request that this one receives.
 
     Args:
-        dialects: the dialects of the model calls, by path without an episode's key.
+        dialects: the dialects of the model calls, by endpoint.
     """
 
     def __init__(
@@ -82,14 +85,15 @@ class WorkerLookup:
         The result may be outdated if the episode was taken over. A path that names no episode belongs to this
         worker.
         """
-        if not path.startswith("/e/") or self.is_here(path):
+        key, _ = split_path(path)
+        if key is None or self._sessions.holds(key):
             return self._here
-        key = path[3:].partition("/")[0]
         return self._moved.get(key, self._workers.home(key))
 
     def is_here(self, path: str) -> bool:
         """Whether a path names an episode that this worker has in memory, as almost every model call does."""
-        return path.startswith("/e/") and self._sessions.holds(path[3:].partition("/")[0])
+        key, _ = split_path(path)
+        return key is not None and self._sessions.holds(key)
 
     async def worker_for(self, request: Request, read_body: ReadBody, *, forwarded: bool) -> int:
         """Return the index of the worker that serves a request.
@@ -107,11 +111,12 @@ class WorkerLookup:
         try:
             if self.is_here(path):
                 return self._here
-            if path.startswith("/e/"):
-                return await self._of_key(path[3:].partition("/")[0])
+            key, _ = split_path(path)
+            if key is not None:
+                return await self._of_key(key)
             if is_post and path.startswith("/episodes/") and path.endswith(_ENDINGS):
                 return await self._of_id(request, path.split("/")[2])
-            if path.startswith("/v1/"):
+            if path.startswith(_VERSIONS):
                 return await self._of_bare_call(request, path, read_body, forwarded=forwarded)
             if is_post and path == "/episodes" and not forwarded:
                 return self._next_opening()
@@ -152,13 +157,16 @@ class WorkerLookup:
             return self._here
         if caller.episode_key is not None:
             return await self._of_key(caller.episode_key)
-        dialect = self._dialects.get(path) if request.method == "POST" else None
+        dialect = self._dialects.get(endpoint_of(path)) if request.method == "POST" else None
         if dialect is None or forwarded:
             return self._here
         raw = await read_body() or b""
         request.state.body_bytes = len(raw)
         body = await self._bodies.off_loop(request, lambda: _object(raw, self._config.max_json_values))
-        if body is None or body.get("model") in tuple(self._config.models):
+        if body is None:
+            return self._here
+        body |= url_fields(path, request.query_params)
+        if body.get("model") in tuple(self._config.models):
             return self._here
         name, turn_id = session_name(request.headers, body), dialect.referenced_turn(body)
         if self._implicit.find(caller, name, turn_id) is not None:

@@ -15,7 +15,14 @@ from areal_agents.core.messages import Message, ToolCall
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.calls.request import CompletedTurn
-from areal_agents.proxy.dialects.writing import DONE, TokenTexts, event, model_name, openai_error
+from areal_agents.proxy.dialects.writing import (
+    DONE,
+    EVENT_STREAM,
+    TokenTexts,
+    event,
+    model_name,
+    openai_error,
+)
 from areal_agents.rendering import Tokenizer
 
 
@@ -50,6 +57,8 @@ def chat_answer(body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenize
 
 class ChatStream:
     """Writes the chunks of one answer; see `StreamWriter`."""
+
+    media_type = EVENT_STREAM
 
     def __init__(
         self, body: Mapping[str, Any], turn_ids: Sequence[str], created_at: float, tokenizer: Tokenizer

@@ -19,6 +19,7 @@ from areal_agents.proxy.dialects.turn_ids import wire_id
 from areal_agents.proxy.dialects.writing import (
     COMMENT,
     DONE,
+    EVENT_STREAM,
     TokenTexts,
     event,
     model_name,
@@ -79,6 +80,8 @@ class Completions:
 
 class CompletionStream:
     """Writes chunks of text; the last chunk of a choice has its logprobs. See `StreamWriter`."""
+
+    media_type = EVENT_STREAM
 
     def __init__(
         self, body: Mapping[str, Any], turn_id: str, created_at: float, tokenizer: Tokenizer

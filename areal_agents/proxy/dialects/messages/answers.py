@@ -18,7 +18,7 @@ from areal_agents.core.messages import ToolCall
 from areal_agents.errors import RequestError
 from areal_agents.proxy.calls.request import CompletedTurn
 from areal_agents.proxy.dialects.turn_ids import handle_of, wire_id
-from areal_agents.proxy.dialects.writing import event, model_name
+from areal_agents.proxy.dialects.writing import EVENT_STREAM, event, model_name
 from areal_agents.rendering import Tokenizer
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -43,6 +43,8 @@ def message_answer(body: Mapping[str, Any], done: CompletedTurn, tokenizer: Toke
 
 class MessageStream:
     """Writes Anthropic's events; see `StreamWriter`. One block is open at a time."""
+
+    media_type = EVENT_STREAM
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ _TYPES = {
 
 
 class Messages:
-    """POST /v1/messages; see `Dialect`."""
+    """POST /v1/messages and /v1/messages/count_tokens; see `Dialect` and `CountingDialect`."""
 
     name = "messages"
     keepalive = event(b'{"type": "ping"}', "ping")
@@ -62,6 +62,14 @@ class Messages:
         """See `Dialect.stream`."""
         return MessageStream(body, turn_ids[0], tokenizer, self.error)
 
+    def read_for_counting(self, body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
+        """See `CountingDialect.read_for_counting`. The body has no max_tokens."""
+        return read_request(body, context, counting=True)
+
+    def count_answer(self, tokens: int) -> bytes:
+        """See `CountingDialect.count_answer`. The answer is a `MessageTokensCount`."""
+        return orjson.dumps({"input_tokens": tokens})
+
     def error(self, refusal: RequestError) -> bytes:
         """See `Dialect.error`. Anthropic's errors have no field for the parameter; the message names it."""
         kind = _TYPES.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
@@ -69,16 +77,6 @@ class Messages:
         if "error_code" in refusal.details:
             error["details"] = refusal.details
         return orjson.dumps({"type": "error", "error": error})
-
-
-def read_for_counting(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
-    """Return the canonical form of a body of `/v1/messages/count_tokens`, which has no max_tokens."""
-    return read_request(body, context, counting=True)
-
-
-def count_answer(tokens: int) -> bytes:
-    """Return the answer of `/v1/messages/count_tokens` as JSON; `tokens` is the length of the prompt."""
-    return orjson.dumps({"input_tokens": tokens})
 
 
 def _message_of(refusal: RequestError) -> str:

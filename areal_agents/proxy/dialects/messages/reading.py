@@ -7,7 +7,6 @@ the turn that its signature names. cache_control is ignored, because clients mov
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from areal_agents.core.completion import Grammar
@@ -17,7 +16,7 @@ from areal_agents.proxy.calls.request import CallPolicy, ModelRequest, SamplingW
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.base import ReadContext
 from areal_agents.proxy.dialects.reading import refuse, unsupported
-from areal_agents.proxy.dialects.replayed import Group, MessageMemo
+from areal_agents.proxy.dialects.replayed import Group, MessageMemo, joined_replies
 from areal_agents.proxy.dialects.turn_ids import turn_id_of
 
 Block = Mapping[str, Any]
@@ -171,27 +170,14 @@ def _system(value: Any) -> tuple[Message, ...]:
 def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
     history = memo.known(found)
     groups = history.groups
-    out: list[Message] = []
-    # Adjacent assistant messages, whose blocks are those of one reply, and the turn that they name.
-    parts: list[Message] = []
-    named = ""
     tool_names: dict[str, str] = {}  # call id → name of the tool
     for index, item in enumerate(found):
         if index == len(groups):
             groups.append(_group(item, f"messages.{index}", tool_names))
         for message in groups[index]:
-            if message.role == "assistant":
-                tool_names |= {call.id: call.name for call in message.tool_calls}
-                if named and message.handle not in ("", named):  # they belong to two turns
-                    out += _reply(parts, named)
-                    parts, named = [], ""
-                parts.append(message)
-                named = named or message.handle
-            else:
-                out += [*_reply(parts, named), message]
-                parts, named = [], ""
+            tool_names |= {call.id: call.name for call in message.tool_calls}
     memo.keep(history, found)
-    return out + _reply(parts, named)
+    return joined_replies(groups)
 
 
 def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
@@ -208,21 +194,6 @@ def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
             return (_assistant(item, blocks, f"{where}.content"),)
         case role:
             return refuse(f"role must be user, assistant or system, got {shown(role)}", f"{where}.role")
-
-
-def _reply(parts: Sequence[Message], handle: str) -> list[Message]:
-    """Join the parts of a reply into one message; return [] without parts."""
-    if len(parts) < 2:
-        return list(parts)
-    return [
-        replace(
-            parts[0],
-            content="".join([part.content for part in parts]),
-            reasoning="".join([part.reasoning for part in parts]),
-            tool_calls=tuple(call for part in parts for call in part.tool_calls),
-            handle=handle,
-        )
-    ]
 
 
 def _assistant(item: Mapping[str, Any], blocks: Sequence[Block], where: str) -> Message:

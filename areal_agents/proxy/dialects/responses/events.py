@@ -27,7 +27,7 @@ from areal_agents.proxy.dialects.responses.answers import (
 )
 from areal_agents.proxy.dialects.responses.items import ItemKind, item_id
 from areal_agents.proxy.dialects.responses.tools import client_tools
-from areal_agents.proxy.dialects.writing import event
+from areal_agents.proxy.dialects.writing import EVENT_STREAM, event
 from areal_agents.rendering import Tokenizer
 
 TextKind = Literal["reasoning", "message"]
@@ -35,6 +35,8 @@ TextKind = Literal["reasoning", "message"]
 
 class ResponsesStream:
     """Writes the events of one reply; see `StreamWriter`."""
+
+    media_type = EVENT_STREAM
 
     def __init__(
         self, body: Mapping[str, Any], turn_id: str, created_at: float, tokenizer: Tokenizer
