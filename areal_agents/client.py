@@ -41,6 +41,11 @@ class OpenedEpisode:
         """The base URL for an Anthropic client, which adds "/v1" by itself."""
         return self.base_url.removesuffix("/v1")
 
+    @property
+    def google_base_url(self) -> str:
+        """The base URL for a client of Google's Gemini API, which adds the version by itself."""
+        return self.base_url.removesuffix("/v1")
+
 
 class Client:
     """A synchronous client of the proxy's control API. Also a context manager.

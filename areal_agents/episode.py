@@ -23,6 +23,7 @@ from areal_agents.errors import AgentError
 EPISODE_ID_VARIABLE = "AREAL_AGENTS_EPISODE_ID"
 DEFAULT_BASE_URL = "https://api.openai.com/v1"  # the default of the OpenAI SDK
 DEFAULT_ANTHROPIC_BASE_URL = "https://api.anthropic.com"
+DEFAULT_GOOGLE_BASE_URL = "https://generativelanguage.googleapis.com"
 PLACEHOLDER_KEY = "EMPTY"  # for servers that check no key; the SDKs refuse to be without one
 
 Agent = TypeVar("Agent", bound=Callable[..., Any])
@@ -56,6 +57,16 @@ class Episode:
         if self.id:
             return self.base_url.removesuffix("/v1")
         return os.environ.get("ANTHROPIC_BASE_URL") or DEFAULT_ANTHROPIC_BASE_URL
+
+    @property
+    def google_base_url(self) -> str:
+        """The base URL for a client of Google's Gemini API, which adds the version by itself.
+
+        Outside a run it is GOOGLE_GEMINI_BASE_URL or, if that is not set, Google's API.
+        """
+        if self.id:
+            return self.base_url.removesuffix("/v1")
+        return os.environ.get("GOOGLE_GEMINI_BASE_URL") or DEFAULT_GOOGLE_BASE_URL
 
     def reward(self, value: RewardValue, completion_id: str | None = None, name: str = "return") -> None:
         """Reward the whole episode, or the turn that `completion_id` names.

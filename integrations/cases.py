@@ -105,6 +105,8 @@ CASES: tuple[Case, ...] = (
     _node(api="responses", stream=True),
     _exact("anthropic_sdk", "anthropic"),
     _exact("anthropic_sdk", "anthropic", stream=True),
+    Case("google_genai", "google-genai", "google", turns=_WEATHER_TURNS),
+    Case("google_genai", "google-genai", "google", options={"stream": True}, turns=_WEATHER_TURNS),
     _travel(),
     _travel(stream=True),
     _travel(api="chat"),

@@ -21,6 +21,7 @@ from areal_agents.doctor.observed import Observed
 from areal_agents.doctor.report import Facts
 from areal_agents.doctor.serving import ObservedProxy, serving
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.dialects.gemini.urls import GENERATE, STREAM
 from areal_agents.proxy.server import make_renderer
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
@@ -40,6 +41,8 @@ _DIALECTS = {
     "/v1/completions": "completions",
     "/v1/responses": "Responses",
     "/v1/messages": "Messages",
+    GENERATE: "Gemini",
+    STREAM: "Gemini",
 }
 
 
@@ -126,6 +129,8 @@ def _why_not_answered(
         "OPENAI_API_KEY": episode.api_key,
         "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
         "ANTHROPIC_API_KEY": episode.api_key,
+        "GOOGLE_GEMINI_BASE_URL": episode.google_base_url,
+        "GEMINI_API_KEY": episode.api_key,
         **case.environment,
     }
     try:

@@ -16,7 +16,8 @@ from areal_agents.errors import shown
 
 _USE_COMMAND = (
     "Do not pass base_url and api_key to the client: it reads OPENAI_BASE_URL and OPENAI_API_KEY (or "
-    "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY), which are set for the command. Or pass their values."
+    "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, or GOOGLE_GEMINI_BASE_URL and GEMINI_API_KEY), which are set "
+    "for the command. Or pass their values. Google's client prefers GOOGLE_API_KEY: unset it."
 )
 _USE_FUNCTION = (
     "Give the client the episode's URL and key: OpenAI(base_url=ep.base_url, api_key=ep.api_key). No "

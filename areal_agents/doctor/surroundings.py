@@ -14,7 +14,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 # These are set for every command, so their values outside do not matter.
-GIVEN_TO_COMMANDS = frozenset({"OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL"})
+GIVEN_TO_COMMANDS = frozenset(
+    {"OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"}
+)
 _URL_NAME = re.compile(r"(_BASE_URL|_API_BASE|_BASE|_API_URL|_ENDPOINT|_API_HOST)$")
 _HTTP_PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")

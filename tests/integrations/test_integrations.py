@@ -10,7 +10,7 @@ from integration_support import Stack, check, run_script
 from integrations.cases import CASES, Case
 from integrations.run_agent import load_agent
 
-ANTHROPIC = {"anthropic_sdk"}  # folders whose clients want the base_url without /v1
+WITHOUT_V1 = {"anthropic_sdk", "google_genai"}  # folders whose clients add the version to the base_url
 EXACT = [case for case in CASES if case.turns and case.group]
 
 
@@ -18,7 +18,7 @@ EXACT = [case for case in CASES if case.turns and case.group]
 def test_an_agent_is_recorded_exactly(case: Case, stack: Stack) -> None:
     episode = stack.open_episode(case.conversation.script())
     base_url = episode["base_url"]
-    if case.folder in ANTHROPIC:
+    if case.folder in WITHOUT_V1:
         base_url = base_url.removesuffix("/v1")
     agent = load_agent(case.folder)
     answer = agent.run(case.conversation.questions, base_url=base_url, api_key=episode["key"], **case.options)
@@ -29,7 +29,7 @@ def test_an_agent_is_recorded_exactly(case: Case, stack: Stack) -> None:
 def as_scripts() -> list[Any]:
     """The cases of bare clients, and those of frameworks, which take seconds to import, in the long form."""
     plain = [case for case in EXACT if not case.options]
-    marks = {"openai_sdk": (), "anthropic_sdk": ()}
+    marks = {"openai_sdk": (), "anthropic_sdk": (), "google_genai": ()}
     return [pytest.param(case, id=case.id, marks=marks.get(case.folder, pytest.mark.slow)) for case in plain]
 
 
@@ -42,6 +42,8 @@ def test_an_agent_is_pointed_here_by_its_environment(case: Case, stack: Stack) -
         "OPENAI_API_KEY": episode["key"],
         "ANTHROPIC_BASE_URL": episode["base_url"].removesuffix("/v1"),
         "ANTHROPIC_API_KEY": episode["key"],
+        "GOOGLE_GEMINI_BASE_URL": episode["base_url"].removesuffix("/v1"),
+        "GEMINI_API_KEY": episode["key"],
     }
     assert run_script(case.folder, case.conversation.questions[0], environment).strip()
     assert len(stack.turns(episode)) == len(stack.engine.exchanges) > 1

@@ -10,7 +10,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 from anthropic import Anthropic
+from google import genai
+from google.genai import types
 from mutation_support import Mutation, mutated_text, rewritten
 from proxy_support import SEARCH, RunningProxy
 
@@ -23,6 +26,11 @@ MESSAGES_SEARCH = {
     "name": FUNCTION["name"],
     "description": FUNCTION["description"],
     "input_schema": FUNCTION["parameters"],
+}
+GEMINI_SEARCH = {
+    "name": FUNCTION["name"],
+    "description": FUNCTION["description"],
+    "parametersJsonSchema": FUNCTION["parameters"],
 }
 
 
@@ -106,6 +114,8 @@ class Agent:
 def is_result(item: Any) -> bool:
     """Whether an item, in any dialect, has the results of calls."""
     if item.get("role") == "tool" or str(item.get("type")).endswith("_output"):
+        return True
+    if any("functionResponse" in part for part in item.get("parts", ())):
         return True
     content = item.get("content")
     return isinstance(content, list) and any(block.get("type") == "tool_result" for block in content)
@@ -386,6 +396,136 @@ class MessagesAgent(Agent):
         return [{"role": "user", "content": results}]
 
 
+class GeminiAgent(Agent):
+    """Over generateContent with the `google-genai` client."""
+
+    dialect, many = "gemini", True
+
+    def connect(self, proxy: RunningProxy) -> Any:
+        self.key = self.episode["key"]
+        self.base_url = f"{proxy.url}/e/{self.key}"
+        return genai.Client(api_key=self.key, http_options=types.HttpOptions(base_url=self.base_url))
+
+    def call(self, options: dict[str, Any], headers: dict[str, str]) -> dict[str, Any]:
+        names = {"max_tokens": "max_output_tokens", "stop": "stop_sequences", "n": "candidate_count"}
+        config = {names[name]: value for name, value in options.items()}
+        if isinstance(config.get("stop_sequences"), str):
+            config["stop_sequences"] = [config["stop_sequences"]]
+        return {
+            "model": "policy",
+            "contents": [types.Content.model_validate(item) for item in self.items],
+            "config": types.GenerateContentConfig(
+                tools=[types.Tool.model_validate({"functionDeclarations": [GEMINI_SEARCH]})],
+                system_instruction=self.system,
+                thinking_config=types.ThinkingConfig(include_thoughts=True),
+                http_options=types.HttpOptions(headers=headers),
+                **config,
+            ),
+        }
+
+    def hang_up(self, **options: Any) -> None:
+        url = f"{self.base_url}/v1beta/models/policy:streamGenerateContent?alt=sse"
+        with httpx.stream("POST", url, json=self.body(options), timeout=30) as stream:
+            next(stream.iter_bytes(), None)
+
+    def body(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What the client sends."""
+        names = {"max_tokens": "maxOutputTokens", "stop": "stopSequences", "n": "candidateCount"}
+        config = {"generationConfig": {names[name]: value for name, value in options.items()}}
+        system = {"systemInstruction": {"parts": [{"text": self.system}]}} if self.system else {}
+        return {
+            "contents": self.items,
+            "tools": [{"functionDeclarations": [GEMINI_SEARCH]}],
+            **system,
+            **config,
+        }
+
+    def send(self, streamed: bool, headers: dict[str, str], options: dict[str, Any]) -> list[Reply]:
+        call = self.call(options, headers)
+        if streamed:
+            answers = list(self.client.models.generate_content_stream(**call))
+        else:
+            answers = [self.client.models.generate_content(**call)]
+        found: dict[int, list[types.Part]] = {}
+        finish: dict[int, str] = {}
+        for candidate in (candidate for answer in answers for candidate in answer.candidates):
+            found.setdefault(candidate.index or 0, []).extend(candidate.content.parts)
+            if candidate.finish_reason:
+                finish[candidate.index or 0] = candidate.finish_reason.value
+        parts = [each for _, each in sorted(found.items())]
+        self._parts = [[_json_of(part) for part in each] for each in parts]
+        turns = sibling_ids(answers[0].response_id, len(parts))
+        return [
+            Reply(
+                turn,
+                "".join(part.text or "" for part in each if not part.thought),
+                "".join(part.text or "" for part in each if part.thought),
+                tuple(
+                    ToolCall(made.id or "", made.name or "", json.dumps(made.args))
+                    for made in (part.function_call for part in each)
+                    if made
+                ),
+                finish[index],
+                answers[0].response_id,
+            )
+            for index, (turn, each) in enumerate(zip(turns, parts, strict=True))
+        ]
+
+    def say(self, text: str) -> None:
+        self.history.append([{"role": "user", "parts": [{"text": text}]}])
+
+    def edit(self, index: int, text: str) -> None:
+        super().edit(index, text)
+        self.history[index] = [{"role": "user", "parts": [{"text": text}]}]
+
+    def replayed(self, reply: Reply, mutation: Mutation) -> list[Any]:
+        out = []
+        said = False
+        for raw in self._parts[0]:
+            part = {**raw}
+            if not mutation.item_ids:
+                part.pop("thoughtSignature", None)
+            if part.get("thought"):
+                if mutation.reasoning == "drop":
+                    continue
+            elif "functionCall" in part:
+                call = part["functionCall"]
+                args = json.loads(rewritten(json.dumps(call["args"]), mutation.arguments))
+                part["functionCall"] = {**call, "args": args}
+            elif said:
+                continue  # the first part has the text of all
+            else:
+                said = True
+                part["text"] = mutated_text(reply.content, mutation, bool(reply.calls))
+                if not part["text"] and "thoughtSignature" not in part:
+                    continue
+                if mutation.content == "parts" and len(reply.content) > 1:
+                    middle = len(reply.content) // 2
+                    out.append({**part, "text": reply.content[:middle]})
+                    part = {"text": reply.content[middle:]}
+            out.append(part)
+        if mutation.extras:  # a streaming client sends each piece as a content of its own
+            return [{"role": "model", "parts": [part]} for part in out]
+        return [{"role": "model", "parts": out}]
+
+    def result_items(self, reply: Reply, text: str) -> list[Any]:
+        results = [
+            {
+                "functionResponse": {
+                    "id": call.id,
+                    "name": call.name,
+                    "response": {"output": f"{text} {index}"},
+                }
+            }
+            for index, call in enumerate(reply.calls)
+        ]
+        return [{"role": "user", "parts": results}]
+
+
+def _json_of(part: types.Part) -> dict[str, Any]:
+    return part.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
 class CompletionsAgent(Agent):
     """Over /v1/completions: the conversation is a text."""
 
@@ -434,6 +574,9 @@ class CompletionsAgent(Agent):
 
 AGENTS: dict[str, type[Agent]] = {
     kind.dialect: kind
-    for kind in (ChatAgent, ResponsesAgent, PreviousAgent, ReferencesAgent, MessagesAgent, CompletionsAgent)
-}
+    for kind in (
+        ChatAgent, ResponsesAgent, PreviousAgent, ReferencesAgent, MessagesAgent, GeminiAgent,
+        CompletionsAgent,
+    )
+}  # fmt: skip
 TOOL_AGENTS = {name: kind for name, kind in AGENTS.items() if kind is not CompletionsAgent}

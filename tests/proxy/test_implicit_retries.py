@@ -26,6 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Where is Lyon?"},
     "/v1/responses": {"input": "Where is Lyon?"},
     "/v1/messages": {"messages": [USER], "max_tokens": 64},
+    "/v1beta/models/x:generateContent": {"contents": [{"parts": [{"text": "Where is Lyon?"}]}]},
 }
 
 

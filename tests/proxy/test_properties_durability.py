@@ -27,7 +27,12 @@ from areal_agents.inference.sglang.client import RID_END
 from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, ScriptedReply, ServedCall, running
 
-PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "completions": "/v1/completions"}
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "messages": "/v1/messages",
+    "gemini": "/v1beta/models/policy:streamGenerateContent?alt=sse",
+    "completions": "/v1/completions",
+}
 SERVE = """
 import json, sys
 from areal_agents.proxy import ProxyConfig, serve

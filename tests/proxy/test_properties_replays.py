@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents_support import TOOL_AGENTS, ChatAgent, MessagesAgent, ResponsesAgent
+from agents_support import TOOL_AGENTS, ChatAgent, GeminiAgent, MessagesAgent, ResponsesAgent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mutation_support import ARGUMENT_FORMS, Mutation
@@ -140,15 +140,21 @@ def rewrite(dialect: str, unit: list[Any], change: str) -> list[Any]:
         functions = [block for block in blocks if block["type"] == "tool_use"]
         if change == "text":
             blocks.insert(len(blocks) - len(functions), {"type": "text", "text": "But no."})
+    elif dialect == "gemini":
+        parts = [part for content in unit for part in content["parts"]]
+        functions = [part["functionCall"] for part in parts if "functionCall" in part]
+        if change == "text":
+            unit.insert(0, {"role": "model", "parts": [{"text": "But no."}]})
     else:
-        functions = [item for item in unit if item["type"] == "function_call"]
+        functions = [item for item in unit if item.get("type") == "function_call"]
         if change == "text":
             unit.insert(len(unit) - len(functions), {"role": "assistant", "content": "But no."})
     if change == "arguments":
-        field = "input" if dialect == "messages" else "arguments"
+        field = {"messages": "input", "gemini": "args"}.get(dialect, "arguments")
         value = functions[0][field]
         parsed = json.loads(value) if isinstance(value, str) else value
-        functions[0][field] = other_value(parsed) if field == "input" else json.dumps(other_value(parsed))
+        other = other_value(parsed)
+        functions[0][field] = json.dumps(other) if field == "arguments" else other
     if change == "name":
         functions[0]["name"] = "search_again"
     return unit
@@ -156,7 +162,7 @@ def rewrite(dialect: str, unit: list[Any], change: str) -> list[Any]:
 
 @STEADY
 @given(
-    kind=st.sampled_from([ChatAgent, ResponsesAgent, MessagesAgent]),
+    kind=st.sampled_from([ChatAgent, ResponsesAgent, MessagesAgent, GeminiAgent]),
     reply=replies,
     mutation=mutations.filter(lambda mutation: mutation.content != "dropped"),
     change=st.sampled_from(["text", "arguments", "name"]),

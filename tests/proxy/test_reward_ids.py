@@ -57,4 +57,4 @@ def test_an_opened_episode_names_a_url_for_either_api(proxy: RunningProxy) -> No
     opened = proxy.open_episode()
     root = f"{proxy.url}/e/{opened['key']}"
     assert opened["base_url"] == f"{root}/v1"
-    assert opened["base_urls"] == {"openai": f"{root}/v1", "anthropic": root}
+    assert opened["base_urls"] == {"openai": f"{root}/v1", "anthropic": root, "google": root}

@@ -158,7 +158,7 @@ def test_the_workers_share_the_episodes(serving: Serving) -> None:
     for item in opened:  # no URL names a worker
         root = f"{serving.url}/e/{item['key']}"
         assert item["base_url"] == f"{root}/v1"
-        assert item["base_urls"] == {"openai": f"{root}/v1", "anthropic": root}
+        assert item["base_urls"] == {"openai": f"{root}/v1", "anthropic": root, "google": root}
 
 
 def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:

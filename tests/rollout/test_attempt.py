@@ -244,6 +244,8 @@ COMMAND = """
     assert task == json.loads(os.environ["AREAL_AGENTS_TASK"])
     assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
     assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
+    assert os.environ["GOOGLE_GEMINI_BASE_URL"] == os.environ["ANTHROPIC_BASE_URL"]
+    assert os.environ["GEMINI_API_KEY"] == os.environ["OPENAI_API_KEY"]
     OpenAI().chat.completions.create(model="m", max_tokens=2, messages=[{"role": "user", "content": "Hi"}])
     root = os.environ["OPENAI_BASE_URL"].split("/e/")[0]
     request = urllib.request.Request(

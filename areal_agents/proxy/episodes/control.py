@@ -84,7 +84,8 @@ class Control:
         key = self._new_key()
         session = await self._sessions.open(new_episode(body, key, self._config.group_size))
         root = f"{self._public_url(request)}/e/{key}"
-        urls = {"base_url": f"{root}/v1", "base_urls": {"openai": f"{root}/v1", "anthropic": root}}
+        base_urls = {"openai": f"{root}/v1", "anthropic": root, "google": root}
+        urls = {"base_url": f"{root}/v1", "base_urls": base_urls}
         return _json({"id": session.id, "key": key, **urls, "index": session.row.index})
 
     async def list(self, request: Request) -> Response:

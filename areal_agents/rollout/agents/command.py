@@ -93,6 +93,8 @@ def _variables(task: str, ep: Episode) -> dict[str, str]:
         "OPENAI_API_KEY": ep.api_key,
         "ANTHROPIC_BASE_URL": ep.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": ep.api_key,
+        "GOOGLE_GEMINI_BASE_URL": ep.base_url.removesuffix("/v1"),
+        "GEMINI_API_KEY": ep.api_key,
         EPISODE_ID_VARIABLE: ep.id,
     }
     return {**variables, TASK_VARIABLE: task} if len(task) <= LONGEST_VARIABLE else variables

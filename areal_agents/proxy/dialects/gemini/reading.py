@@ -175,8 +175,8 @@ def _output(config: Fields) -> Grammar | None:
         refuse(f"only one of {found[0]} and {found[1]} may be set", found[1])
     if kind in _TEXT_TYPES:
         refuse(f"{found[0]} needs responseMimeType: {_JSON_TYPE}", "responseMimeType")
-    schema = config[found[0]]
-    return reading.json_grammar(json_schema(schema) if found[0] == "responseSchema" else schema, found[0])
+    # gemini-cli sends Google's form of a schema in the field for JSON Schema, too.
+    return reading.json_grammar(json_schema(config[found[0]]), found[0])
 
 
 def _refuse_other_modalities(config: Fields) -> None:
@@ -226,9 +226,8 @@ def _function(value: Any, where: str) -> dict[str, Any]:
         refuse("a function declaration must have a name", f"{where}.name")
     if not isinstance(description, str):
         refuse("a description must be a string", f"{where}.description")
-    parameters = fields.get("parametersJsonSchema")
-    if parameters is None:
-        parameters = json_schema(fields.get("parameters"))
+    given = fields.get("parametersJsonSchema")
+    parameters = json_schema(fields.get("parameters") if given is None else given)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
