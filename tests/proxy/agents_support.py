@@ -453,9 +453,8 @@ class GeminiAgent(Agent):
             if candidate.finish_reason:
                 finish[candidate.index or 0] = candidate.finish_reason.value
         parts = [each for _, each in sorted(found.items())]
-        self._parts = [[_json_of(part) for part in each] for each in parts]
         turns = sibling_ids(answers[0].response_id, len(parts))
-        return [
+        replies = [
             Reply(
                 turn,
                 "".join(part.text or "" for part in each if not part.thought),
@@ -470,6 +469,10 @@ class GeminiAgent(Agent):
             )
             for index, (turn, each) in enumerate(zip(turns, parts, strict=True))
         ]
+        self._answered = [
+            (reply, [_json_of(part) for part in each]) for reply, each in zip(replies, parts, strict=True)
+        ]
+        return replies
 
     def say(self, text: str) -> None:
         self.history.append([{"role": "user", "parts": [{"text": text}]}])
@@ -481,7 +484,7 @@ class GeminiAgent(Agent):
     def replayed(self, reply: Reply, mutation: Mutation) -> list[Any]:
         out = []
         said = False
-        for raw in self._parts[0]:
+        for raw in next(parts for known, parts in reversed(self._answered) if known == reply):
             part = {**raw}
             if not mutation.item_ids:
                 part.pop("thoughtSignature", None)
