@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 Schema = dict[str, Any]
@@ -108,6 +109,37 @@ MESSAGES = _object(
     stop_sequences=_some(TEXT),
     **SAMPLING,
 )
+PART: Schema = {
+    "oneOf": [
+        _object(["text"], text=TEXT, thought={"type": "boolean"}, thoughtSignature=TEXT),
+        _object(["functionCall"], functionCall=_object(["name"], name=TEXT, id=TEXT, args=METADATA)),
+        _object(
+            ["functionResponse"], functionResponse=_object(["name"], name=TEXT, id=TEXT, response=METADATA)
+        ),
+    ]
+}
+CONTENT = _object(["parts"], role=_one_of("user", "model"), parts=_some(PART, least=1))
+DECLARATION = _object(["name"], name=TEXT, description=TEXT, parametersJsonSchema=PARAMETERS)
+GENERATION = _object(
+    [],
+    temperature=SAMPLING["temperature"],
+    topP=SAMPLING["top_p"],
+    topK=COUNT,
+    maxOutputTokens=COUNT,
+    candidateCount={"type": "integer", "minimum": 1, "maximum": 3},
+    stopSequences=_some(TEXT),
+    seed={"type": "integer"},
+    responseLogprobs={"type": "boolean"},
+    responseMimeType=_one_of("text/plain", "application/json"),
+    thinkingConfig=_object([], includeThoughts={"type": "boolean"}),
+)
+GEMINI = _object(
+    ["contents"],
+    contents=_some(CONTENT, least=1),
+    systemInstruction=CONTENT,
+    tools=_some(_object(["functionDeclarations"], functionDeclarations=_some(DECLARATION))),
+    generationConfig=GENERATION,
+)
 EPISODE = _object(
     [],
     task=_object(["id"], id=TEXT, input=METADATA),
@@ -128,6 +160,9 @@ POSTS: dict[str, Schema] = {
     "/v1/responses": RESPONSE,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": MESSAGES,
+    "/v1beta/models/{model}:generateContent": GEMINI,
+    "/v1beta/models/{model}:streamGenerateContent": GEMINI,
+    "/v1beta/models/{model}:countTokens": GEMINI,
     "/v1/embeddings": _object(["input"], input=TEXT, model=TEXT),
     "/episodes": EPISODE,
     "/rewards": REWARD,
@@ -139,6 +174,8 @@ POSTS: dict[str, Schema] = {
 GETS = (
     "/v1/models",
     "/v1/models/{model}",
+    "/v1beta/models",
+    "/v1beta/models/{model}",
     "/episodes",
     "/episodes/{episode}",
     "/metrics",
@@ -161,7 +198,7 @@ def document() -> Schema:
 
 
 def _common(path: str, *, headers: bool) -> Schema:
-    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    names = re.findall(r"{(\w+)}", path)
     parameters = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
     if headers:
         parameters += [{"name": name, "in": "header", "schema": TEXT} for name in _HEADERS]

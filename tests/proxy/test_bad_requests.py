@@ -159,6 +159,7 @@ _LARGE = "x" * 1_000_000
         ("/v1/responses", {"input": "x", "previous_response_id": _LARGE}),
         ("/v1/messages", {"messages": [USER], "max_tokens": 5, "tool_choice": {"type": _LARGE}}),
         ("/v1/messages", {"messages": [USER], "max_tokens": 5, "output_config": [_LARGE]}),
+        ("/v1beta/models/x:generateContent", {"contents": "x", "tools": [{_LARGE: {}}]}),
         ("/episodes", {"task": [_LARGE]}),
         ("/episodes", {"task": {"id": {"a": _LARGE}}}),
         ("/episodes", {"task": "t", "sampling": {_LARGE: 1}}),

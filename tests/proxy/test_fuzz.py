@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from agents_support import MESSAGES_SEARCH, RESPONSES_SEARCH
+from agents_support import GEMINI_SEARCH, MESSAGES_SEARCH, RESPONSES_SEARCH
 from grammar_support import (
     BYTE_FAULTS,
     HEADER_FAULTS,
@@ -203,7 +203,70 @@ completions_bodies = st.fixed_dictionaries(
     {"prompt": st.text(max_size=9) | st.lists(st.integers(-3, 300), max_size=4) | anything},
     optional={**dict.fromkeys(COMPLETIONS_FIELDS, anything), "stream": st.booleans() | anything},
 )
+google_parts = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": st.text(max_size=5) | anything,
+        "thought": st.booleans() | anything,
+        "thoughtSignature": st.just("YXJlYWwtMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAw") | anything,
+        "functionCall": st.fixed_dictionaries({"name": st.just("search"), "args": anything}) | anything,
+        "function_response": st.fixed_dictionaries({"name": st.just("search"), "response": anything})
+        | anything,
+        "inlineData": anything,
+    },
+)
+google_contents = st.fixed_dictionaries(
+    {"parts": st.lists(google_parts, max_size=3) | google_parts | anything},
+    optional={"role": st.sampled_from(["user", "model", "function"]) | anything},
+)
+google_schemas = st.recursive(
+    st.sampled_from([{"type": "STRING"}, {"type": "NUMBER", "nullable": True}]) | anything,
+    lambda inner: st.fixed_dictionaries(
+        {"type": st.sampled_from(["OBJECT", "ARRAY"])},
+        optional={"items": inner, "properties": st.dictionaries(st.text("ab", max_size=1), inner, max_size=2),
+                  "anyOf": st.lists(inner, max_size=2), "property_ordering": anything, "minItems": anything},
+    ),
+    max_leaves=4,
+)  # fmt: skip
+GENERATION_FIELDS = [
+    "temperature", "topP", "topK", "candidateCount", "maxOutputTokens", "stopSequences", "seed", "logprobs",
+    "responseLogprobs", "responseMimeType", "responseJsonSchema", "responseModalities", "thinkingConfig",
+    "presencePenalty", "speechConfig",
+]  # fmt: skip
+google_bodies = st.fixed_dictionaries(
+    {"contents": st.lists(google_contents, max_size=4) | st.text(max_size=5) | anything},
+    optional={
+        **dict.fromkeys(["model", "stream", "alt", "safetySettings", "cachedContent"], anything),
+        "generateContentRequest": anything,
+        "system_instruction": google_contents | anything,
+        "generationConfig": st.fixed_dictionaries(
+            {}, optional={**dict.fromkeys(GENERATION_FIELDS, anything), "responseSchema": google_schemas}
+        )
+        | anything,
+        "tool_config": st.fixed_dictionaries(
+            {"functionCallingConfig": st.fixed_dictionaries(
+                {"mode": st.sampled_from(["AUTO", "ANY", "NONE", "VALIDATED"]) | anything,
+                 "allowedFunctionNames": st.just(["search"]) | anything})}
+        ),
+        "tools": st.just([{"functionDeclarations": [GEMINI_SEARCH]}])
+        | st.lists(
+            st.fixed_dictionaries(
+                {"function_declarations": st.lists(
+                    st.fixed_dictionaries({"name": st.just("x") | anything, "parameters": google_schemas}),
+                    max_size=2)
+                 | anything}
+            ),
+            max_size=2,
+        )
+        | anything,
+    },
+)  # fmt: skip
+GOOGLE = "/v1beta/models/x:"
 BODIES: dict[str, st.SearchStrategy[Any]] = {
+    GOOGLE + "generateContent": google_bodies,
+    GOOGLE + "streamGenerateContent": google_bodies,
+    GOOGLE + "streamGenerateContent?alt=sse": google_bodies,
+    GOOGLE + "countTokens": google_bodies,
     "/v1/chat/completions": chat_bodies,
     "/v1/completions": completions_bodies,
     "/v1/responses": responses_bodies,
@@ -218,7 +281,8 @@ header_values = st.text(st.characters(min_codepoint=32, max_codepoint=255), max_
 )
 odd_headers = st.dictionaries(
     st.sampled_from(
-        ["authorization", "x-api-key", "x-stainless-retry-count", "idempotency-key", "x-episode-label",
+        ["authorization", "x-api-key", "x-goog-api-key", "x-stainless-retry-count", "idempotency-key",
+         "x-episode-label",
          "session-id", "x-claude-code-agent-id", "content-type", "accept", "anthropic-version", "user-agent",
          "x-forwarded-proto", "x-forwarded-host", "connection", "content-encoding", "origin", "cookie"]
     ),
@@ -232,7 +296,9 @@ odd_paths = st.one_of(
          "/v1/messages/batches",
          "/v1/responses/resp_1", "/episodes/", "/episodes/x/y", "/groups//drop", "/groups/a/b/drop",
          "/metrics",
-         "/health", "/ready", "/rewards", "/v1/models/a/b", "/v1/models/", "//v1/models", "/v1/../episodes",
+         "/health", "/ready", "/rewards", "/v1/models/a/b", "/v1/models/", "/v1beta/models/",
+         "/v1beta/models/x:y", "/v1beta/x", "/v1/models/:generateContent", "/e/v1/v1beta/models/x:countTokens",
+         "/v1beta/models/%00:countTokens", "//v1/models", "/v1/../episodes",
          "/e/%00/v1/chat/completions", "/e/%ff%fe/v1/messages", "/episodes/%00",
          "/episodes?split=%00&status=x"]
     ),
@@ -275,7 +341,9 @@ def check(response: httpx.Response, sent: Any) -> None:
     if response.status_code < 400 or response.request.method == "HEAD" or response.status_code == 426:
         return
     data = response.json()
-    if "/v1/messages" in response.request.url.path:
+    if "/v1beta/" in response.request.url.path:
+        assert set(data["error"]) == {"code", "message", "status", "details"}, (sent, text)
+    elif "/v1/messages" in response.request.url.path:
         assert set(data) == {"type", "error"} and set(data["error"]) == {"type", "message"}, (sent, text)
     else:
         assert set(data["error"]) == {"message", "type", "param", "code"}, (sent, text)

@@ -13,6 +13,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": "x"},
     "/v1/responses": {"input": "x"},
+    "/v1beta/models/x:generateContent": {"contents": "x"},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from areal_agents.proxy.dialects.gemini.reading import camel
+from areal_agents.proxy.dialects.gemini.reading import camel, ignored_settings
 from areal_agents.proxy.dialects.responses.tools import hosted_tools
 
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"}
@@ -53,6 +53,8 @@ def ignored_fields(dialect: str, body: Mapping[str, Any]) -> tuple[str, ...]:
     ignored = {
         name for name, value in fields.items() if name not in honoured and value not in (None, [], {}, "")
     }
+    if dialect == "gemini":
+        ignored.update(ignored_settings(fields))
     if dialect == "responses":
         ignored.update(f"tools: {kind}" for kind in hosted_tools(body))
     return tuple(sorted(ignored))

@@ -35,6 +35,13 @@ _JSON_TYPE = "application/json"
 _ANY_JSON = Grammar("json_schema", '{"anyOf": [{"type": "object"}, {"type": "array"}]}')
 _SCHEMAS = ("responseSchema", "responseJsonSchema", "_responseJsonSchema")
 _MOST_TOP_LOGPROBS = 20
+_SETTINGS = frozenset(
+    {
+        *_SCHEMAS, "candidateCount", "frequencyPenalty", "logprobs", "maxOutputTokens", "presencePenalty",
+        "responseLogprobs", "responseMimeType", "responseModalities", "seed", "stopSequences", "temperature",
+        "topK", "topP",
+    }
+)  # fmt: skip
 _DATA = ("text", "functionCall", "functionResponse")  # the fields of a part of which it has one
 
 
@@ -72,6 +79,18 @@ def read_count(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
 def generation_config(fields: Mapping[str, Any]) -> Fields:
     """Return `generationConfig` of a body; {} without one."""
     return _object(fields, "generationConfig", "generationConfig")
+
+
+def ignored_settings(fields: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a body, within its generationConfig, that have no effect."""
+    config = fields.get("generationConfig")
+    settings = camel(config) if isinstance(config, dict) else {}
+    thinking = settings.pop("thinkingConfig", None)
+    inner = camel(thinking) if isinstance(thinking, dict) else {}
+    return [
+        *(f"generationConfig.{name}" for name in settings if name not in _SETTINGS),
+        *(f"generationConfig.thinkingConfig.{name}" for name in inner if name != "includeThoughts"),
+    ]
 
 
 def wants_thoughts(fields: Mapping[str, Any]) -> bool:
