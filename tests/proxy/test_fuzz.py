@@ -297,8 +297,9 @@ odd_paths = st.one_of(
          "/v1/responses/resp_1", "/episodes/", "/episodes/x/y", "/groups//drop", "/groups/a/b/drop",
          "/metrics",
          "/health", "/ready", "/rewards", "/v1/models/a/b", "/v1/models/", "/v1beta/models/",
-         "/v1beta/models/x:y", "/v1beta/x", "/v1/models/:generateContent", "/e/v1/v1beta/models/x:countTokens",
-         "/v1beta/models/%00:countTokens", "//v1/models", "/v1/../episodes",
+         "/v1beta/models/x:y", "/v1beta/x", "/v1/models/:generateContent",
+         "/e/v1/v1beta/models/x:countTokens", "/v1beta/models/%00:countTokens",
+         "//v1/models", "/v1/../episodes",
          "/e/%00/v1/chat/completions", "/e/%ff%fe/v1/messages", "/episodes/%00",
          "/episodes?split=%00&status=x"]
     ),

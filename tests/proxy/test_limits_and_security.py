@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 from agents_support import AGENTS
 from anthropic import Anthropic
+from google.genai import errors as google_errors
 from openai import OpenAI
 from proxy_support import SEARCH, RunningProxy, running_proxy
 from record_support import ObservedEngine, burst, until
@@ -34,6 +35,7 @@ PATHS = {
     "completions": ("/v1/completions", {"prompt": "Where?"}),
     "responses": ("/v1/responses", {"input": "Where?"}),
     "messages": ("/v1/messages", {"messages": [USER], "max_tokens": 9}),
+    "gemini": ("/v1beta/models/x:generateContent", {"contents": "Where?"}),
     "counting": ("/v1/messages/count_tokens", {"messages": [USER]}),
 }
 CALLS = [name for name in PATHS if name != "counting"]
@@ -47,6 +49,9 @@ def refused(response: httpx.Response, dialect: str, status: int, kind: str) -> s
     if dialect in ("messages", "counting"):
         assert set(data) == {"type", "error"} and data["type"] == "error"
         assert set(data["error"]) == {"type", "message"} and data["error"]["type"] == kind
+    elif dialect == "gemini":
+        assert set(data["error"]) == {"code", "message", "status", "details"}
+        assert data["error"]["details"][0]["reason"] == kind.upper()
     else:
         assert set(data["error"]) == {"message", "type", "param", "code"} and data["error"]["code"] == kind
     message: str = data["error"]["message"]
@@ -168,6 +173,7 @@ TOO_MANY: dict[str, dict[str, Any]] = {
     "chat": {"messages": [USER] * 4},
     "responses": {"input": [USER] * 4},
     "messages": {"messages": [USER] * 4, "max_tokens": 9},
+    "gemini": {"contents": ["Where?"] * 4},
     "counting": {"messages": [USER] * 4},
 }
 
@@ -181,7 +187,8 @@ def test_a_body_has_a_largest_size_and_form(limited: RunningProxy, dialect: str)
     for content in (b"{", b"[]", b"\xff\xfe", b'{"messages": NaN}', b'"text"'):
         kind = "invalid_request_error" if is_messages else None
         answer = limited.http.post(path, content=content)
-        refused(answer, dialect, 400, kind or answer.json()["error"]["code"])
+        code = "not_finite" if b"NaN" in content else "invalid_json"
+        refused(answer, dialect, 400, kind or code)
     zipped = limited.http.post(path, content=b"x", headers={"content-encoding": "gzip"})
     refused(zipped, dialect, 415, "invalid_request_error" if is_messages else "unsupported_encoding")
 
@@ -197,12 +204,17 @@ def test_a_conversation_has_a_most_of_messages(limited: RunningProxy, dialect: s
 @pytest.mark.parametrize("dialect", CALLS)
 def test_a_completion_has_a_most_of_tokens(limited: RunningProxy, dialect: str) -> None:
     path, body = PATHS[dialect]
-    field = {"responses": "max_output_tokens"}.get(dialect, "max_tokens")
+
+    def limited_to(tokens: int) -> dict[str, Any]:
+        if dialect == "gemini":
+            return {**body, "generationConfig": {"maxOutputTokens": tokens}}
+        return {**body, {"responses": "max_output_tokens"}.get(dialect, "max_tokens"): tokens}
+
     limited.engine.reset()
-    answer = limited.http.post(path, json={**body, field: 21})
+    answer = limited.http.post(path, json=limited_to(21))
     assert answer.status_code == 400 and "at most 20 tokens" in answer.text and not limited.engine.calls
     limited.engine.script = lambda call: "word " * 50
-    assert limited.http.post(path, json={**body, field: 20}).status_code == 200
+    assert limited.http.post(path, json=limited_to(20)).status_code == 200
     if dialect != "messages":  # which must say how many
         assert limited.http.post(path, json=body).status_code == 200
     limits = [call.sampling.max_new_tokens for call in limited.engine.calls]
@@ -260,8 +272,11 @@ def test_a_sealed_episode_takes_no_calls(guarded: RunningProxy, dialect: str, en
     body = {"error": "it gave up"} if end == "fail" else {}
     assert guarded.http.post(f"/episodes/{episode['id']}/{end}", json=body).status_code == 200
     for streamed in (False, True):
-        with pytest.raises((openai.ConflictError, anthropic.ConflictError)) as caught:
+        with pytest.raises(
+            (openai.ConflictError, anthropic.ConflictError, google_errors.ClientError)
+        ) as caught:
             agent.ask(streamed=streamed)
+        assert caught.value.response.status_code == 409
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert episode["key"] not in str(caught.value)
     agent.close()
@@ -409,6 +424,7 @@ def test_an_upstream_that_is_away(passed: tuple[RunningProxy, Upstream], dialect
     proxy, _ = passed
     path, body = PATHS[dialect]
     episode = proxy.open_episode()
+    path = path.replace("/x:generate", "/away:streamGenerate" if stream else "/away:generate")
     answer = proxy.http.post(f"/e/{episode['key']}{path}", json={**body, "model": "away", "stream": stream})
     refused(answer, dialect, 503, "overloaded_error" if dialect == "messages" else "engine_unavailable")
     assert proxy.tokens(episode)["turns"] == [] and proxy.engine.calls == []
