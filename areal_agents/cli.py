@@ -338,20 +338,43 @@ def doctor(
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A run's configuration, whose proxy.volatile is applied.")
+        Path | None,
+        typer.Option(
+            help="A run's configuration, whose proxy.volatile is applied; with --rewards, whose rewards are "
+            "examined."
+        ),
+    ] = None,
+    rewards: Annotated[
+        bool,
+        typer.Option(
+            "--rewards", help="Examine the rewards of --config instead: what is earned without the work."
+        ),
+    ] = False,
+    tasks: Annotated[int, typer.Option(min=1, help="With --rewards: most tasks that are played.")] = 8,
+    answer: Annotated[
+        str | None, typer.Option(help="With --rewards: the field of a task that holds its answer.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of the agent, in seconds.")] = 120.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Also print the report as one JSON object, on the last line.")
     ] = False,
 ) -> None:
-    """Run one episode of your agent, and report what prevents or impairs training it."""
+    """Run one episode of your agent, and report what prevents or impairs training it.
+
+    With --rewards, play tasks of a configuration with policies that do none of the work, and report what they
+    earn.
+    """
     import orjson
 
     from areal_agents.config import load_config
     from areal_agents.config.models import model_folder
     from areal_agents.doctor import examine, read_task, show
 
+    if rewards:
+        if config is None or command or agent or reward:
+            raise typer.BadParameter("--rewards takes the agent and its rewards from --config")
+        _doctor_of_rewards(config, tasks=tasks, answer=answer, timeout_s=timeout, as_json=as_json)
+        return
     volatile = load_config(config, weights=False).proxy.volatile if config else {}
     report = examine(
         function=agent, command=command or (), task=read_task(task), reward=reward,
@@ -359,6 +382,36 @@ def doctor(
         engine_url=engine_url, volatile=volatile, timeout_s=timeout,
     )  # fmt: skip
     show(report, Console(soft_wrap=True))
+    if as_json:
+        print(orjson.dumps(report.to_dict()).decode())
+    if report.verdict == "cannot":
+        raise typer.Exit(1)
+
+
+def _doctor_of_rewards(
+    path: Path, *, tasks: int, answer: str | None, timeout_s: float, as_json: bool
+) -> None:
+    import orjson
+
+    from areal_agents.config import load_config
+    from areal_agents.doctor.rewards import examine_rewards, show_rewards
+    from areal_agents.rollout.data import load_tasks
+
+    loaded = load_config(path, weights=False)
+    progress = Console(stderr=True, soft_wrap=True)
+    report = examine_rewards(
+        load_tasks(loaded.data, seed=loaded.seed).epoch(0),
+        most_tasks=tasks,
+        agent=loaded.agent,
+        reward=loaded.reward,
+        limits=loaded.rollout.limits,
+        proxy=loaded.proxy.model_copy(update={"admin_key": None, "project_keys": (), "port": 0}),
+        group_size=loaded.rollout.group_size,
+        answer_field=answer,
+        timeout_s=timeout_s,
+        say=lambda text: progress.print(text, markup=False, highlight=False),
+    )
+    show_rewards(report, Console(soft_wrap=True))
     if as_json:
         print(orjson.dumps(report.to_dict()).decode())
     if report.verdict == "cannot":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +30,12 @@ class Finding:
     what: str
     fix: str
     yaml: str = ""
+
+
+def verdict_of(findings: Sequence[Finding]) -> Verdict:
+    """Return the verdict, which the worst finding determines."""
+    severities = {finding.severity for finding in findings}
+    return "cannot" if "error" in severities else "remarks" if "remark" in severities else "ok"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +149,8 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict, which the worst finding determines."""
-        severities = {finding.severity for finding in self.findings}
-        return "cannot" if "error" in severities else "remarks" if "remark" in severities else "ok"
+        """See `verdict_of`."""
+        return verdict_of(self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dict for JSON."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from areal_agents.doctor.report import WORDS, Facts, Report, Severity
+from areal_agents.doctor.report import WORDS, Facts, Finding, Report, Severity, Verdict
 
 _STYLES: Mapping[Severity, str] = {"error": "bold red", "remark": "yellow", "note": "dim"}
 _VERDICT_STYLES = {"ok": "bold green", "remarks": "bold yellow", "cannot": "bold red"}
@@ -20,14 +20,20 @@ def show(report: Report, console: Console) -> None:
     for name, value in _rows(report):
         table.add_row(name, escape(value))
     console.print(table)
-    for finding in report.findings:
+    show_findings(report.findings, report.verdict, WORDS, console)
+
+
+def show_findings(
+    findings: Sequence[Finding], verdict: Verdict, words: Mapping[Verdict, str], console: Console
+) -> None:
+    """Print findings with their fixes, and the verdict in these words."""
+    for finding in findings:
         style = _STYLES[finding.severity]
         console.print(f"\n[{style}]{finding.severity}[/]  {escape(finding.what)}", highlight=False)
         console.print(f"        → {escape(finding.fix)}", highlight=False)
         if finding.yaml:
             console.print(finding.yaml.rstrip(), markup=False, highlight=False, soft_wrap=True)
-    style = _VERDICT_STYLES[report.verdict]
-    console.print(f"\nverdict: [{style}]{WORDS[report.verdict]}[/]", highlight=False)
+    console.print(f"\nverdict: [{_VERDICT_STYLES[verdict]}]{words[verdict]}[/]", highlight=False)
 
 
 def _rows(report: Report) -> list[tuple[str, str]]:

@@ -1,0 +1,130 @@
+"""Players: policies that do none of the work of a task, and one that knows its answer.
+
+A player is a script for the scripted engine, made for one task. All but `tools` answer in text and never call
+a tool, so that what they earn is earned without one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_agents.core.rollout import Task
+from areal_agents.doctor.scripted_model import ScriptedModel
+from areal_agents.rendering import ChatRenderer
+from areal_agents.testing import Script, ScriptedReply
+
+ANSWER_FIELDS = (
+    "answer", "expected_answer", "expected", "ground_truth", "gold", "target", "solution", "label",
+    "reference",
+)  # fmt: skip
+# How an answer may have to be written, the plain answer first; %s is the answer.
+ANSWER_FORMS = ("%s", "<answer>%s</answer>", "\\boxed{%s}", "#### %s", "The answer is: %s")
+TRUNCATED_TOKENS = 32  # limit of the replies of the player whose replies are cut off
+_FILLER = "Let me think about this step by step, and look at every part of the question again. " * 40
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """A policy that plays every task in the same way.
+
+    Attributes:
+        what: what it does, as the rest of a sentence that begins with its name.
+        script: returns the script for a task, or None if it cannot play the task.
+        knows: whether it knows the answers of the tasks.
+        guesses: whether it gives an answer that is right for some tasks.
+        max_tokens: the limit of its replies in tokens, which cuts them off; None: that of the run.
+        marks: the texts that it puts around the answer.
+    """
+
+    name: str
+    what: str
+    script: Callable[[Task], Script | None]
+    knows: bool = False
+    guesses: bool = False
+    max_tokens: int | None = None
+    marks: tuple[str, ...] = ()
+
+
+def players_for(tasks: Sequence[Task], answer_field: str | None, renderer: ChatRenderer) -> Iterator[Player]:
+    """Yield the players for a data set; without known answers, none that needs them.
+
+    Args:
+        answer_field: the field of a task that holds its answer; None: the first of ANSWER_FIELDS that it has.
+        renderer: renders the calls of tools.
+    """
+    answers = [known for task in tasks if (known := answer_of(task, answer_field)) is not None]
+    yield Player("empty", "answers with nothing", lambda _: _say(""))
+    yield Player("constant", "always answers 'I do not know.'", lambda _: _say("I do not know."))
+    yield Player(
+        "echo", "repeats the longest string of the task", lambda task: _say(_longest(task, answer_field))
+    )
+    yield Player(
+        "tool-less",
+        "claims success and calls no tool",
+        lambda _: _say("I have checked everything carefully. The task is done, and all tests pass."),
+    )
+    yield Player(
+        "truncated",
+        "is cut off before it answers",
+        lambda _: _say(_FILLER),
+        max_tokens=TRUNCATED_TOKENS,
+    )
+    yield Player(
+        "tools", "calls the tools with made-up arguments, then answers", lambda _: ScriptedModel(renderer)
+    )
+    if not answers:
+        return
+    ((common, count),) = Counter(answers).most_common(1)
+    if 1 < count < len(answers):
+        what = f"always gives the most frequent answer, {common!r:.40}"
+        yield Player("frequent", what, lambda _: _say(common), guesses=True)
+    for form in ANSWER_FORMS:
+        is_plain = form == "%s"
+        yield Player(
+            "right answer" if is_plain else form % "…",
+            "gives the right answer" if is_plain else "gives the right answer in this form",
+            lambda task, form=form: _say_answer(answer_of(task, answer_field), form),  # type: ignore[misc]
+            knows=True,
+            marks=tuple(filter(None, map(str.strip, form.split("%s")))),
+        )
+
+
+def answer_of(task: Task, field: str | None) -> str | None:
+    """Return the answer that a task holds, as text; None if it holds none."""
+    for name in (field,) if field else ANSWER_FIELDS:
+        value = task.input.get(name)
+        if isinstance(value, list) and value:
+            value = value[0]  # one of several that are accepted
+        if value is not None and value != "":
+            return value if isinstance(value, str) else json.dumps(value)
+    return None
+
+
+def _say(text: str) -> Script:
+    return lambda _: ScriptedReply(text)
+
+
+def _say_answer(answer: str | None, form: str) -> Script | None:
+    return None if answer is None else _say(form % answer)
+
+
+def _longest(task: Task, answer_field: str | None) -> str:
+    """Return the longest string of a task that is not its answer."""
+    answers = {answer_field, *ANSWER_FIELDS}
+    shown = {name: value for name, value in task.input.items() if name not in answers}
+    return max(_strings(shown), key=len, default="")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _strings(item)

@@ -1,0 +1,203 @@
+"""The doctor's look at rewards: what players earn that do none of the work, and what it says of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from areal_agents.core.rollout import Task
+from areal_agents.doctor import Finding
+from areal_agents.doctor.rewards import RewardReport, examine_rewards
+from areal_agents.doctor.rewards.facts import facts_of
+from areal_agents.doctor.rewards.report import Grade, PlayerGrades
+from areal_agents.errors import ConfigError
+from areal_agents.proxy import ProxyConfig
+from areal_agents.rollout.config import LimitsConfig, RewardConfig
+
+AGENT = Path(__file__).with_name("graded_agent.py")
+CAPITALS = {"France": "Paris", "Peru": "Lima", "Norway": "Oslo"}
+CHOICES = f"One of {', '.join(CAPITALS.values())}."
+
+
+def tasks_with(field: str = "answer", question: str = "The capital of {}? " + CHOICES) -> list[Task]:
+    return [Task(land, {"question": question.format(land), field: city}) for land, city in CAPITALS.items()]
+
+
+def examined(
+    reward: str | None,
+    *,
+    agent: str = "ask",
+    tasks: list[Task] | None = None,
+    time_s: float = 60.0,
+    **options: Any,
+) -> RewardReport:
+    given = {"group_size": 4, "most_tasks": 3, "limits": LimitsConfig(), "proxy": ProxyConfig(), **options}
+    config = RewardConfig(episode=f"{AGENT}:{reward}", time_s=time_s)
+    return examine_rewards(
+        tasks or tasks_with(), agent=f"{AGENT}:{agent}", reward=config if reward else None, **given
+    )
+
+
+def means(report: RewardReport) -> dict[str, float | None]:
+    return {player.name: player.mean for player in report.players}
+
+
+def serious(report: RewardReport) -> list[Finding]:
+    return [finding for finding in report.findings if finding.severity != "note"]
+
+
+def test_a_good_grader() -> None:
+    report = examined("exact")
+    assert means(report) == {
+        "empty": 0, "constant": 0, "echo": 0, "tool-less": 0, "truncated": 0, "tools": 0, "right answer": 1,
+        "<answer>…</answer>": 0, "\\boxed{…}": 0, "#### …": 0, "The answer is: …": 0,
+    }  # fmt: skip
+    assert report.verdict == "ok" and report.findings == []
+    facts = report.facts
+    assert (facts.tasks, facts.episodes, facts.failures, facts.scores) == (3, 33, 0, 2)
+    assert facts.best_form == "right answer" and facts.flat_tasks == ()
+    assert facts.equal_groups == pytest.approx(2 * 0.5**4)
+    assert facts.spread == pytest.approx((6 / 7 * 1 / 7) ** 0.5)
+    assert facts.grade_s is not None and 0 <= facts.grade_s <= facts.longest_grade_s  # type: ignore[operator]
+    by_name = {player.name: player for player in report.players}
+    assert [grade.task for grade in by_name["empty"].grades] == [*CAPITALS]
+
+
+def test_an_answer_that_is_searched_in_the_reply_is_found_in_a_list_of_all() -> None:
+    report = examined("contains")
+    (finding,) = [finding for finding in serious(report) if "'echo'" in finding.what]
+    assert report.verdict == "cannot" and finding.severity == "error"
+    assert finding.what.startswith(
+        "The player 'echo', which repeats the longest string of the task, earns 1 on"
+    )
+    assert "100% of what the right answer earns" in finding.what
+    assert means(report)["The answer is: …"] == 1
+
+
+def test_a_claim_of_success_that_is_paid() -> None:
+    report = examined("by_claim")
+    (finding,) = serious(report)
+    assert finding.severity == "remark" and "'tool-less', which claims success" in finding.what
+    assert "30% of what the right answer earns" in finding.what and "check the work" in finding.fix
+
+
+def test_a_grader_that_fails_on_what_it_cannot_read() -> None:
+    report = examined("boxed")
+    failed = report.findings[0]
+    assert report.verdict == "cannot" and failed.severity == "error"
+    assert (
+        failed.what.startswith("The reward function failed in 30 of 33 episodes.") and "no box" in failed.what
+    )
+    assert report.facts.failures == 30 and report.facts.best_form == "\\boxed{…}"
+
+
+@pytest.mark.parametrize(("question", "named"), [("{}?", False), ("{}? Write \\boxed{{…}}.", True)])
+def test_a_form_that_the_prompt_does_not_name(question: str, named: bool) -> None:
+    report = examined("boxed_or_nothing", tasks=tasks_with(question=question))
+    assert means(report)["\\boxed{…}"] == 1 and means(report)["right answer"] == 0
+    found = [finding.what for finding in serious(report) if "do not name this form" in finding.what]
+    assert found == ([] if named else [
+        "The right answer earns 0 as it is and 1 as '\\\\boxed{…}', and the prompts do not name this form."
+    ])  # fmt: skip
+
+
+def test_a_reward_that_nothing_earns() -> None:
+    report = examined("never")
+    said = " ".join(finding.what for finding in report.findings)
+    assert report.verdict == "cannot" and report.facts.equal_groups == 1 and report.facts.spread == 0
+    assert "All players earn the same in all tasks" in said
+    assert "The right answer earns no more than players that do not know it in any of 3 tasks" in said
+
+
+def test_the_most_frequent_answer_is_a_player_if_it_is_right_more_than_once() -> None:
+    tasks = [
+        Task(str(n), {"question": f"Is {n} even?", "answer": "yes" if n % 3 else "no"}) for n in range(6)
+    ]
+    report = examined("exact", tasks=tasks)
+    by_name = {player.name: player for player in report.players}
+    frequent = by_name["frequent"]
+    assert frequent.what == "always gives the most frequent answer, 'yes'"
+    assert frequent.scores == {"0": 0, "1": 1, "2": 1}
+    assert not any("no more than other players" in finding.what for finding in report.findings)
+
+
+def test_tasks_without_answers() -> None:
+    tasks = [Task("a", {"question": "?", "solved": "Paris"})]
+    report = examined("never", tasks=tasks)
+    assert "right answer" not in means(report) and report.facts.best_form is None
+    assert any("No task holds its answer" in finding.what for finding in report.findings)
+    with pytest.raises(ConfigError, match="no task has a field 'key'"):
+        examined("never", tasks=tasks, answer_field="key")
+    named = examined("exact", tasks=tasks_with(field="solved") + tasks, answer_field="solved")
+    assert "right answer" in means(named)
+
+
+def test_rewards_of_the_agent_itself_and_an_agent_that_raises() -> None:
+    report = examined(None, agent="ask_and_insist")
+    assert means(report)["right answer"] == 1 and means(report)["empty"] is None
+    (finding,) = serious(report)
+    assert finding.severity == "remark" and "The episode failed in 3 of 33 episodes" in finding.what
+    assert "ValueError: the model said nothing" in finding.what and "agent_error: score" in finding.fix
+    assert report.facts.grade_s is None
+
+
+def test_without_any_reward() -> None:
+    report = examined(None, agent="ask")
+    assert report.verdict == "cannot" and "no reward was given" in report.findings[0].what
+
+
+def test_noise_and_time() -> None:
+    moody = examined("moody", most_tasks=1)
+    assert any("gives the same episode different rewards" in finding.what for finding in moody.findings)
+    slow = examined("slow", most_tasks=1, time_s=0.5)
+    assert any("may take 0.5 s" in finding.what for finding in slow.findings)
+
+
+def test_a_truncated_episode_without_a_reward_has_that_of_the_proxy() -> None:
+    report = examined(
+        None, agent="ask", limits=LimitsConfig(max_turns=1), proxy=ProxyConfig(truncated_reward=-1)
+    )
+    assert report.facts.failures == report.facts.episodes  # no limit was reached, and no reward given
+
+
+def test_equal_groups_of_a_known_table() -> None:
+    def player(*scores: float | None) -> PlayerGrades:
+        return PlayerGrades("p", "", False, False, tuple(Grade(str(n), s) for n, s in enumerate(scores)))
+
+    facts = facts_of([player(0, 0, None), player(0, 1, None), player(0, 1, 0.5)], group_size=2)
+    # task 0: all equal; task 1: (1/3)² + (2/3)²; task 2: one score
+    assert facts.equal_groups == pytest.approx((1 + 5 / 9 + 1) / 3)
+    best = PlayerGrades("right", "", True, False, (Grade("0", 2),))
+    half = facts_of([player(0), player(1), best], group_size=3)
+    assert half.equal_groups == pytest.approx(0.5**3 + 2 * 0.25**3) and half.best_form == "right"
+    assert facts.flat_tasks == ("0", "2") and facts.failures == 2
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text(
+        "".join(
+            json.dumps({"question": f"{land}?", "answer": city}) + "\n" for land, city in CAPITALS.items()
+        )
+    )
+    config = {
+        "model": "quickstart",
+        "agent": f"{AGENT}:ask",
+        "data": {"path": "tasks.jsonl"},
+        "reward": f"{AGENT}:contains",
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "areal_agents", "doctor", "--rewards", "--config", str(path)]
+    done = subprocess.run([*command, "--tasks", "2", "--json"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "verdict:" in done.stdout and "task 2 of 2" in done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["facts"]["tasks"] == 2 and said["players"][0]["name"] == "empty"
+    wrong = subprocess.run([*command, "--", "python"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and "--rewards takes the agent" in wrong.stderr
