@@ -76,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "inference",
         "proxy",
         "rendering",
+        "rewards",
         "rollout",
         "sockets",
         "store",
