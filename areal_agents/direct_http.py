@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -88,10 +88,20 @@ def direct_openai_client() -> AsyncOpenAI:
     The proxy answers a repeated call with the reply to the first, so that retries sample nothing twice.
     The time limit of an episode bounds every call.
     """
-    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+    from openai import AsyncOpenAI
 
-    http = DefaultAsyncHttpxClient(trust_env=False, timeout=None)
+    http = direct_openai_transport()
     return AsyncOpenAI(base_url="http://unused", api_key="unused", timeout=None, http_client=http)
+
+
+def direct_openai_transport() -> Any:
+    """Return what the OpenAI client takes as its `http_client`, without a time limit.
+
+    Versions of openai differ in the package that it is of.
+    """
+    from openai import DefaultAsyncHttpxClient
+
+    return DefaultAsyncHttpxClient(trust_env=False, timeout=None)
 
 
 def openai_client_sync(*, base_url: str, api_key: str) -> OpenAI:

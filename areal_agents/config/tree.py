@@ -22,8 +22,8 @@ from areal_agents.config.environment import with_environment
 from areal_agents.config.profiles import with_profile
 from areal_agents.core.settings import Settings
 from areal_agents.environments.config import EnvironmentConfig
-from areal_agents.environments.environment import scheme_of
 from areal_agents.environments.line import EnvironmentLine
+from areal_agents.environments.schemes import scheme_of
 from areal_agents.errors import TaskEnvironmentError
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.expert_routing import expert_layout

@@ -1,4 +1,4 @@
-"""What an environment is, the schemes that there are, and how one is opened."""
+"""What an environment is, and how one is opened."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 from areal_agents.environments.line import EnvironmentLine
-from areal_agents.episode import Episode
+from areal_agents.environments.schemes import scheme_of
+from areal_agents.episode import Episode, RewardValue
 from areal_agents.errors import TaskEnvironmentError
 
 Split = Literal["train", "eval"]
@@ -27,50 +27,13 @@ class Environment(Protocol):
         """
         ...
 
-    async def play(self, task: Mapping[str, Any], ep: Episode) -> float | None:
+    async def play(self, task: Mapping[str, Any], ep: Episode) -> RewardValue | None:
         """Play one episode of a task, or of a row of the user's data, and return its reward."""
         ...
 
     async def close(self) -> None:
         """Release what the environment holds."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """An adapter.
-
-    Attributes:
-        module: the module whose function `open` takes an EnvironmentLine and returns an Environment.
-        package: the import name of the package that it needs; "": none.
-        requirement: what pip installs for it.
-        rewards: whether `play` returns the reward; otherwise the configuration's reward function gives it.
-        takes_data: whether its tasks may be rows of the user's data.
-    """
-
-    module: str
-    package: str = ""
-    requirement: str = ""
-    rewards: bool = True
-    takes_data: bool = False
-
-
-SCHEMES: Mapping[str, Scheme] = {
-    "reasoning-gym": Scheme("reasoning_gym", "reasoning_gym", "reasoning-gym"),
-    "tools": Scheme("tool_class", takes_data=True),
-    "textarena": Scheme("textarena", "textarena", "textarena"),
-    "gymnasium": Scheme("gymnasium", "gymnasium", "'gymnasium[toy-text]'"),
-    "mcp": Scheme("mcp_server", "mcp.client", "'mcp>=2'", rewards=False, takes_data=True),
-}
-
-
-def scheme_of(line: EnvironmentLine) -> Scheme:
-    """Return the scheme of a line. Raises TaskEnvironmentError if there is none of this name."""
-    if line.scheme not in SCHEMES:
-        raise TaskEnvironmentError(
-            f"there is no environment scheme {line.scheme!r} ({line.text!r}); there are {', '.join(SCHEMES)}"
-        )
-    return SCHEMES[line.scheme]
 
 
 def open_environment(line: EnvironmentLine) -> Environment:

@@ -22,11 +22,11 @@ from areal_agents.environments.environment import Split
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.own_thread import OwnThread
 from areal_agents.environments.players import Model, play_text_game
-from areal_agents.environments.seeds import SEED_OPTIONS, SeededTasks
+from areal_agents.environments.schemes import SCHEMES
+from areal_agents.environments.seeds import SeededTasks
 from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
 
-_OPTIONS: dict[str, Any] = {**SEED_OPTIONS, "max_turns": 100, "instructions": ""}
 _INTEGER = re.compile(r"-?\d+")
 
 
@@ -39,7 +39,7 @@ class Gymnasium:
     """An environment of Gymnasium."""
 
     def __init__(self, line: EnvironmentLine) -> None:
-        own, self._settings = line.take(**_OPTIONS)
+        own, self._settings = SCHEMES["gymnasium"].take(line)
         self._line, self._max_turns, self._instructions = line, own["max_turns"], own["instructions"]
         self._tasks = SeededTasks(line, own)
         try:

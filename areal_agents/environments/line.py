@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ class EnvironmentLine:
     Attributes:
         text: the line.
         scheme: the adapter, such as "reasoning-gym".
-        name: what the adapter opens, such as "countdown".
+        name: what the adapter opens, such as "countdown"; in the text, %3F stands for a question mark.
         options: the options; a value that is valid JSON is read as JSON, any other is a string.
     """
 
@@ -44,7 +45,8 @@ class EnvironmentLine:
         names = [name for name, _ in pairs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TaskEnvironmentError(f"{text!r} gives {', '.join(twice)} more than once")
-        return cls(text.strip(), scheme, name, {name: _value(value) for name, value in pairs})
+        options = {option: _value(value) for option, value in pairs}
+        return cls(text.strip(), scheme, _QUESTION_MARK.sub("?", name), options)
 
     def take(self, **defaults: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Split the options into those of `defaults`, completed by them, and the others.
@@ -69,15 +71,8 @@ class EnvironmentLine:
             taken[name] = value
         return taken, rest
 
-    def refuse(self, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-        """Raise TaskEnvironmentError if there are options, with the names of the known ones."""
-        if options:
-            raise TaskEnvironmentError(
-                f"{self.text!r}: {self.scheme} has no option {', '.join(sorted(options))}; it has "
-                f"{', '.join(sorted(known))}"
-            )
 
-
+_QUESTION_MARK = re.compile("%3[Ff]")
 _KINDS = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 

@@ -19,10 +19,9 @@ from mcp.client import Client
 from areal_agents.environments.environment import Split
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.players import Model, Tool, opening_messages, play_with_tools
+from areal_agents.environments.schemes import SCHEMES
 from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
-
-_OPTIONS: dict[str, Any] = {"max_turns": 16}
 
 
 def open(line: EnvironmentLine) -> McpServer:
@@ -34,8 +33,7 @@ class McpServer:
     """A server that speaks the Model Context Protocol."""
 
     def __init__(self, line: EnvironmentLine) -> None:
-        own, others = line.take(**_OPTIONS)
-        line.refuse(others, _OPTIONS)
+        own, _ = SCHEMES["mcp"].take(line)
         self._line, self._max_turns = line, own["max_turns"]
         self._model = Model()
         self._server: str | StdioServerParameters = line.name

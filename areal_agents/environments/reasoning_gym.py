@@ -19,10 +19,10 @@ from areal_agents.environments.environment import Split
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.own_thread import OwnThread
 from areal_agents.environments.players import Model
+from areal_agents.environments.schemes import SCHEMES
 from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
 
-_OPTIONS: dict[str, Any] = {"size": 1000, "held_out": 128, "seed": 0, "difficulty": -1, "system": ""}
 _HELD_OUT_SEED = 1 << 31  # the task at index i is generated from seed + i, and some data sets allow 32 bits
 _SYSTEM = "Think about the question. Then put the final answer alone between <answer> and </answer>."
 
@@ -40,7 +40,7 @@ class ReasoningGym:
             raise TaskEnvironmentError(
                 f"reasoning-gym has no data set {line.name!r}; it has {', '.join(sorted(DATASETS))}"
             )
-        own, settings = line.take(**_OPTIONS)
+        own, settings = SCHEMES["reasoning-gym"].take(line)
         size, held_out, seed = own["size"], own["held_out"], own["seed"]
         if size < 1 or held_out < 1 or seed < 0 or seed + max(size, held_out) > _HELD_OUT_SEED:
             raise TaskEnvironmentError(
@@ -114,8 +114,9 @@ class ReasoningGym:
             return make(config=config)
         except (AssertionError, TypeError, ValueError) as error:
             known = ", ".join(sorted({field.name for field in fields(config_type)} - {"size", "seed"}))
+            ours = ", ".join(option.name for option in SCHEMES["reasoning-gym"].options)
             raise TaskEnvironmentError(
-                f"{self._line.text!r}: {error}; its settings are {known}, beside {', '.join(_OPTIONS)}"
+                f"{self._line.text!r}: {error}; its settings are {known}, beside {ours}"
             ) from error
 
     def _at(self, difficulty: int, **given: int) -> Any:

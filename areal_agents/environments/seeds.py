@@ -9,12 +9,15 @@ from areal_agents.environments.environment import Split
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.errors import TaskEnvironmentError
 
-SEED_OPTIONS: Mapping[str, int] = {"size": 1000, "held_out": 64, "seed": 0}
 _HELD_OUT = 1 << 30  # the first held-out seed is this far from the first of training
 
 
 class SeededTasks:
-    """The tasks of a line with SEED_OPTIONS. Raises TaskEnvironmentError if an option is out of range."""
+    """The tasks of a line with the options size, held_out and seed.
+
+    Raises:
+        TaskEnvironmentError: an option is out of range.
+    """
 
     def __init__(self, line: EnvironmentLine, options: Mapping[str, int]) -> None:
         self._counts: Mapping[Split, int] = {"train": options["size"], "eval": options["held_out"]}

@@ -18,11 +18,11 @@ from areal_agents.environments.environment import Split
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.own_thread import OwnThread
 from areal_agents.environments.players import Model, play_text_game
-from areal_agents.environments.seeds import SEED_OPTIONS, SeededTasks
+from areal_agents.environments.schemes import SCHEMES
+from areal_agents.environments.seeds import SeededTasks
 from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
 
-_OPTIONS: dict[str, Any] = {**SEED_OPTIONS, "max_turns": 100}
 _STARTING = threading.Lock()  # a game seeds the global generator of `random`, and uses it while it begins
 
 
@@ -35,7 +35,7 @@ class TextArena:
     """A game of TextArena."""
 
     def __init__(self, line: EnvironmentLine) -> None:
-        own, self._settings = line.take(**_OPTIONS)
+        own, self._settings = SCHEMES["textarena"].take(line)
         self._line, self._max_turns = line, own["max_turns"]
         self._tasks = SeededTasks(line, own)
         known = textarena.envs.registration.ENV_REGISTRY

@@ -22,11 +22,11 @@ from areal_agents.environments.environment import Split
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.own_thread import OwnThread
 from areal_agents.environments.players import Model, Tool, opening_messages, play_with_tools
+from areal_agents.environments.schemes import SCHEMES
 from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
 from areal_agents.user_functions import describe, load_function
 
-_OPTIONS: dict[str, Any] = {"max_turns": 16}
 _NO_TOOLS = {"reset", "tasks", "close", "get_reward"}
 
 
@@ -39,11 +39,8 @@ class ToolClass:
     """A user's class of environments, one object for each episode."""
 
     def __init__(self, line: EnvironmentLine) -> None:
-        own, others = line.take(**_OPTIONS)
-        line.refuse(others, _OPTIONS)
+        own, _ = SCHEMES["tools"].take(line)
         self._line, self._max_turns = line, own["max_turns"]
-        if self._max_turns < 1:
-            raise TaskEnvironmentError(f"{line.text!r}: max_turns must be at least 1")
         self._make = load_function(line.name, TaskEnvironmentError)
         self._model = Model()
         if not callable(getattr(self._make, "reset", None)):

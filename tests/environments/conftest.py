@@ -16,6 +16,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
+@pytest.fixture(scope="session")
+def python(request: pytest.FixtureRequest) -> str:
+    """The interpreter of an environment with the packages (`make environments`)."""
+    return str(request.config.getoption("--environments"))
+
+
 @pytest.fixture(autouse=True)
 def path_as_before() -> Iterator[None]:
     """Loading a class puts its folder on sys.path, which every later test would search too."""

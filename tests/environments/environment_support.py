@@ -9,8 +9,9 @@ from typing import Any
 from integration_support import Stack
 
 from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.environments.environment import Split
 from areal_agents.episode import Episode
-from areal_agents.rollout.agents.environment_agent import environment_agent
+from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
 from areal_agents.testing import Script, ScriptedCall, ScriptedReply
 
 REQUEST_S = 60.0
@@ -41,6 +42,11 @@ def played(
             await agent.close()
 
     return asyncio.run(play())
+
+
+def tasks(use: str, python: str, split: Split = "train") -> list[dict[str, Any]]:
+    """The tasks of a split of an environment in another interpreter."""
+    return environment_tasks(EnvironmentConfig(use=use, python=python), split)
 
 
 class Heard:

@@ -9,23 +9,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from environment_support import Heard, played
+from environment_support import Heard, played, tasks
 from integration_support import Stack
 
-from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.errors import AgentError, TaskEnvironmentError
-from areal_agents.rollout.agents.environment_agent import environment_tasks
 
 pytestmark = pytest.mark.environments
-
-
-@pytest.fixture(scope="session")
-def python(request: pytest.FixtureRequest) -> str:
-    return str(request.config.getoption("--environments"))
-
-
-def tasks(use: str, python: str, split: str = "train") -> list[dict[str, object]]:
-    return environment_tasks(EnvironmentConfig(use=use, python=python), split)  # type: ignore[arg-type]
 
 
 def test_reasoning_gym_generates_and_grades(stack: Stack, python: str) -> None:

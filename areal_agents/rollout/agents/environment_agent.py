@@ -13,8 +13,9 @@ from typing import Any
 
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.environments.config import EnvironmentConfig
-from areal_agents.environments.environment import Environment, Split, open_environment, scheme_of
+from areal_agents.environments.environment import Environment, Split, open_environment
 from areal_agents.environments.line import EnvironmentLine
+from areal_agents.environments.schemes import scheme_of
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, TaskEnvironmentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
