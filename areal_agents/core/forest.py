@@ -170,6 +170,16 @@ class Forest:
         """A continuation that starts a new root although `parent` was found."""
         return Continuation(None, tuple(messages), Fork(parent.id, reason, len(messages) - len(new_messages)))
 
+    def rewritten(
+        self, parent: Turn, messages: Sequence[Message], new_messages: Sequence[Message], tools_id: str = ""
+    ) -> Continuation:
+        """A continuation that starts a new root although `parent` was found, because the client put replies
+        behind it that are not recorded there: replies of its own, or recorded ones in another order."""
+        fork = explain(self.trajectories(), messages, tools_id)
+        if fork.reason in ("reordered", "context compacted"):
+            return Continuation(None, tuple(messages), fork)
+        return self.fork(parent, messages, new_messages, "edited")
+
     def path(self, turn_id: str) -> Trajectory:
         """The trajectory from the root to `turn_id`. KeyError if it is unknown."""
         turns = [self._turns[turn_id]]

@@ -125,6 +125,18 @@ def test_a_reordered_history(proxy: RunningProxy) -> None:
     assert forked(proxy, agent, episode)[:2] == ("turn 0", "reordered")
 
 
+def test_an_answer_before_the_calls_that_led_to_it_is_reordered(proxy: RunningProxy) -> None:
+    """camel-ai moves the answer to before the second of two rounds of calls."""
+    agent, episode = after_a_loop(proxy, "chat", 2)
+    proxy.engine.script = lambda call: "In France."
+    [reply] = agent.ask()
+    agent.take(reply)
+    question, *first_round, call, result, answer = agent.history
+    agent.history = [question, *first_round, answer, call, result]
+    agent.say("And Nice?")
+    assert forked(proxy, agent, episode) == ("turn 1", "reordered", 4)
+
+
 @pytest.mark.parametrize("dialect", LOOPS)
 def test_a_template_that_strips_reasoning(proxy: RunningProxy, dialect: str) -> None:
     agent, episode = after_a_loop(proxy, dialect, 1)

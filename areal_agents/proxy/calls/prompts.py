@@ -187,8 +187,7 @@ class Prompts:
             )
             if extended is not None:
                 return replace(extended, volatile_as_first_seen=as_first_seen)
-            reason = _why_not_extended(where.new_messages)
-            where = forest.fork(where.parent, request.messages, where.new_messages, reason)
+            where = _why_not_extended(forest, request, where.parent, where.new_messages)
         ids, as_text = await self.off_loop(
             self._rendering_ms(request.messages, request),
             lambda: (
@@ -340,10 +339,12 @@ def _characters(messages: Sequence[Message]) -> int:
     )
 
 
-def _why_not_extended(new_messages: Sequence[Message]) -> ForkReason:
+def _why_not_extended(
+    forest: Forest, request: ModelRequest, parent: Turn, new_messages: Sequence[Message]
+) -> Continuation:
     if any(message.role == "assistant" for message in new_messages):
-        return "edited"  # the client wrote a message in the model's name
+        return forest.rewritten(parent, request.messages, new_messages, request.tools_id)
     # At a new user message, templates drop earlier reasoning and so change the earlier prompt.
-    if any(message.role == "user" for message in new_messages):
-        return "template strips reasoning"
-    return "template cannot extend"
+    at_a_question = any(message.role == "user" for message in new_messages)
+    reason: ForkReason = "template strips reasoning" if at_a_question else "template cannot extend"
+    return forest.fork(parent, request.messages, new_messages, reason)
