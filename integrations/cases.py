@@ -7,10 +7,23 @@ A new one is a folder here and an entry in CASES. The ordinary tests run the cas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from integrations.conversations import PARALLEL, STRUCTURED, TRAVEL, WEATHER, Conversation
+from integrations.conversations import (
+    AS_JSON,
+    CODE,
+    EXTRACTED,
+    FINAL_ANSWER,
+    PARALLEL,
+    REACT,
+    SHELL,
+    STRUCTURED,
+    TRAVEL,
+    WEATHER,
+    Conversation,
+    weather_talk,
+)
 
 # A turn that continues turn i is expected as i; a root as None if it is the first, else as its reason.
 Expected = int | str | None
@@ -61,61 +74,103 @@ class Case:
         return "-".join([self.folder, *filter(None, [self.name]), *words])
 
 
-def _exact(folder: str, package: str, **options: Any) -> Case:
-    """Return a weather agent that the ordinary tests run too."""
-    return Case(folder, package, "openai3", options=options, turns=_WEATHER_TURNS)
+def _exact(case: Case, turns: tuple[Expected, ...], reused: float = 0.5) -> Case:
+    """Return a case that the ordinary tests run too."""
+    return replace(case, turns=turns, reused=reused)
 
 
-def _node(**options: Any) -> Case:
-    """Return the weather agent on the Node client, which the ordinary tests run too."""
-    return Case("openai_node", "openai", options=options, turns=_WEATHER_TURNS)
+def _each(case: Case, *options: Mapping[str, Any]) -> list[Case]:
+    """Return a case once as it is, and once with each of these options."""
+    return [case, *(replace(case, options=given) for given in options)]
 
 
-def _travel(**options: Any) -> Case:
-    turns = (None, "new conversation", 1, 0, STRIPS, "edited", 5)
-    why = "the handoff changes the instructions, which are at the beginning of the prompt"
-    return Case(
-        "openai_agents", "openai-agents", "openai3", TRAVEL, options, "travel", turns, reused=0.4, why=why
-    )
+_STREAM: dict[str, Any] = {"stream": True}
+_CHAT: dict[str, Any] = {"api": "chat"}
+_RESPONSES: dict[str, Any] = {"api": "responses"}
 
+_HANDOFF = "a handoff changes the instructions, which are at the beginning of the prompt"
+_UNDER_A_GRAMMAR = "replies are sampled under a grammar, and trained with `train_constrained`"
+_GRAMMAR = f"the form of the answer is forced: {_UNDER_A_GRAMMAR}"
+_FORCED_CALL = f"an `output_type` without `str` forces tool calls: {_UNDER_A_GRAMMAR}"
+_ONE_MESSAGE = "all that came before is written into one message, so every call is a new sample"
+_CALLS_AS_TEXT = "calls are sent back as text, so every call of the model is a new sample"
+_FORCED_TEXT = f"{_CALLS_AS_TEXT}; each must call a tool (`tool_choice: required`): {_UNDER_A_GRAMMAR}"
+_ONE_CALL = "each question is a conversation of its own"
+_MOVED = "the answer to a question is sent back before the second round of calls that led to it"
+_JOINED = "the thread joins the texts of all streamed replies to a question, and so changes them"
 
-def _parallel(**options: Any) -> Case:
-    turns = (None, "new conversation", 1, "new conversation", 3, 0)
-    return Case("openai_agents", "openai-agents", "openai3", PARALLEL, options, "parallel", turns)
+_OPENAI = Case("openai_sdk", "openai", "openai3")
+_NODE = Case("openai_node", "openai")
+_AGENTS = Case("openai_agents", "openai-agents", "openai3")
+_PYDANTIC = Case("pydantic_ai", "pydantic-ai-slim", "openai3")
+_LANGGRAPH = Case("langgraph", "langchain", "openai3")
+_INSTRUCTOR = Case("instructor", "instructor", "openai2", EXTRACTED, why=_GRAMMAR)
+_SMOLAGENTS = Case("smolagents", "smolagents", "openai2", CODE, why=_CALLS_AS_TEXT)
+_KERNEL = Case("semantic_kernel", "semantic-kernel", "openai2", weather_talk("Forecasts-weather"))
 
-
-def _structured(**options: Any) -> Case:
-    turns = (None, 0, 1, STRIPS)
-    why = "the model must call a tool (`tool_choice: required`), so replies are sampled under a grammar"
-    package = "pydantic-ai-slim"
-    return Case(
-        "pydantic_ai", package, "openai3", STRUCTURED, options, "structured", turns, reused=0.4, why=why
-    )
-
+# The packages of these are in the extra `integrations`, and the frameworks start fast.
+_EXACT: tuple[Case, ...] = (
+    *(
+        _exact(case, _WEATHER_TURNS)
+        for case in (
+            *_each(_OPENAI, _STREAM, _RESPONSES, _RESPONSES | _STREAM, {"api": "previous_response"}),
+            *_each(_NODE, _STREAM, _RESPONSES, _RESPONSES | _STREAM),
+            *_each(Case("anthropic_sdk", "anthropic", "openai3"), _STREAM),
+            *_each(Case("google_genai", "google-genai", "google"), _STREAM),
+            *_each(_LANGGRAPH, _STREAM, _RESPONSES),
+            replace(_PYDANTIC, options={"api": "chat", "structured": False}),
+        )
+    ),
+    *(
+        _exact(case, (None, "new conversation", 1, 0, STRIPS, "edited", 5), reused=0.4)
+        for case in _each(replace(_AGENTS, name="travel", conversation=TRAVEL, why=_HANDOFF), _STREAM, _CHAT)
+    ),
+    _exact(
+        replace(_AGENTS, name="parallel", conversation=PARALLEL, options=_CHAT),
+        (None, "new conversation", 1, "new conversation", 3, 0),
+    ),
+    *(
+        _exact(case, (None, 0, 1, STRIPS), reused=0.4)
+        for case in _each(
+            replace(_PYDANTIC, name="structured", conversation=STRUCTURED, why=_FORCED_CALL),
+            _CHAT,
+            _CHAT | _STREAM,
+        )
+    ),
+)
 
 CASES: tuple[Case, ...] = (
-    _exact("openai_sdk", "openai"),
-    _exact("openai_sdk", "openai", stream=True),
-    _exact("openai_sdk", "openai", api="responses"),
-    _exact("openai_sdk", "openai", api="responses", stream=True),
-    _exact("openai_sdk", "openai", api="previous_response"),
-    _node(),
-    _node(stream=True),
-    _node(api="responses"),
-    _node(api="responses", stream=True),
-    _exact("anthropic_sdk", "anthropic"),
-    _exact("anthropic_sdk", "anthropic", stream=True),
-    Case("google_genai", "google-genai", "google", turns=_WEATHER_TURNS),
-    Case("google_genai", "google-genai", "google", options={"stream": True}, turns=_WEATHER_TURNS),
-    _travel(),
-    _travel(stream=True),
-    _travel(api="chat"),
-    _parallel(api="chat"),
-    _exact("langgraph", "langchain"),
-    _exact("langgraph", "langchain", stream=True),
-    _exact("langgraph", "langchain", api="responses"),
-    _exact("pydantic_ai", "pydantic-ai-slim", api="chat", structured=False),
-    _structured(),
-    _structured(api="chat"),
-    _structured(api="chat", stream=True),
+    *_EXACT,
+    # openai 3
+    replace(_OPENAI, conversation=AS_JSON, options={"api": "parse"}, why=_GRAMMAR),
+    Case("deepagents", "deepagents", "openai3"),
+    *_each(Case("autogen_agentchat", "autogen-agentchat", "openai3"), _STREAM),
+    *_each(Case("ag2", "ag2", "openai3"), _STREAM),
+    *_each(Case("agent_framework", "agent-framework-core", "openai3"), _CHAT, _CHAT | _STREAM),
+    Case("qwen_agent", "qwen-agent", "openai3"),
+    *_each(Case("agno", "agno", "openai3"), _STREAM, _RESPONSES),
+    *_each(Case("haystack", "haystack-ai", "openai3"), _STREAM),
+    *_each(Case("inspect_ai", "inspect-ai", "openai3"), _CHAT),
+    *_each(Case("mcp_tools", "mcp", "openai3"), _STREAM),
+    # openai 2
+    *_each(Case("litellm", "litellm", "openai2"), _STREAM),
+    Case("llama_index", "llama-index-core", "openai2"),
+    Case("strands", "strands-agents", "openai2"),
+    Case("dspy", "dspy", "openai2", REACT, why=_ONE_MESSAGE),
+    _SMOLAGENTS,
+    replace(_SMOLAGENTS, conversation=FINAL_ANSWER, options={"calls": "tools"}, why=_FORCED_TEXT),
+    _INSTRUCTOR,
+    replace(_INSTRUCTOR, conversation=AS_JSON, options={"mode": "JSON_SCHEMA"}),
+    replace(_INSTRUCTOR, conversation=AS_JSON, options={"mode": "MD_JSON"}, why=_ONE_CALL),
+    _KERNEL,
+    replace(_KERNEL, options=_STREAM, why=_JOINED),
+    Case("mini_swe_agent", "mini-swe-agent", "openai2", SHELL),
+    # Each in an environment of its own.
+    *_each(Case("google_adk", "google-adk", "adk"), _STREAM),
+    Case("camel", "camel-ai", "camel", why=_MOVED),
+    *_each(Case("crewai", "crewai", "crewai"), _STREAM),
+    # Node.
+    *_each(Case("ai_sdk", "ai"), _STREAM, _RESPONSES, _RESPONSES | _STREAM),
+    *_each(Case("langchain_js", "langchain"), _STREAM, _RESPONSES),
+    *_each(Case("mastra", "@mastra/core"), _STREAM),
 )

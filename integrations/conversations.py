@@ -21,11 +21,14 @@ class Conversation:
         replies: the model's replies, call by call; or a function that returns a script, if calls run at the
             same time.
         answer: what the agent must return.
+        results: parts of the results of tools, which the model must have read by the end. They are ASCII,
+            since some agents write results as JSON.
     """
 
     questions: tuple[str, ...]
     replies: Sequence[str | ScriptedReply] | Callable[[], Script]
     answer: str
+    results: tuple[str, ...] = ()
 
     def script(self) -> Script:
         """Return a fresh script of the replies; it refuses a call beyond the last one."""
@@ -70,35 +73,46 @@ def _refused(why: str) -> ScriptedReply:
     return ScriptedReply(error=why, error_status=400)
 
 
+RAIN = ("rich, next 2 days: rain", ", next 3 days: rain")
+RAIN_TOO = (*RAIN, ", next 1 days: rain", "Bern, next 1 days: rain")
 QUESTIONS = ("Do I need an umbrella in Zürich or in Tokyo?", "And in Bern?")
-LOOKED_UP = (
-    thought("I have to look it up.") + call("weather", r'{"days":  2.0,   "city" : "Z\u00fcrich"}'),
-    thought("Now the others.")
-    + "Two more.\n"
-    + call("weather", '{ "days":3,"city":"東京" }')
-    + "\n"
-    + call("weather", '{"city": "Gen\\u00e8ve \\"Cornavin\\"",\n "days": 1.0}'),
-)
-WEATHER = Conversation(
-    QUESTIONS,
-    (
-        *LOOKED_UP,
+
+
+def looked_up(tool: str = "weather") -> tuple[str, str]:
+    """Return the replies in which the model looks the first question up, with a tool of this name."""
+    return (
+        thought("I have to look it up.") + call(tool, r'{"days":  2.0,   "city" : "Z\u00fcrich"}'),
+        thought("Now the others.")
+        + "Two more.\n"
+        + call(tool, '{ "days":3,"city":"東京" }')
+        + "\n"
+        + call(tool, '{"city": "Gen\\u00e8ve \\"Cornavin\\"",\n "days": 1.0}'),
+    )
+
+
+def weather_talk(tool: str = "weather") -> Conversation:
+    """Return the conversation that every agent has that can have one."""
+    replies = (
+        *looked_up(tool),
         thought("Rain everywhere.") + "\n  Yes: take one. ☂  \n\n",
-        thought("Bern, then.") + call("weather", '{"city":"Bern","days":1}'),
+        thought("Bern, then.") + call(tool, '{"city":"Bern","days":1}'),
         thought("Rain.") + "Yes, again.",
-    ),
-    "Yes, again.",
-)
+    )
+    return Conversation(QUESTIONS, replies, "Yes, again.", RAIN_TOO)
+
+
+WEATHER = weather_talk()
 
 # Pydantic AI has the model call a tool of its own, `final_result`, for an answer of a declared type.
 STRUCTURED = Conversation(
     QUESTIONS,
     (
-        *LOOKED_UP,
+        *looked_up(),
         thought("Done.") + call("final_result", '{"why" : "rain in Z\\u00fcrich",  "umbrella":true}'),
         thought("Bern.") + call("final_result", '{"umbrella": false, "why": "sunny"}'),
     ),
     "umbrella=False why='sunny'",
+    RAIN,
 )
 
 # A sub-agent as a tool, whose conversation is a root of its own; then a handoff, which is another.
@@ -114,6 +128,7 @@ TRAVEL = Conversation(
         "Booked.",
     ),
     "Booked.",
+    ("rich, next 2 days: rain", "It rains.", "booked: Bellevue"),
 )
 
 
@@ -129,4 +144,85 @@ def _two_forecasts() -> Script:
 
 
 # Two sub-agents at the same time: whichever calls first, each continues its own conversation.
-PARALLEL = Conversation(("Do I need an umbrella anywhere?",), _two_forecasts, "Nowhere.")
+PARALLEL = Conversation(
+    ("Do I need an umbrella anywhere?",), _two_forecasts, "Nowhere.", ("Bern: rain.", "Genf: rain.")
+)
+
+# smolagents has the model call a tool of its own, `final_answer`, to answer.
+FINAL_ANSWER = Conversation(
+    QUESTIONS,
+    (
+        *looked_up(),
+        thought("Rain everywhere.") + call("final_answer", '{"answer" :  "Yes: take one. ☂"}'),
+        thought("Bern, then.") + call("weather", '{"city":"Bern","days":1}'),
+        thought("Rain.") + call("final_answer", '{"answer":"Yes, again."}'),
+    ),
+    "Yes, again.",
+    RAIN_TOO,
+)
+# Its agent of code has the model write Python between tags.
+CODE = Conversation(
+    QUESTIONS,
+    (
+        'Thought: look it up.\n<code>\nprint(weather(  "Zürich", 2.0))\n</code>',
+        'Both.\n<code>\nfor city in ("東京", \'Gen\\u00e8ve "Cornavin"\'):\n    print(weather(city,3))\n'
+        "</code>",
+        'Thought: rain.\n<code>\nfinal_answer("Yes: take one. ☂")\n</code>',
+        'Thought: Bern.\n<code>\nprint(weather(city="Bern",days=1))\n</code>',
+        'Thought: rain.\n<code>\nfinal_answer("Yes, again.")\n</code>',
+    ),
+    "Yes, again.",
+    (*RAIN, "Bern, next 1 days: rain"),
+)
+
+# Instructor asks once for each answer, which is the arguments of a call, or JSON.
+ADVICE = ('{"why" : "rain in Z\\u00fcrich",  "umbrella":true}', '{"umbrella": false, "why": "sunny"}')
+EXTRACTED = Conversation(
+    QUESTIONS, tuple(call("Advice", text) for text in ADVICE), "umbrella=False why='sunny'"
+)
+AS_JSON = Conversation(QUESTIONS, ADVICE, "umbrella=False why='sunny'")
+
+
+def _fields(**texts: str) -> str:
+    """Return an answer in the form that DSPy asks for."""
+    return (
+        "".join(f"[[ ## {name} ## ]]\n{text}\n\n" for name, text in texts.items()) + "[[ ## completed ## ]]"
+    )
+
+
+def _step(why: str, tool: str, arguments: str) -> str:
+    return _fields(next_thought=why, next_tool_name=tool, next_tool_args=arguments)
+
+
+# DSPy shows the model everything so far in one message at each step, and then asks for the answer.
+REACT = Conversation(
+    QUESTIONS,
+    (
+        _step("Look it up.", "weather", r'{"days":  2.0,   "city" : "Z\u00fcrich"}'),
+        _step("Tokyo.", "weather", '{ "days":3,"city":"東京" }'),
+        _step("Done.", "finish", "{}"),
+        _fields(reasoning="Rain.", answer="Yes: take one. ☂"),
+        _step("Bern.", "weather", '{"city":"Bern","days":1}'),
+        _step("Done.", "finish", "{}"),
+        _fields(reasoning="Rain.", answer="Yes, again."),
+    ),
+    "Yes, again.",
+    (*RAIN, "Bern, next 1 days: rain"),
+)
+
+# mini-swe-agent has one task, and the model ends it with a command.
+SHELL = Conversation(
+    ("Which word is in word.txt?",),
+    (
+        thought("Write it first.") + call("bash", '{"command" :  "printf \'z\\u00fcrich\' > word.txt"}'),
+        thought("Look.")
+        + "Two looks.\n"
+        + call("bash", '{ "command":"cat word.txt" }')
+        + "\n"
+        + call("bash", '{"command": "wc -c < word.txt"}'),
+        thought("Done.")
+        + call("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat word.txt"}'),
+    ),
+    "zürich",
+    ("<output>\nz", "<output>\n7"),
+)

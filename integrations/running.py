@@ -77,7 +77,7 @@ def run_case(case: Case, environment: Environment, engine: Engine, *, version: s
                 episode = client.open_episode()
             error = _why_not_answered(case, environment, proxy.url, episode, Path(home))
         seen = _observed(proxy, episode, error)
-        error = error or _why_not_recorded(seen, engine.app.exchanges)
+        error = error or _why_not_recorded(seen, engine.app.exchanges) or _what_was_not_read(case, engine)
     return row_of(case, facts_of(seen), error, version=version, date=date)
 
 
@@ -89,7 +89,7 @@ def row_of(case: Case, facts: Facts, error: str | None, *, version: str, date: s
     """
     if error is None and not facts.turns:
         error = "no call reached the proxy"
-    exact = facts.exact_share == 1 or facts.turns == 1
+    exact = facts.exact_share in (None, 1)  # None: no call repeats an earlier one
     if error is not None:
         verdict, remark = Verdict.FAILS, error
     elif exact and facts.trained_share == 1:
@@ -181,6 +181,13 @@ def _why_not_recorded(seen: Observed, served: Sequence[ServedCall]) -> str | Non
     if recorded != sorted((call.input_ids.tolist(), list(call.token_ids)) for call in served):
         return "the record differs from what the engine read and sampled"
     return None
+
+
+def _what_was_not_read(case: Case, engine: Engine) -> str | None:
+    """Return which result of a tool the model never read, or None."""
+    prompts = [engine.renderer.tokenizer.decode(call.input_ids.tolist()) for call in engine.app.exchanges]
+    unread = [part for part in case.conversation.results if not any(part in text for text in prompts)]
+    return f"the model never read {unread[0]!r}" if unread else None
 
 
 def _streamed(facts: Facts) -> str:

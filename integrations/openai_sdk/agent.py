@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from openai import OpenAI
+from pydantic import BaseModel
 
 INSTRUCTIONS = "You are a weather assistant. Look the forecast up before you answer."
 PARAMETERS = {
@@ -27,6 +28,13 @@ WEATHER = {
 }
 
 
+class Advice(BaseModel):
+    """What the traveller is told, where the answer is an object."""
+
+    umbrella: bool
+    why: str
+
+
 def weather(city: str, days: float) -> str:
     """The forecast of a city."""
     return f"{city}, next {days:g} days: rain"
@@ -37,16 +45,16 @@ def run(
     *,
     base_url: str | None = None,
     api_key: str | None = None,
-    api: Literal["chat", "responses", "previous_response"] = "chat",
+    api: Literal["chat", "parse", "responses", "previous_response"] = "chat",
     stream: bool = False,
 ) -> str:
     """Ask one question after the other in one conversation; the last answer."""
     with OpenAI(base_url=base_url, api_key=api_key) as client:
-        return (
-            run_chat(client, questions, stream)
-            if api == "chat"
-            else run_responses(client, questions, api, stream)
-        )
+        if api == "parse":
+            return run_parse(client, questions)
+        if api == "chat":
+            return run_chat(client, questions, stream)
+        return run_responses(client, questions, api, stream)
 
 
 def run_chat(client: OpenAI, questions: Sequence[str], stream: bool) -> str:
@@ -73,6 +81,19 @@ def run_chat(client: OpenAI, questions: Sequence[str], stream: bool) -> str:
                 result = weather(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     return message.content or ""
+
+
+def run_parse(client: OpenAI, questions: Sequence[str]) -> str:
+    """Chat completions whose answers are objects of a class; they have no tools."""
+    messages: list[Any] = []
+    parsed: Advice | None = None
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        reply = client.chat.completions.parse(model="policy", messages=messages, response_format=Advice)
+        message = reply.choices[0].message
+        messages.append(message)
+        parsed = message.parsed
+    return str(parsed)
 
 
 def run_responses(client: OpenAI, questions: Sequence[str], api: str, stream: bool) -> str:

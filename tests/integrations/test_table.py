@@ -14,7 +14,7 @@ from real_tokenizers import qwen_folder
 from areal_agents.errors import ConfigError
 from integrations.__main__ import chosen_cases, update_page
 from integrations.cases import CASES, Case
-from integrations.conversations import WEATHER
+from integrations.conversations import WEATHER, Conversation
 from integrations.environments import ENVIRONMENTS, FOLDER, GROUPS, Environment, Environments
 from integrations.page import PAGE, Row, Verdict, page_text, read_rows, write_page
 from integrations.running import Engine, run_case, scripted_engine
@@ -106,12 +106,18 @@ def test_an_agent_that_rewrites_its_history_and_forces_calls_is_told(engine: Eng
         "messages.append({'role': 'user', 'content': 'Two?'})\n"
         "print(ask(messages, response_format={'type': 'json_object'}))\n"
     )
-    conversation = replace(WEATHER, replies=("one", "{}"), answer="{}")
+    conversation = Conversation(("One?",), ("one", "{}"), "{}")
     case = Case("openai_sdk", "pip", "bare", conversation, command=(sys.executable, str(agent)))
     row = run_case(case, HERE, engine, version="1", date="2026-01-02")
     assert (row.verdict, row.turns, row.reused) == (Verdict.REMARKS, "2", "0%")
     assert (row.branches, row.trained) == ("2: edited ×1", "50%")
     assert row.remark == "A message differs from the recorded one."
+
+
+def test_an_agent_that_withholds_a_result_from_the_model_is_told(engine: Engine) -> None:
+    case = replace(OPENAI, conversation=replace(WEATHER, results=(*WEATHER.results, "sunshine")))
+    row = run_case(case, HERE, engine, version="3.0", date="2026-01-02")
+    assert (row.verdict, row.remark) == (Verdict.FAILS, "the model never read 'sunshine'")
 
 
 def test_rows_are_kept_and_a_worse_verdict_is_told(
