@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from integrations.conversations import (
     AS_JSON,
     CODE,
     EXTRACTED,
+    FILES,
     FINAL_ANSWER,
     PARALLEL,
     REACT,
@@ -30,6 +32,7 @@ Expected = int | str | None
 # With the default `proxy.reasoning`, the template drops the reasoning before the second question, so a root
 # begins there.
 STRIPS = "template strips reasoning"
+_HERE = Path(__file__).parent
 _WEATHER_TURNS = (None, 0, 1, STRIPS, 3)
 
 
@@ -173,4 +176,5 @@ CASES: tuple[Case, ...] = (
     *_each(Case("ai_sdk", "ai"), _STREAM, _RESPONSES, _RESPONSES | _STREAM),
     *_each(Case("langchain_js", "langchain"), _STREAM, _RESPONSES),
     *_each(Case("mastra", "@mastra/core"), _STREAM),
+    Case("gemini_cli", "@google/gemini-cli", conversation=FILES, command=(f"{_HERE}/gemini_cli/run.sh",)),
 )

@@ -226,3 +226,18 @@ SHELL = Conversation(
     "zürich",
     ("<output>\nz", "<output>\n7"),
 )
+# For a coding agent with the tools of gemini-cli, in an empty folder.
+FILES = Conversation(
+    ("Write hello into notes.txt, and tell me what is there.",),
+    (
+        thought("I write it.") + call("write_file", r'{"content" : "h\u00e9llo",  "file_path":"notes.txt"}'),
+        thought("Now I look.")
+        + "Two looks.\n"
+        + call("read_file", '{"file_path":"notes.txt"}')
+        + "\n"
+        + call("list_directory", '{\n "dir_path": "."}'),
+        thought("Good.") + "notes.txt says héllo.",
+    ),
+    "notes.txt says héllo.",
+    ("notes.txt",),
+)
