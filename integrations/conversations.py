@@ -239,5 +239,5 @@ FILES = Conversation(
         thought("Good.") + "notes.txt says héllo.",
     ),
     "notes.txt says héllo.",
-    ("notes.txt",),
+    ("Directory listing for", "notes.txt (6 bytes)"),
 )
