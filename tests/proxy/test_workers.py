@@ -410,6 +410,27 @@ def test_a_reference_leads_to_the_episode(serving: Serving) -> None:
     assert len({episode_of(serving, turn_id) for turn_id in ids}) == 1
 
 
+def test_calls_of_googles_api_reach_their_owner(serving: Serving) -> None:
+    """By the messages and the signature of a conversation without a key, and by a key in the query."""
+    ids: list[str] = []
+    contents: list[dict[str, Any]] = []
+    for url in (*serving.own, serving.own[0]):
+        contents.append({"role": "user", "parts": [{"text": f"what about Google {len(ids)}?"}]})
+        answer = httpx.post(
+            f"{url}/v1beta/models/p:generateContent", json={"contents": contents}, timeout=30
+        ).json()
+        contents.append(answer["candidates"][0]["content"])
+        ids.append("chatcmpl-" + answer["responseId"].removeprefix("gen_"))
+    assert len({episode_of(serving, turn_id) for turn_id in ids}) == 1
+    for opened in (open_on(serving, 0), open_on(serving, 1)):
+        for url in serving.own:
+            path, query = f"{url}/v1/models/p:streamGenerateContent", {"key": opened["key"], "alt": "sse"}
+            stream = httpx.post(path, params=query, json={"contents": "Where?"}, timeout=30)
+            assert stream.status_code == 200 and stream.text.startswith("data: {"), stream.text
+        shown = httpx.get(f"{serving.url}/episodes/{opened['id']}", timeout=30).json()
+        assert len(shown["turns"]) == 2
+
+
 def episode_of(serving: Serving, turn_id: str) -> str:
     with Store.open(serving.store) as store:
         return store.episode_of_turn(turn_id).id
