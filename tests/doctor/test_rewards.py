@@ -55,15 +55,16 @@ def serious(report: RewardReport) -> list[Finding]:
 def test_a_good_grader() -> None:
     report = examined("exact")
     assert means(report) == {
-        "empty": 0, "constant": 0, "echo": 0, "tool-less": 0, "truncated": 0, "tools": 0, "right answer": 1,
-        "<answer>…</answer>": 0, "\\boxed{…}": 0, "#### …": 0, "The answer is: …": 0,
+        "empty": 0, "constant": 0, "“0”": 0, "“yes”": 0, "“A”": 0, "echo": 0, "tool-less": 0, "truncated": 0,
+        "tools": 0, "right answer": 1, "<answer>…</answer>": 0, "\\boxed{…}": 0, "#### …": 0,
+        "The answer is: …": 0,
     }  # fmt: skip
     assert report.verdict == "ok" and report.findings == []
     facts = report.facts
-    assert (facts.tasks, facts.episodes, facts.failures, facts.scores) == (3, 33, 0, 2)
+    assert (facts.tasks, facts.episodes, facts.failures, facts.scores) == (3, 42, 0, 2)
     assert facts.best_form == "right answer" and facts.flat_tasks == ()
     assert facts.equal_groups == pytest.approx(2 * 0.5**4)
-    assert facts.spread == pytest.approx((6 / 7 * 1 / 7) ** 0.5)
+    assert facts.spread == pytest.approx((9 / 10 * 1 / 10) ** 0.5)
     assert facts.grade_s is not None and 0 <= facts.grade_s <= facts.longest_grade_s  # type: ignore[operator]
     by_name = {player.name: player for player in report.players}
     assert [grade.task for grade in by_name["empty"].grades] == [*CAPITALS]
@@ -92,9 +93,9 @@ def test_a_grader_that_fails_on_what_it_cannot_read() -> None:
     failed = report.findings[0]
     assert report.verdict == "cannot" and failed.severity == "error"
     assert (
-        failed.what.startswith("The reward function failed in 30 of 33 episodes.") and "no box" in failed.what
+        failed.what.startswith("The reward function failed in 39 of 42 episodes.") and "no box" in failed.what
     )
-    assert report.facts.failures == 30 and report.facts.best_form == "\\boxed{…}"
+    assert report.facts.failures == 39 and report.facts.best_form == "\\boxed{…}"
 
 
 @pytest.mark.parametrize(("question", "named"), [("{}?", False), ("{}? Write \\boxed{{…}}.", True)])
@@ -142,7 +143,7 @@ def test_rewards_of_the_agent_itself_and_an_agent_that_raises() -> None:
     report = examined(None, agent="ask_and_insist")
     assert means(report)["right answer"] == 1 and means(report)["empty"] is None
     (finding,) = serious(report)
-    assert finding.severity == "remark" and "The episode failed in 3 of 33 episodes" in finding.what
+    assert finding.severity == "remark" and "The episode failed in 3 of 42 episodes" in finding.what
     assert "ValueError: the model said nothing" in finding.what and "agent_error: score" in finding.fix
     assert report.facts.grade_s is None
 

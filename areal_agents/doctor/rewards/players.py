@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from areal_agents.core.rollout import Task
@@ -21,6 +22,7 @@ ANSWER_FIELDS = (
     "answer", "expected_answer", "expected", "ground_truth", "gold", "target", "solution", "label",
     "reference",
 )  # fmt: skip
+GUESSES = ("0", "yes", "A")  # of some tasks the answers, and what a policy falls back to
 # How an answer may have to be written, the plain answer first; %s is the answer.
 ANSWER_FORMS = ("%s", "<answer>%s</answer>", "\\boxed{%s}", "#### %s", "The answer is: %s")
 TRUNCATED_TOKENS = 32  # limit of the replies of the player whose replies are cut off
@@ -59,6 +61,9 @@ def players_for(tasks: Sequence[Task], answer_field: str | None, renderer: ChatR
     answers = [known for task in tasks if (known := answer_of(task, answer_field)) is not None]
     yield Player("empty", "answers with nothing", lambda _: _say(""))
     yield Player("constant", "always answers 'I do not know.'", lambda _: _say("I do not know."))
+    for text in GUESSES:
+        script = partial(_say_always, text)
+        yield Player(f"“{text}”", "always gives this answer", script, guesses=True)
     yield Player(
         "echo", "repeats the longest string of the task", lambda task: _say(_longest(task, answer_field))
     )
@@ -106,6 +111,10 @@ def answer_of(task: Task, field: str | None) -> str | None:
 
 def _say(text: str) -> Script:
     return lambda _: ScriptedReply(text)
+
+
+def _say_always(text: str, _: Task) -> Script:
+    return _say(text)
 
 
 def _say_answer(answer: str | None, form: str) -> Script | None:
