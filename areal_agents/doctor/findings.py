@@ -106,6 +106,10 @@ def _fix_of_path(path: str) -> str:
         return (
             "The base_url ends with /v1 and the client adds /v1 again; Anthropic clients need it without /v1."
         )
+    if "/v1/v1beta/" in path:
+        return (
+            "The base_url ends with /v1 and the client adds a version; Google's clients need it without /v1."
+        )
     if f"/v1{path}" in ("/v1/chat/completions", "/v1/responses", "/v1/completions"):
         return "Add /v1 to the client's base_url."
     if path == "/messages":
