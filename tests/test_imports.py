@@ -54,7 +54,15 @@ ALLOWED: dict[str, set[str]] = {
     "episode": {"core", "errors", "client"},
     "client": {"core", "errors", "direct_http"},
     "user_functions": {"errors"},
-    "environments": {"core", "direct_http", "episode", "errors", "user_functions"},
+    "environments": {
+        "core",
+        "direct_http",
+        "episode",
+        "errors",
+        "process_control",
+        "sockets",
+        "user_functions",
+    },
     "rollout": {
         "client",
         "core",

@@ -256,7 +256,11 @@ def _with_absolute_address(line: str, base: Path) -> str:
     """Return the line of an environment with an absolute path where it names a file or a folder."""
     scheme, colon, rest = line.partition(":")
     address, mark, options = rest.partition("?")
-    found = _with_absolute_files(address, base) if scheme == "mcp" else _absolute(address, base, always=False)
+    found = (
+        _with_absolute_files(address, base)
+        if scheme in ("mcp", "openenv")
+        else _absolute(address, base, always=False)
+    )
     return f"{scheme}{colon}{found}{mark}{options}"
 
 

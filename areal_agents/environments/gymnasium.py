@@ -63,7 +63,8 @@ class Gymnasium:
         thread, played = OwnThread(f"environment of episode {ep.id}"), None
         try:
             played = await thread.run(lambda: _Played(self._make(), task["seed"]))
-            opening = f"{self._instructions or played.description()}\n\n{played.observation}".strip()
+            first = f"{self._instructions or played.description()}\n\n{played.observation}".strip()
+            opening = [{"role": "user", "content": first}]
 
             async def step(text: str) -> str | None:
                 return await thread.run(played.step, text)

@@ -6,8 +6,8 @@
 
 While it plays, each line of standard input is `{"play": number, "task": …, "id": …, "base_url": …,
 "api_key": …}` or `{"cancel": number}`, and each line of its answers `{"played": number, "reward": …}` or
-`{"played": number, "error": …}`, after a first line `{"ready": true}`. It ends at the end of standard input.
-If the environment cannot be opened, the last line is `{"fault": …}`.
+`{"played": number, "error": …}`, after a first line `{"ready": true}`. It ends at the end of standard
+input, or at SIGTERM. If the environment cannot be opened, the last line is `{"fault": …}`.
 What the environment prints goes to standard error.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -51,9 +52,9 @@ def main(arguments: list[str]) -> int:
 async def _serve(environment: Environment, out: BinaryIO) -> None:
     """Play what is asked for, until the end of standard input."""
     reader = asyncio.StreamReader(limit=LONGEST_LINE)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)  # the environment is closed all the same
     episodes: dict[int, asyncio.Task[None]] = {}
     _write(out, {"ready": True})
     while line := await reader.readline():

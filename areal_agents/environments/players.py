@@ -73,12 +73,18 @@ class Tool:
 
 
 async def play_with_tools(
-    model: Model, ep: Episode, messages: Sequence[Message], tools: Sequence[Tool], *, max_turns: int
+    model: Model,
+    ep: Episode,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    *,
+    max_turns: int,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> str:
     """Let the model call tools until it answers without a call, and return that answer.
 
     An error of a tool, or a call that cannot be read, is a result that the model reads. After `max_turns`
-    calls of the model the answer is "".
+    calls of the model, or when a tool has ended the environment, so that `is_over`, the answer is "".
     """
     conversation = list(messages)
     schemas = [tool.schema() for tool in tools]
@@ -92,6 +98,8 @@ async def play_with_tools(
         for call in calls:
             result = await _called(by_name, call["function"])
             conversation.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+            if is_over():
+                return ""
     return ""
 
 
@@ -114,7 +122,7 @@ async def _called(tools: Mapping[str, Tool], function: Mapping[str, Any]) -> str
 async def play_text_game(
     model: Model,
     ep: Episode,
-    opening: str,
+    opening: Sequence[Message],
     step: Callable[[str], Awaitable[str | None]],
     *,
     max_turns: int,
@@ -124,11 +132,11 @@ async def play_text_game(
     Args:
         model: the served model.
         ep: the episode.
-        opening: what the model reads first.
+        opening: the messages that the model reads first.
         step: makes a move; returns None when the game is over.
         max_turns: the largest number of moves.
     """
-    messages: list[Message] = [{"role": "user", "content": opening}]
+    messages = list(opening)
     for _ in range(max_turns):
         reply = await model.reply(ep, messages)
         observation = await step(reply.get("content") or "")

@@ -176,6 +176,28 @@ SCHEMES: Mapping[str, Scheme] = {
         "inspect_ai",
         "inspect-ai",
     ),
+    "openenv": Scheme(
+        "openenv_server",
+        "openenv:http://127.0.0.1:8000",
+        "tool calls, actions or text, as the server's schema says",
+        "seeds, or `data`",
+        "the sum of all rewards",
+        (
+            *_seeded(64),
+            _turns(100, "moves"),
+            Option("instructions", "", "what the model reads before the first observation", "nothing"),
+            Option("step_timeout_s", 300.0, "time limit of a step"),
+            Option(
+                "unrewarded",
+                None,
+                "the reward of an episode in which the server gives none",
+                "the episode fails",
+            ),
+        ),
+        "openenv.core",
+        "openenv",
+        takes_data=True,
+    ),
     "mcp": Scheme(
         "mcp_server",
         "mcp:python my_server.py",

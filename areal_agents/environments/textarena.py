@@ -57,7 +57,7 @@ class TextArena:
         thread = OwnThread(f"game of episode {ep.id}")
         try:
             game = await thread.run(self._begin, task["seed"])
-            opening = await thread.run(_news, game)
+            opening = [{"role": "user", "content": await thread.run(_news, game)}]
 
             def move(text: str) -> str | None:
                 done, _ = game.step(action=text)
