@@ -37,6 +37,7 @@ from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
 from areal_agents.proxy.config import available_cores
+from areal_agents.rollout.seeds import FIXED_HASHES
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
 
@@ -308,7 +309,8 @@ def _run(
         wait_until_serving(config, endpoints, children, view.stage)
     # Each process waits for those that it needs, so all of them load at the same time.
     _start_trainer(config, folder, children, nodes)
-    _start(children, folder, "rollout", "--first-version", str(first))
+    rollout = {**threads_for("rollout"), **FIXED_HASHES}
+    _start(children, folder, "rollout", "--first-version", str(first), environment=rollout)
     wait_until_serving(config, endpoints, children, view.stage, view.event)
     view.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
@@ -401,7 +403,7 @@ def _evaluate_once(
         name,
         ["rollout", "--folder", str(folder.root), *extra],
         log=folder.log(name),
-        environment=threads_for("rollout"),
+        environment={**threads_for("rollout"), **FIXED_HASHES},
     )
     while not children.finished(name):
         children.check(may_finish=("rollout", "trainer", name))

@@ -24,6 +24,7 @@ from areal_agents.errors import AgentError, ArealAgentsError
 from areal_agents.launch.children import ChildDied, Children
 from areal_agents.launch.context_length import engine_context
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.rollout.seeds import FIXED_HASHES
 from areal_agents.whole_files import write_whole
 
 EPISODES = 3
@@ -59,7 +60,7 @@ def run_trial(
             "trial",
             ["trial", "--folder", str(folder.root), *options],
             log=folder.log("trial"),
-            environment={"TOKENIZERS_PARALLELISM": "false"},
+            environment={"TOKENIZERS_PARALLELISM": "false", **FIXED_HASHES},
         )
         while not children.finished("trial"):
             _check(children)

@@ -1,10 +1,13 @@
-"""Derives the seed of an episode from the run's seed and the identity of the episode."""
+"""Seeds of episodes, from the run's seed and the identity of the episode; and what else decides tasks."""
 
 from __future__ import annotations
 
 import hashlib
 
 from areal_agents.core.completion import MAX_SEED
+
+# Some packages generate tasks in the order of a set, which otherwise differs in every process.
+FIXED_HASHES = {"PYTHONHASHSEED": "0"}
 
 
 def episode_seed(run_seed: int, *of: str | int) -> int:

@@ -34,6 +34,14 @@ def test_reasoning_gym_generates_and_grades(stack: Stack, python: str) -> None:
         played(stack, use, {**train[0], "question": "?"}, ["1"], python=python)
 
 
+def test_tasks_that_a_package_generates_in_the_order_of_a_set(stack: Stack, python: str) -> None:
+    """They are the same in every process: those that list them, and those that play."""
+    use = "reasoning-gym:isomorphic_strings?size=10&held_out=1"
+    listed = tasks(use, python)
+    assert tasks(use, python) == listed
+    assert played(stack, use, listed[-1], [str(listed[-1]["answer"])], python=python) == 1.0
+
+
 def test_textarena_is_played_to_its_end(stack: Stack, python: str) -> None:
     use = "textarena:GuessTheNumber-v0?size=3&held_out=2"
     assert [row["id"] for row in tasks(use, python, "eval")] == ["eval-0", "eval-1"]

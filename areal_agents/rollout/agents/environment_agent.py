@@ -20,6 +20,7 @@ from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, TaskEnvironmentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
+from areal_agents.rollout.seeds import FIXED_HASHES
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def environment_tasks(config: EnvironmentConfig, split: Split) -> list[dict[str,
             capture_output=True,
             text=True,
             timeout=START_TIMEOUT_S,
+            env={**os.environ, **FIXED_HASHES},
         )
     except subprocess.TimeoutExpired as error:
         raise TaskEnvironmentError(f"{config.use!r} gave no tasks within {START_TIMEOUT_S:.0f} s") from error
@@ -134,7 +136,7 @@ class _Host:
     async def start(cls, config: EnvironmentConfig, base_url: str) -> _Host:
         """Start the process and wait until it is ready. Raises AgentError if it does not become so."""
         command = [config.python, *_HOST, "play", config.use]
-        variables = bypassing_proxies(os.environ, base_url)
+        variables = {**bypassing_proxies(os.environ, base_url), **FIXED_HASHES}
         try:
             process = await ChildProcess.start(command, environment=variables, lines=True, tail=True)
         except OSError as error:
