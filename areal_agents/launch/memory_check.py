@@ -1,4 +1,7 @@
-"""Refuses a run that does not fit in the memory of this machine's GPUs, before anything is loaded."""
+"""Refuses a run that does not fit in the memory of this machine's GPUs, before anything is loaded.
+
+Shared memory that may be too small for NCCL is only warned of: how much it takes depends on the machine.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from rich.console import Console
 
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ConfigError
+from areal_agents.launch.engine_memory import engine_gpus, trainer_gpus
 from areal_agents.launch.gpus import this_machine
 from areal_agents.launch.nodes import Nodes
 from areal_agents.launch.plan import EXIT_UNKNOWN
+from areal_agents.training.shared_memory import shortage
 
 PLAN_TIMEOUT_S = 600.0
 _REFUSED = re.compile(r"^ConfigError: (.*)", re.DOTALL | re.MULTILINE)  # how the command refuses
@@ -38,6 +43,9 @@ def check_memory(config: Config, console: Console, nodes: Nodes) -> None:
     def warn(text: str) -> None:
         console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
 
+    processes = trainer_gpus(config, machine) + sum(map(len, engine_gpus(config, machine)))
+    if (short := shortage(processes)) is not None:
+        warn(short)
     options = ["--gpus", str(machine.gpus), "--gpu-memory", str(machine.memory / 2**30)]
     with TemporaryDirectory(prefix="areal-agents-plan-") as temporary:
         file = Path(temporary) / "config.yaml"

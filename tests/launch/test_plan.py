@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -272,6 +273,19 @@ def test_a_run_that_does_not_fit_is_started_with_a_warning(
     said = checked(load(tmp_path, model, trainer={"memory_check": "warn"}), monkeypatch)
     assert "The run does not fit: GPU 0: the trainer" in said
     assert "warning: the run is started although it does not fit" in said
+
+
+def test_little_shared_memory_is_said_before_the_plan(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64, f_frsize=1_000_000))
+    monkeypatch.setattr(memory_check, "this_machine", lambda: Machine(4, 80 * GIB))
+    monkeypatch.setattr(memory_check, "PLAN_TIMEOUT_S", 0.0)
+    console = Console(quiet=True, width=300)
+    with console.capture() as said:
+        console.quiet = False
+        check_memory(load(tmp_path, model, engine=SGLANG, trainer={"ranks": 2}), console, Nodes())
+    assert "warning: /dev/shm has 64 MB free, and NCCL may need more for 3 processes" in said.get()
 
 
 @pytest.mark.parametrize(

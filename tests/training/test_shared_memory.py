@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import ranks
-from areal_agents.training.shared_memory import explained
+from areal_agents.training.shared_memory import explained, shortage
 
 FULL = (
     "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error, NCCL version 2.28.9\n"
@@ -43,3 +43,16 @@ def test_only_what_it_explains_is_explained(
     said = explained(RuntimeError(message))
     assert said.endswith(message) and ("--shm-size" in said) == is_explained
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "processes", "is_short"),
+    [(60, 1, False), (60, 2, True), (64, 2, False), (64, 8, True), (999, 64, True), (1000, 64, False)],
+)
+def test_little_shared_memory_is_warned_of(
+    free_mb: int, processes: int, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_mb, f_frsize=1_000_000))
+    said = shortage(processes)
+    assert (said is not None) == is_short
+    assert said is None or f"{free_mb} MB free" in said and "--shm-size" in said
