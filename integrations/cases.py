@@ -128,9 +128,9 @@ _EXACT: tuple[Case, ...] = (
         _exact(case, (None, "new conversation", 1, 0, STRIPS, "edited", 5), reused=0.4)
         for case in _each(replace(_AGENTS, name="travel", conversation=TRAVEL, why=_HANDOFF), _STREAM, _CHAT)
     ),
-    _exact(
-        replace(_AGENTS, name="parallel", conversation=PARALLEL, options=_CHAT),
-        (None, "new conversation", 1, "new conversation", 3, 0),
+    *(
+        _exact(case, (None, "new conversation", 1, "new conversation", 3, 0))
+        for case in _each(replace(_AGENTS, name="parallel", conversation=PARALLEL), _CHAT)
     ),
     *(
         _exact(case, (None, 0, 1, STRIPS), reused=0.4)

@@ -6,9 +6,11 @@ import os
 import secrets
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from areal_agents.process_control import AGENT_MARK, end_leftovers, kill_process, signal_group
 
@@ -34,40 +36,38 @@ def run_command(
 ) -> Output:
     """Run a command without input. Raise CommandFailed unless it exits with status 0 in time.
 
-    The processes that it leaves running, also in other sessions, are killed.
+    The processes that it leaves running, also in other sessions, are killed. Its output goes to files, since
+    such a process would hold a pipe open.
     """
     mark = secrets.token_hex(8)
-    try:
-        process = subprocess.Popen(
-            words,
-            env={**environment, AGENT_MARK: mark},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise CommandFailed(f"{words[0]} cannot be started: {error}") from error
-    late = False
-    try:
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         try:
-            stdout, stderr = process.communicate(timeout=timeout_s)
+            process = subprocess.Popen(
+                words,
+                env={**environment, AGENT_MARK: mark},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise CommandFailed(f"{words[0]} cannot be started: {error}") from error
+        late = False
+        try:
+            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             late = True
+        finally:
             signal_group(process.pid, signal.SIGKILL)
-            stdout, stderr = process.communicate(timeout=timeout_s)
-    finally:
-        signal_group(process.pid, signal.SIGKILL)
-        kill_process(process)
-        end_leftovers(AGENT_MARK, mark)
+            kill_process(process)
+            end_leftovers(AGENT_MARK, mark)
+        output = Output(_text(stdout), _text(stderr))
     if late:
-        raise CommandFailed(f"it did not end within {timeout_s:g} s: {_end_of(stderr)}")
+        raise CommandFailed(f"it did not end within {timeout_s:g} s: {_end_of(output.stderr)}")
     if process.returncode:
-        raise CommandFailed(f"exit status {process.returncode}: {_end_of(stderr or stdout)}")
-    return Output(stdout, stderr)
+        raise CommandFailed(f"exit status {process.returncode}: {_end_of(output.stderr or output.stdout)}")
+    return output
 
 
 def base_environment(home: Path) -> dict[str, str]:
@@ -75,6 +75,11 @@ def base_environment(home: Path) -> dict[str, str]:
     left_out = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "NODE_PATH"}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**kept, "HOME": str(home)}
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _end_of(text: str) -> str:

@@ -40,7 +40,7 @@ def test_a_good_function() -> None:
     assert report.verdict == "ok" and serious(report) == [] and report.agent_error is None
     assert facts.endpoints == {"/v1/chat/completions": 3} and facts.dialects == ["chat"]
     assert (facts.turns, facts.roots, facts.branches, facts.forks) == (3, 1, 1, [])
-    assert facts.reused_share is not None and 0.9 < facts.reused_share < 1
+    assert facts.reused_share is not None and 0.9 < facts.reused_share < 1 and facts.exact_share == 1
     assert facts.trained_share == 1 and facts.sampled_tokens > 0
     assert facts.episode == "given" and facts.rewarded and facts.streamed == 0
 
@@ -89,7 +89,7 @@ def test_an_agent_that_edits_its_history() -> None:
     facts = report.facts
     assert report.verdict == "remarks" and facts.branches == facts.roots == 2
     assert [(fork.turn, fork.reason, fork.diverged_at) for fork in facts.forks] == [(2, "edited", 1)]
-    assert facts.reused_share == 0
+    assert facts.reused_share == facts.exact_share == 0
     (finding,) = serious(report)
     assert "turn 2 from message 2 on (edited)" in finding.what and "do not strip" in finding.fix
 

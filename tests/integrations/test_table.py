@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ensurepip
+import os
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,10 @@ import pytest
 from real_tokenizers import qwen_folder
 
 from areal_agents.errors import ConfigError
+from areal_agents.process_control import KILL_S
 from integrations.__main__ import chosen_cases, update_page
 from integrations.cases import CASES, Case
+from integrations.commands import CommandFailed, run_command
 from integrations.conversations import WEATHER, Conversation
 from integrations.environments import ENVIRONMENTS, FOLDER, GROUPS, Environment, Environments
 from integrations.page import PAGE, Row, Verdict, page_text, read_rows, write_page
@@ -145,6 +149,34 @@ def test_rows_are_kept_and_a_worse_verdict_is_told(
     silent = replace(case, command=("true",))
     assert update_page(page, cases, [silent], engine, environments, say=said.append) == []
     assert read_rows(page)["openai_sdk"].remark == "it answered '' instead of 'Yes, again.'"
+
+
+def test_a_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    """Also what runs in another session, and holds its standard output open."""
+    environment = dict(os.environ)
+    leaving = ["sh", "-c", "setsid sleep 600 & echo $!"]
+    started = run_command(leaving, environment, cwd=tmp_path, timeout_s=60).stdout
+    assert _ends(int(started))
+    staying = ["sh", "-c", "echo $$ > pid; setsid sleep 600 & echo late >&2; wait"]
+    with pytest.raises(CommandFailed, match=r"it did not end within 2 s: late"):
+        run_command(staying, environment, cwd=tmp_path, timeout_s=2)
+    assert _ends(int((tmp_path / "pid").read_text()))
+    with pytest.raises(CommandFailed, match="nothing-of-this-name cannot be started"):
+        run_command(["nothing-of-this-name"], environment, cwd=tmp_path, timeout_s=60)
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process that was killed ends, or waits only to be reaped, within the time that this takes."""
+    status, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + KILL_S
+    while time.monotonic() < deadline:
+        try:
+            state = status.read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def test_an_environment_is_made_again_only_when_its_requirements_change(environments: Environments) -> None:
