@@ -76,6 +76,24 @@ def test_files_of_a_command_resolve_against_the_folder_of_the_config(minimal: Pa
     ]  # fmt: skip
 
 
+def test_paths_of_a_command_line_agent_resolve_against_the_folder_of_the_config(minimal: Path) -> None:
+    given = minimal.read_text().splitlines()
+    text = "\n".join(line for line in given if not line.startswith("agent:"))
+    agent = '{cli: my.toml, executable: bin/tiny, workdir: "tasks/{task.id}", max_turns: 3}'
+    minimal.write_text(f"{text}\nagent: {agent}\n")
+    base = minimal.parent
+    assert load_config(minimal).agent == {
+        "cli": str(base / "my.toml"),
+        "executable": str(base / "bin/tiny"),
+        "workdir": f"{base}/tasks/{{task.id}}",
+        "max_turns": 3,
+    }
+    assert load_config(minimal, ["agent={cli: codex, executable: codex}"]).agent == {
+        "cli": "codex",
+        "executable": "codex",
+    }
+
+
 def test_overrides_reach_inside(minimal: Path) -> None:
     config = load_config(minimal, ["trainer.steps=7", "trainer.lr=1e-3", "seed=2", "eval.data.path=x"])
     assert (config.trainer.steps, config.trainer.lr, config.seed) == (7, 1e-3, 2)
@@ -90,9 +108,10 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("lr=1e-4", "unknown key 'lr'; did you mean 'trainer.lr'?"),
         ("group_size=4", "unknown key 'group_size'; did you mean 'rollout.group_size' or"),
         ("agent=python my_agent.py", 'if it is a command, write agent: {command: "python my_agent.py"}'),
-        ("agent={comand: x}", "agent: must be module:function, file.py:function or {command: …}"),
-        ("agent=5", "agent: must be module:function, file.py:function or {command: …}, got 5"),
-        ("agent={command: 5}", '{command: …}, got {"command": 5}'),
+        ("agent={comand: x}", "agent: must be module:function, file.py:function, {command: …} or {cli: …}"),
+        ("agent={cli: codex, max_turn: 3}", "agent: max_turn: Extra inputs are not permitted"),
+        ("agent=5", "agent: must be module:function, file.py:function, {command: …} or {cli: …}, got 5"),
+        ("agent={command: 5}", '{cli: …}, got {"command": 5}'),
         ("name=../elsewhere", "name: must be the name of a folder in runs/, got '../elsewhere'"),
         ("data=tasks.jsonl", "data: must be a mapping of settings, such as data: {path: ...}"),
         ("eval=tasks.jsonl", "such as eval: {data: {path: ...}} (got 'tasks.jsonl')"),

@@ -249,6 +249,11 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
     agent = out.get("agent")
     if isinstance(agent, dict) and isinstance(agent.get("command"), str):
         agent["command"] = _with_absolute_files(agent["command"], base)
+    if isinstance(agent, dict) and isinstance(agent.get("cli"), str):
+        for key in ("cli", "executable", "workdir"):
+            value = agent.get(key)
+            if isinstance(value, str) and (key == "workdir" or "/" in value or value.endswith(".toml")):
+                agent[key] = _absolute(value, base, always=True)
     return out
 
 

@@ -24,11 +24,12 @@ from areal_agents.core.settings import Settings
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.schemes import scheme_of
-from areal_agents.errors import TaskEnvironmentError
+from areal_agents.errors import AgentError, TaskEnvironmentError
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.model_folder import folder_fault, read_object
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.config import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from areal_agents.store.config import StoreConfig
 from areal_agents.training.config import TrainerConfig
@@ -36,6 +37,7 @@ from areal_agents.user_functions import names_a_function
 
 # The rollout.max_staleness that each loop sets; with "async" the user sets it.
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
+_WRONG_AGENT = "must be module:function, file.py:function, {command: …} or {cli: …}, got "
 
 
 class Config(Settings):
@@ -58,9 +60,10 @@ class Config(Settings):
         description="The initial weights: a Hugging Face folder; the id of a model of the Hub, such as "
         "Qwen/Qwen3-0.6B, which is downloaded; or quickstart, a small model for a first run on a laptop."
     )
-    agent: str | dict[str, str] = Field(
+    agent: str | dict[str, Any] = Field(
         default="",
-        description="module:function, file.py:function, or {command: ...}; not needed with data.episodes.",
+        description="module:function, file.py:function, {command: ...}, or a command-line agent such as "
+        "{cli: codex} (docs/agents.md); not needed with data.episodes.",
     )
     environment: EnvironmentConfig | None = Field(
         default=None,
@@ -106,12 +109,15 @@ class Config(Settings):
     @field_validator("agent", mode="before")
     @classmethod
     def _check_agent(cls, agent: Any) -> Any:
+        if isinstance(agent, Mapping) and "cli" in agent:
+            try:
+                CliAgentConfig.read(agent)
+            except AgentError as error:
+                raise ValueError(str(error).removeprefix("agent: ")) from None
+            return agent
         is_mapping = isinstance(agent, Mapping) and all(isinstance(value, str) for value in agent.values())
         if not isinstance(agent, str) and not is_mapping:
-            raise ValueError(
-                f"must be module:function, file.py:function or {{command: …}}, got "
-                f"{json.dumps(agent, ensure_ascii=False, default=str)}"
-            )
+            raise ValueError(_WRONG_AGENT + json.dumps(agent, ensure_ascii=False, default=str))
         return agent
 
     @model_validator(mode="before")
@@ -175,12 +181,10 @@ def _episode_faults(config: Config) -> Iterator[str]:
     if (
         isinstance(config.agent, dict)
         and not is_environment
+        and "cli" not in config.agent
         and (set(config.agent) != {"command"} or not config.agent["command"].strip())
     ):
-        yield (
-            f"agent: must be module:function, file.py:function or {{command: …}}, got "
-            f"{json.dumps(config.agent, ensure_ascii=False)}"
-        )
+        yield f"agent: {_WRONG_AGENT}{json.dumps(config.agent, ensure_ascii=False)}"
     if config.reward is not None and config.reward.group and config.rollout.over_sample:
         yield (
             "rollout.over_sample: a reward function of a group needs all its episodes, so none may be "

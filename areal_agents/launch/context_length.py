@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_agents.config import Config
 from areal_agents.inference.config import DEFAULT_MAX_CONTEXT
@@ -52,6 +54,18 @@ def longest_sequence(config: Config) -> Longest | None:
         bounds.append(Longest(stages[-1].max_tokens, "rollout.context_stages"))
     bounds.append(_engine_bound(config, _positions(Path(config.model))))
     return min(bounds, key=lambda bound: bound.tokens)
+
+
+def told_of_context(config: Config, agent: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    """Return the setting of an agent; a command-line agent that is told no context is told the run's.
+
+    Raises:
+        ConfigError: config.json is damaged.
+    """
+    longest = longest_sequence(config)
+    if isinstance(agent, str) or "cli" not in agent or agent.get("context") or longest is None:
+        return agent
+    return {**agent, "context": longest.tokens}
 
 
 def _engine_bound(config: Config, positions: int) -> Longest:

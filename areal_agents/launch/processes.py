@@ -212,10 +212,12 @@ def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
 
 
 async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.launch.context_length import told_of_context
     from areal_agents.rollout.agents.blocking import BlockingWatch
     from areal_agents.rollout.runner import evaluate, run
     from areal_agents.store import Store
 
+    agent = told_of_context(config, config.agent)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     endpoints, rollout = folder.read_endpoints(), config.rollout.for_engines(config.engine.sequences)
@@ -228,7 +230,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 store=store,
                 proxy_url=endpoints.proxy_url,
                 admin_key=endpoints.admin_key,
-                agent=config.agent,
+                agent=agent,
                 data=config.data,
                 rollout=rollout,
                 evaluation=config.eval,
@@ -249,7 +251,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             store=store,
             proxy_url=endpoints.proxy_url,
             admin_key=endpoints.admin_key,
-            agent=config.ablation if options.ablate_tool and config.ablation else config.agent,
+            agent=config.ablation if options.ablate_tool and config.ablation else agent,
             rollout=rollout,
             evaluation=config.eval,
             label=options.evaluate,

@@ -22,7 +22,7 @@ from areal_agents.config import Config
 from areal_agents.core.rollout import Task
 from areal_agents.errors import AgentError, ArealAgentsError
 from areal_agents.launch.children import ChildDied, Children
-from areal_agents.launch.context_length import engine_context
+from areal_agents.launch.context_length import engine_context, told_of_context
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.rollout.seeds import FIXED_HASHES
 from areal_agents.whole_files import write_whole
@@ -148,7 +148,8 @@ async def _judge(config: Config, folder: RunFolder, url: str, task: Task) -> str
     from areal_agents.rollout.rewarding import RewardFunction
 
     limits = config.rollout.limits.model_copy(update={"time_s": min(EPISODE_S, config.rollout.limits.time_s)})
-    agent = load_agent(config.agent, workers=1, logs=folder.episode_logs)
+    spec = told_of_context(config, config.agent)
+    agent = load_agent(spec, workers=1, logs=folder.episode_logs)
     function = RewardFunction(config.reward) if config.reward is not None else None
     must_reward = function is None and agent.must_reward and not config.rollout.outside_rewards
     errors: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ import benchmarks.__main__
 from areal_agents.config import validate_config
 from areal_agents.config.files import nested, parse_override, proxy_config, set_in
 from areal_agents.quickstart import quickstart_model
+from areal_agents.rollout.agents.cli.seam import load_seam
 from areal_agents.store import Store
 
-LANGUAGES = {"bash", "python", "js", "yaml", "json", "console", "text", "mermaid"}
+LANGUAGES = {"bash", "python", "js", "yaml", "json", "toml", "console", "text", "mermaid"}
 CONFIGURED = ("train", "eval", "plan")  # the commands whose arguments are configuration keys
 
 
@@ -59,6 +61,12 @@ def test_a_configuration_is_valid(found: Block, store: str) -> None:
         if of is tree or key in of:
             of[key] = str(quickstart_model())
     validate_config(tree, source=found.id)
+
+
+@pytest.mark.parametrize("found", blocks("toml"), ids=lambda b: b.id)
+def test_a_seam_is_valid(found: Block, tmp_path: Path) -> None:
+    (tmp_path / "seam.toml").write_text(found.text)
+    load_seam(str(tmp_path / "seam.toml"))
 
 
 @pytest.mark.parametrize("found", blocks("bash"), ids=lambda b: b.id)

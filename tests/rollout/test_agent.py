@@ -36,7 +36,7 @@ async def test_the_form_of_an_agent_decides_where_it_runs() -> None:
         (f"{AGENTS}:god", "has no function 'god'; it has .*good"),
         (f"{AGENTS}:NOT_A_FUNCTION", "must be a function, got int"),
         (f"{AGENTS}:one_argument", r"cannot be called as one_argument\(task, ep\)"),
-        ({"command": " "}, "an agent must be module:function, file.py:function or {command: …}"),
+        ({"command": " "}, "an agent must be module:function, file.py:function, {command: …} or {cli: …}"),
         ({"cmd": "python"}, "an agent must be"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents import agent_process as processes
-from areal_agents.rollout.agents import command as command_module
+from areal_agents.rollout.agents import episode_logs
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
@@ -103,7 +103,7 @@ async def test_the_output_of_a_command_is_in_the_log_of_its_episode(folder: Path
 async def test_only_the_newest_logs_and_the_beginning_of_each_are_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_module, "KEPT_LOGS", 2)
+    monkeypatch.setattr(episode_logs, "KEPT_LOGS", 2)
     monkeypatch.setattr(processes, "LONGEST_LOG", 4)
     agent = CommandAgent(["echo", "abcdefgh"], logs=folder / "logs")
     for id in ("one", "two", "three"):

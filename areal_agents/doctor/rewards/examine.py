@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.reward_values import RewardValue
@@ -44,7 +45,7 @@ def examine_rewards(
     tasks: Sequence[Task],
     *,
     most_tasks: int,
-    agent: str | Mapping[str, str],
+    agent: str | Mapping[str, Any],
     reward: RewardConfig | None,
     limits: LimitsConfig,
     proxy: ProxyConfig,

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.episode import Episode, check_signature
 from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.cli.agent import CliAgent
+from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
 from areal_agents.rollout.agents.environment_agent import environment_agent
@@ -42,26 +44,31 @@ class Agent(Protocol):
         ...
 
 
-def load_agent(spec: str | Mapping[str, str], *, workers: int = 8, logs: Path | None = None) -> Agent:
+def load_agent(spec: str | Mapping[str, Any], *, workers: int = 8, logs: Path | None = None) -> Agent:
     """Load the agent that a configuration names.
 
     Args:
-        spec: "module:function", "path/to/file.py:function", {"command": "python my_agent.py"}, or
-            {"environment": "scheme:name", "python": "an interpreter, or empty"}. The function need not be
-            decorated; it must take (task, ep).
+        spec: "module:function", "path/to/file.py:function", {"command": "python my_agent.py"},
+            {"cli": "codex"} with further settings of CliAgentConfig, or {"environment": "scheme:name",
+            "python": "an interpreter, or empty"}. The function need not be decorated; it must take
+            (task, ep).
         workers: the most processes for a synchronous function.
         logs: a folder for the output of commands; None: the output is discarded.
 
     Raises:
-        AgentError: the agent cannot be imported, is not a function of (task, ep), or the command is empty.
+        AgentError: the agent cannot be imported, is not a function of (task, ep), the command is empty, or
+            the program of a command-line agent is missing.
         TaskEnvironmentError: the environment cannot be opened.
     """
     if isinstance(spec, Mapping) and "environment" in spec:
         return environment_agent(EnvironmentConfig(use=spec["environment"], python=spec.get("python", "")))
+    if isinstance(spec, Mapping) and "cli" in spec:
+        return CliAgent(CliAgentConfig.read(spec), logs=logs)
     if isinstance(spec, Mapping):
         if set(spec) != {"command"} or not spec["command"].strip():
             raise AgentError(
-                f"an agent must be module:function, file.py:function or {{command: …}}, got {dict(spec)}"
+                "an agent must be module:function, file.py:function, {command: …} or {cli: …}, got "
+                f"{dict(spec)}"
             )
         try:
             return CommandAgent(shlex.split(spec["command"]), logs=logs)

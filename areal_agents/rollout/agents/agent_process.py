@@ -11,6 +11,7 @@ import asyncio
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import BinaryIO, Self, cast
 from uuid import uuid4
 
@@ -21,7 +22,7 @@ PIPE_GRACE_S = 0.5  # time after the exit to read what is still in the pipes
 START_S = 60.0  # longest wait for a process to start after its start was cancelled
 LONGEST_LINE = 1 << 24  # bytes
 LONGEST_LOG = 1 << 20  # bytes
-_TAIL = 4096  # bytes of standard error that are kept
+_TAIL = 4096  # bytes of standard error, and of standard output, that are kept
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
@@ -39,6 +40,7 @@ class ChildProcess:
         command: Sequence[str],
         *,
         environment: Mapping[str, str],
+        cwd: Path | None = None,
         lines: bool = False,
         tail: bool = False,
         log: BinaryIO | None = None,
@@ -48,8 +50,10 @@ class ChildProcess:
         Args:
             command: the program and its arguments.
             environment: its variables; a mark is added, which its children inherit.
+            cwd: the folder that it starts in; None: that of this process.
             lines: whether to read its standard output with `line`, instead of discarding it.
-            tail: whether to keep the end of its standard error, instead of passing it on to this process's.
+            tail: whether to keep the end of its standard error, instead of passing it on to this process's,
+                and the end of its standard output.
             log: an open file for the first LONGEST_LOG bytes of its standard output and, with `tail`, of its
                 standard error; the caller closes it after `end`.
 
@@ -62,12 +66,13 @@ class ChildProcess:
         # then wait for pipes that it has not connected yet.
         starting = asyncio.ensure_future(
             loop.subprocess_exec(
-                lambda: _Protocol(log),
+                lambda: _Protocol(log, lines),
                 *command,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if lines or log else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if lines or log or tail else subprocess.DEVNULL,
                 stderr=subprocess.PIPE if tail else None,
                 env={**environment, AGENT_MARK: mark},
+                cwd=cwd,
                 start_new_session=True,
             )
         )
@@ -105,8 +110,15 @@ class ChildProcess:
         return await self._protocol.output.readline()
 
     def tail(self) -> str:
-        """Return the end of its standard error; complete only after `end`."""
-        return self._protocol.errors.decode(errors="replace").strip()
+        """Return the end of its standard error or, if that is empty, of its standard output.
+
+        It is complete only after `end`.
+        """
+        return self._protocol.errors.decode(errors="replace").strip() or self.printed()
+
+    def printed(self) -> str:
+        """Return the end of its standard output, if it is not read with `line`; complete only after `end`."""
+        return self._protocol.printed.decode(errors="replace").strip()
 
     async def end(self) -> None:
         """Send SIGTERM to its group, then SIGKILL to the group and to its processes in other sessions.
@@ -131,13 +143,15 @@ class ChildProcess:
 class _Protocol(asyncio.SubprocessProtocol):
     """The events of a process and its pipes, as the event loop reports them."""
 
-    def __init__(self, log: BinaryIO | None = None) -> None:
+    def __init__(self, log: BinaryIO | None, lines: bool) -> None:
         self._log = log
+        self._lines = lines
         self._logged = 0  # bytes
         self.exited = asyncio.Event()
         self.closed = asyncio.Event()  # the process has exited, and its pipes are closed
         self.output = asyncio.StreamReader(limit=LONGEST_LINE)
         self.errors = b""
+        self.printed = b""
         self._lost: set[int] = set()  # the pipes that are closed
         self._transport: asyncio.SubprocessTransport | None = None
 
@@ -152,10 +166,12 @@ class _Protocol(asyncio.SubprocessProtocol):
             kept = data[: LONGEST_LOG - self._logged]
             self._log.write(kept)
             self._logged += len(kept)
-        elif fd == _STDOUT:
-            self.output.feed_data(data)
         if fd == _STDERR:
             self.errors = (self.errors + data)[-_TAIL:]
+        elif self._lines:
+            self.output.feed_data(data)
+        else:
+            self.printed = (self.printed + data)[-_TAIL:]
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         self._lost.add(fd)

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.episode import EPISODE_ID_VARIABLE, Episode
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
+from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 
-KEPT_LOGS = 500  # logs of episodes that a process keeps
 TASK_VARIABLE = "AREAL_AGENTS_TASK"
 # Linux limits a variable to 128 KiB; a longer task is on standard input only.
 LONGEST_VARIABLE = 120_000
@@ -38,18 +36,17 @@ class CommandAgent:
     def __init__(self, command: Sequence[str], *, logs: Path | None = None) -> None:
         """Args:
         command: the program and its arguments.
-        logs: a folder for the output of the newest KEPT_LOGS episodes, each in ID.log; None: it is discarded.
+        logs: a folder for the output of the newest episodes; None: it is discarded.
         """
         if not command:
             raise AgentError("the agent's command is empty")
         self._command = tuple(command)
-        self._logs = logs
-        self._kept: deque[Path] = deque()
+        self._logs = EpisodeLogs(logs)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of standard error, if the exit status is not 0."""
         text = json.dumps(dict(task))
-        with self._log_of(ep.id) as log:
+        with self._logs.opened(ep.id) as log:
             try:
                 process = await ChildProcess.start(
                     self._command,
@@ -67,20 +64,6 @@ class CommandAgent:
                 await process.end()  # also ends the processes that it left running
         if status != 0:
             raise AgentError(f"{self._command[0]} exited with status {status}: {process.tail()}")
-
-    @contextmanager
-    def _log_of(self, episode: str) -> Iterator[BinaryIO | None]:
-        """Open the log of an episode, and delete the oldest one if there are too many."""
-        if self._logs is None:
-            yield None
-            return
-        self._logs.mkdir(parents=True, exist_ok=True)
-        path = self._logs / f"{episode}.log"
-        self._kept.append(path)
-        if len(self._kept) > KEPT_LOGS:
-            self._kept.popleft().unlink(missing_ok=True)
-        with open(path, "wb", buffering=0) as log:
-            yield log
 
     async def close(self) -> None:
         """Do nothing: no process outlives its episode."""

@@ -1,0 +1,117 @@
+"""Runs a command-line agent: one program per episode, in a home folder and a working folder of its own.
+
+Both folders are in a temporary one, which is removed when the program has ended; the processes that it left
+running are killed before. What it prints is in the log of its episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.agent_process import ChildProcess
+from areal_agents.rollout.agents.cli.config import DEFAULT_CONTEXT, CliAgentConfig
+from areal_agents.rollout.agents.cli.prepare import folder_of_task, make_home, of_task, prepare
+from areal_agents.rollout.agents.cli.program import find_program
+from areal_agents.rollout.agents.cli.seam import load_seam
+from areal_agents.rollout.agents.episode_logs import EpisodeLogs
+
+_TAIL = 2000  # characters of the output in an error
+
+
+class CliAgent:
+    """Runs a program that a seam describes, once for each episode."""
+
+    capacity: int | None = None
+    must_reward = False
+
+    def __init__(self, config: CliAgentConfig, *, logs: Path | None = None) -> None:
+        """Args:
+        config: the setting `agent`.
+        logs: a folder for the output of the newest episodes; None: it is discarded.
+
+        Raises:
+            AgentError: the seam is not valid, or its program is missing or too old.
+        """
+        self._config = config
+        self._seam = load_seam(config.cli)
+        if config.max_turns is not None and self._seam.turn_limit is None:
+            raise AgentError(
+                f"agent.max_turns: {config.cli} has no option for it; set rollout.limits.max_turns instead"
+            )
+        self._program = find_program(self._seam, config.executable, os.environ)
+        self._logs = EpisodeLogs(logs)
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
+        """Run one episode. Raises AgentError, with the end of the output, if the program fails."""
+        prompt = of_task(self._config.prompt, task, "prompt")
+        source = folder_of_task(self._config.workdir, task) if self._config.workdir else None
+        folder = Path(tempfile.mkdtemp(prefix="areal-agents-cli-"))
+        try:
+            await asyncio.to_thread(_copy, source, folder / "work")
+            await self._run(prompt, ep, folder / "home", folder / "work")
+        finally:
+            # Also after a cancellation: what a killed process wrote must not remain.
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+    async def _run(self, prompt: str, ep: Episode, home: Path, work: Path) -> None:
+        config, seam = self._config, self._seam
+        launch = prepare(
+            seam,
+            ep,
+            prompt=prompt,
+            model=config.model,
+            context=config.context or DEFAULT_CONTEXT,
+            max_turns=config.max_turns,
+            home=home,
+            workdir=work,
+            inherited=os.environ,
+        )
+        make_home(home, launch.files)
+        with self._logs.opened(ep.id) as log:
+            try:
+                process = await ChildProcess.start(
+                    [str(self._program), *launch.arguments],
+                    environment=launch.environment,
+                    cwd=work,
+                    tail=True,
+                    log=log,
+                )
+            except OSError as error:
+                raise AgentError(f"cannot start {self._program}: {error.strerror}") from error
+            try:
+                process.send(launch.stdin.encode())
+                process.close_input()
+                status = await process.wait()
+            finally:
+                await process.end()  # also ends the processes that it left running
+        if status != 0 and not self._is_at_limit(status, process):
+            end = process.tail()[-_TAIL:].replace(ep.api_key, "***")
+            raise AgentError(
+                f"{self._program.name} exited with status {status}: {end or 'it printed nothing'}"
+            )
+
+    def _is_at_limit(self, status: int, process: ChildProcess) -> bool:
+        """Whether the program ended because of its own limit of turns."""
+        limit = self._seam.turn_limit
+        if limit is None or self._config.max_turns is None or status not in limit.statuses:
+            return False
+        return limit.says in process.tail() or limit.says in process.printed()
+
+    async def close(self) -> None:
+        """Do nothing: no process outlives its episode."""
+
+
+def _copy(source: Path | None, target: Path) -> None:
+    """Copy a folder with its symbolic links, or create an empty one."""
+    if source is None:
+        target.mkdir()
+    else:
+        shutil.copytree(source, target, symlinks=True)

@@ -1,0 +1,144 @@
+"""A seam: how a command-line agent is found, called, and pointed at the proxy, as data.
+
+The seams of this folder's seams/ ship with the package; a user's own is a file of the same form. A seam is
+validated whole when it is read, so that a run does not start with one that cannot work.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from areal_agents.core.settings import Settings
+from areal_agents.errors import AgentError
+
+SEAMS = Path(__file__).parent / "seams"
+PLACEHOLDERS = frozenset(
+    {
+        "anthropic_base_url",
+        "base_url",
+        "context",
+        "google_base_url",
+        "home",
+        "key",
+        "max_turns",
+        "model",
+        "prompt",
+        "workdir",
+    }
+)
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+_VERSION = r"^\d+(\.\d+)*$"
+
+
+class TurnLimit(Settings):
+    """How an agent is told to end after a number of turns, and how it says that it did."""
+
+    arguments: tuple[str, ...] = Field(min_length=1, description="Further arguments, with {max_turns}.")
+    statuses: tuple[int, ...] = Field(
+        default=(), description="Exit statuses besides 0 with which it ends at the limit."
+    )
+    says: str = Field(
+        default="", description="What it prints at the limit, if such a status can mean something else too."
+    )
+
+
+class Seam(Settings):
+    """How one command-line agent is run. Texts may contain the placeholders that `PLACEHOLDERS` names."""
+
+    program: str = Field(min_length=1, description="The name of the program, as PATH has it.")
+    install: str = Field(min_length=1, description="The command that installs it.")
+    least_version: str = Field(
+        pattern=_VERSION, description="The oldest version that the seam is for; an older one is refused."
+    )
+    version_arguments: tuple[str, ...] = Field(
+        default=("--version",), description="Arguments with which the program prints its version."
+    )
+    dialect: Literal["chat", "responses", "messages", "gemini"] = Field(
+        description="The API in which it calls the model."
+    )
+    arguments: tuple[str, ...] = Field(description="The arguments of a run that ends by itself.")
+    stdin: str = Field(default="", description="What it reads on standard input.")
+    environment: dict[str, str] = Field(
+        default={}, description="Its variables, besides those that every agent gets."
+    )
+    files: dict[str, str] = Field(
+        default={}, description="Files of its home folder, by their relative paths."
+    )
+    turn_limit: TurnLimit | None = Field(default=None, description="Its own limit of turns, if it has one.")
+
+    @field_validator("files")
+    @classmethod
+    def _check_paths(cls, files: dict[str, str]) -> dict[str, str]:
+        for name in files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"must be paths within the home folder, got {name!r}")
+        return files
+
+    @model_validator(mode="after")
+    def _check_placeholders(self) -> Seam:
+        for where, text in self._texts():
+            if unknown := sorted(set(_PLACEHOLDER.findall(text)) - PLACEHOLDERS):
+                known = ", ".join(sorted(PLACEHOLDERS))
+                raise ValueError(f"{where}: there is no placeholder {{{unknown[0]}}}; known: {known}")
+            if "{max_turns}" in text and where != "turn_limit":
+                raise ValueError(f"{where}: {{max_turns}} belongs into turn_limit.arguments")
+        told = [where for where, text in self._texts() if "{prompt}" in text]
+        if len(told) != 1 or told[0] not in ("arguments", "stdin"):
+            raise ValueError(f"{{prompt}} must be in arguments or in stdin, once, got it in {told or 'none'}")
+        return self
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """Yield every text that is filled in, with its field."""
+        for argument in self.arguments:
+            yield "arguments", argument
+        for argument in self.turn_limit.arguments if self.turn_limit else ():
+            yield "turn_limit", argument
+        yield "stdin", self.stdin
+        for name, value in self.environment.items():
+            yield f"environment.{name}", value
+        for name, value in self.files.items():
+            yield f"files.{name}", value
+
+
+def filled(text: str, values: Mapping[str, str]) -> str:
+    """Return a text of a seam with the values of its placeholders. A value is not filled in again."""
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
+
+
+def known_seams() -> list[str]:
+    """Return the names of the seams that ship with the package."""
+    return sorted(file.stem for file in SEAMS.glob("*.toml"))
+
+
+def load_seam(name: str) -> Seam:
+    """Return a seam of the package by its name, or that of a file.
+
+    Raises:
+        AgentError: there is no such seam, or it is not valid; the message names the file and the field.
+    """
+    is_file = name.endswith(".toml") or "/" in name
+    file = Path(name).expanduser() if is_file else SEAMS / f"{name}.toml"
+    try:
+        return Seam.model_validate(tomllib.loads(file.read_text()))
+    except FileNotFoundError:
+        raise AgentError(
+            f"there is no seam {name!r} of a command-line agent; known: {', '.join(known_seams())}; or give "
+            "the path of a .toml file (docs/agents.md)"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise AgentError(f"the seam {file} cannot be read: {error}") from error
+    except ValidationError as error:
+        faults = "; ".join(_fault(fault["loc"], fault["msg"]) for fault in error.errors())
+        raise AgentError(f"the seam {file} is not valid: {faults}") from error
+
+
+def _fault(location: tuple[int | str, ...], message: str) -> str:
+    field = ".".join(str(part) for part in location)
+    message = message.removeprefix("Value error, ")
+    return f"{field}: {message}" if field else message

@@ -1,0 +1,382 @@
+"""Command-line agents: the seams that ship, what is made of them, and whole episodes of a small one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_agents.client import AsyncClient
+from areal_agents.core.rollout import Task
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.agent import load_agent
+from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollout
+from areal_agents.rollout.agents.cli.prepare import Launch, folder_of_task, of_task, prepare
+from areal_agents.rollout.agents.cli.program import find_program
+from areal_agents.rollout.agents.cli.seam import known_seams, load_seam
+from areal_agents.rollout.config import LimitsConfig
+
+ADMIN_KEY = "admin-key-of-the-tests"
+EPISODE = Episode("e", "http://10.0.0.1:8000/e/ep-1/v1", "ep-1")
+URL, ROOT, HOME = EPISODE.base_url, "http://10.0.0.1:8000/e/ep-1", Path("/h")
+
+
+def launch_of(name: str, *, max_turns: int | None = None, inherited: Mapping[str, str] = {}) -> Launch:
+    return prepare(
+        load_seam(name),
+        EPISODE,
+        prompt="-x {key}",
+        model="policy",
+        context=40_000,
+        max_turns=max_turns,
+        home=HOME,
+        workdir=Path("/w"),
+        inherited=inherited,
+    )
+
+
+# Of each seam: its arguments with a limit of turns if it has one, what it reads, its own variables.
+LAUNCHES: dict[str, tuple[list[str], str, dict[str, str]]] = {
+    "claude-code": (
+        ["--max-turns", "7", "--print", "--dangerously-skip-permissions", "--model", "policy"],
+        "-x {key}",
+        {
+            "ANTHROPIC_API_KEY": "ep-1",
+            "ANTHROPIC_BASE_URL": ROOT,
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "policy",
+            "ANTHROPIC_SMALL_FAST_MODEL": "policy",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "40000",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_SUBAGENT_MODEL": "policy",
+            "DISABLE_AUTOUPDATER": "1",
+            "IS_SANDBOX": "1",
+        },
+    ),
+    "codex": (
+        ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-"],
+        "-x {key}",
+        {"AREAL_AGENTS_KEY": "ep-1", "CODEX_HOME": "/h/.codex"},
+    ),
+    "gemini-cli": (
+        ["--yolo", "--model", "policy"],
+        "-x {key}",
+        {"GEMINI_API_KEY": "ep-1", "GEMINI_CLI_TRUST_WORKSPACE": "true", "GOOGLE_GEMINI_BASE_URL": ROOT},
+    ),
+    "mini-swe-agent": (
+        ["--config", "mini.yaml", "--config", "agent.step_limit=7", "--model", "openai/policy", "--yolo"]
+        + ["--exit-immediately", "--cost-limit", "0", "--task=-x {key}"],
+        "",
+        {
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_SILENT_STARTUP": "1",
+            "OPENAI_API_BASE": URL,
+            "OPENAI_API_KEY": "ep-1",
+            "OPENAI_BASE_URL": URL,
+        },
+    ),
+    "mistral-vibe": (
+        ["--max-turns", "7", "--auto-approve", "--trust", "--prompt=-x {key}"],
+        "",
+        {"AREAL_AGENTS_KEY": "ep-1", "VIBE_HOME": "/h/.vibe"},
+    ),
+    "opencode": (
+        ["run", "--auto", "--title", "episode", "--model", "areal-agents/policy"],
+        "-x {key}",
+        {
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        },
+    ),
+    "openhands": (
+        ["-X", "max_turns=7", "/h/episode.py"],
+        "-x {key}",
+        {
+            "DO_NOT_TRACK": "1",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "LLM_API_KEY": "ep-1",
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+        },
+    ),
+    "pi": (
+        ["--print", "--no-session", "--offline", "--provider", "areal-agents", "--model", "policy"],
+        "-x {key}",
+        {"PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"},
+    ),
+    "qwen-code": (
+        ["--max-session-turns", "7", "--yolo", "--auth-type", "openai", "--model", "policy"],
+        "-x {key}",
+        {
+            "OPENAI_API_KEY": "ep-1",
+            "OPENAI_BASE_URL": URL,
+            "OPENAI_MODEL": "policy",
+            "QWEN_CODE_SUPPRESS_YOLO_WARNING": "1",
+        },
+    ),
+}
+FOLDERS = {
+    "HOME": "/h",
+    "TMPDIR": "/h/tmp",
+    "XDG_CACHE_HOME": "/h/.cache",
+    "XDG_CONFIG_HOME": "/h/.config",
+    "XDG_DATA_HOME": "/h/.local/share",
+    "XDG_STATE_HOME": "/h/.local/state",
+}
+
+
+def test_every_seam_that_ships_is_known() -> None:
+    assert known_seams() == sorted(LAUNCHES)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_what_is_made_of_a_seam(name: str) -> None:
+    arguments, stdin, variables = LAUNCHES[name]
+    limit = 7 if load_seam(name).turn_limit else None
+    launch = launch_of(
+        name, max_turns=limit, inherited={"PATH": "/bin", "OPENAI_API_KEY": "sk", "HOME": "/u"}
+    )
+    assert list(launch.arguments) == arguments
+    assert launch.stdin == stdin
+    not_proxied = {"NO_PROXY": "10.0.0.1", "no_proxy": "10.0.0.1"}
+    assert launch.environment == {"PATH": "/bin", **FOLDERS, **not_proxied, **variables}
+
+
+def test_the_files_of_the_seams() -> None:
+    def parsed(name: str, file: str) -> Any:
+        text = launch_of(name).files[file]
+        return tomllib.loads(text) if file.endswith(".toml") else json.loads(text)
+
+    codex = parsed("codex", ".codex/config.toml")
+    assert (codex["model"], codex["model_context_window"]) == ("policy", 40_000)
+    provider = codex["model_providers"][codex["model_provider"]]
+    assert (provider["base_url"], provider["env_key"]) == (URL, "AREAL_AGENTS_KEY")
+
+    opencode = parsed("opencode", ".config/opencode/opencode.json")
+    provider = opencode["provider"]["areal-agents"]
+    assert provider["options"] == {"baseURL": URL, "apiKey": "ep-1"}
+    assert provider["models"]["policy"]["limit"]["context"] == 40_000
+
+    pi = parsed("pi", ".pi/agent/models.json")["providers"]["areal-agents"]
+    assert (pi["baseUrl"], pi["apiKey"], pi["models"][0]["contextWindow"]) == (URL, "ep-1", 40_000)
+
+    vibe = parsed("mistral-vibe", ".vibe/config.toml")
+    assert vibe["providers"][0]["api_base"] == URL
+    assert vibe["models"][0]["max_context_length"] == 40_000
+
+    for name, file in (("gemini-cli", ".gemini/settings.json"), ("qwen-code", ".qwen/settings.json")):
+        assert parsed(name, file)["privacy"]["usageStatisticsEnabled"] is False
+    compile(launch_of("openhands").files["episode.py"], "episode.py", "exec")
+
+
+SEAM = """
+program = "tiny"
+install = "pip install tiny"
+least_version = "1.10"
+dialect = "chat"
+arguments = ["run"]
+stdin = "{prompt}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (SEAM + "colour = 1", r"tiny.toml is not valid: colour: Extra inputs are not permitted"),
+        (SEAM.replace("chat", "smoke"), "dialect: Input should be 'chat'"),
+        (SEAM.replace("1.10", "new"), "least_version: String should match"),
+        (SEAM.replace("{prompt}", ""), r"\{prompt\} must be in arguments or in stdin, once"),
+        (SEAM.replace("run", "{promt}"), r"arguments: there is no placeholder \{promt\}; known: anthropic"),
+        (SEAM + '[files]\n"../x" = ""', r"files: must be paths within the home folder, got '../x'"),
+        (SEAM + '[environment]\nN = "{max_turns}"', r"environment.N: \{max_turns\} belongs into turn_limit"),
+        ("program = ", "tiny.toml cannot be read: Invalid value"),
+    ],
+)
+def test_a_seam_that_cannot_work_is_refused(tmp_path: Path, text: str, fault: str) -> None:
+    (tmp_path / "tiny.toml").write_text(text)
+    with pytest.raises(AgentError, match=fault):
+        load_seam(str(tmp_path / "tiny.toml"))
+
+
+def test_an_unknown_seam_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(AgentError, match="no seam 'codecs' .*; known: claude-code, codex, "):
+        load_seam("codecs")
+
+
+def program(folder: Path, name: str, prints: str) -> dict[str, str]:
+    """An environment whose PATH has a program that prints this."""
+    (folder / name).write_text(f"#!/bin/sh\n{prints}\n")
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_a_program_is_found_and_its_version_is_checked(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(SEAM)
+    seam = load_seam(str(tmp_path / "tiny.toml"))
+    with pytest.raises(AgentError, match="no program 'tiny' on the PATH; install it with 'pip install tiny'"):
+        find_program(seam, "", {"PATH": "/usr/bin:/bin"})
+    with pytest.raises(AgentError, match="no program '/none/tiny'; install it"):
+        find_program(seam, "/none/tiny", {"PATH": "/usr/bin:/bin"})
+    for prints, fault in (
+        ("echo tiny 1.9.3", "has version 1.9.3, and the seam needs 1.10 or newer; install it with"),
+        ("echo broken; exit 3", r"printed no version \(exit status 3\): broken; install it with"),
+    ):
+        with pytest.raises(AgentError, match=fault):
+            find_program(seam, "", program(tmp_path, "tiny", prints))
+    inherited = program(tmp_path, "tiny", "echo tiny v1.10.0 >&2")
+    assert find_program(seam, "", inherited) == tmp_path / "tiny"
+
+
+def test_an_agent_without_its_program_or_with_wrong_settings_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(AgentError, match="no program 'codex' on the PATH; install it with 'npm install"):
+        load_agent({"cli": "codex"})
+    with pytest.raises(AgentError, match="codex has no option for it; set rollout.limits.max_turns"):
+        load_agent({"cli": "codex", "max_turns": 3})
+    with pytest.raises(AgentError, match="agent: prompts: Extra inputs"):
+        load_agent({"cli": "codex", "prompts": "x"})
+
+
+def test_a_prompt_is_made_of_the_fields_of_the_task(tmp_path: Path) -> None:
+    task = {"instruction": "Do {task.x}", "n": 2, "deep": {"list": ["ü"]}, "folder": str(tmp_path)}
+    assert of_task("{task.instruction} {n} {task.n}", task, "prompt") == "Do {task.x} {n} 2"
+    assert of_task("{task.deep.list}", task, "prompt") == '["ü"]'
+    assert json.loads(of_task("{task}", task, "prompt")) == task
+    with pytest.raises(AgentError, match=r"agent.prompt: the task has no \{task.deep.text\}; there is list"):
+        of_task("{task.deep.text}", task, "prompt")
+    assert folder_of_task("/base/{task.folder}", task) == tmp_path
+    with pytest.raises(AgentError, match="agent.workdir: there is no folder /base/2"):
+        folder_of_task("/base/{task.n}", task)
+
+
+TINY = '''
+"""An agent in the manner of those of the command line: it asks, writes a file, and asks again."""
+import json, os, pathlib, subprocess, sys
+from openai import OpenAI
+
+if sys.argv[1:] == ["--version"]:
+    print("tiny 1.10.1")
+    raise SystemExit
+home = pathlib.Path(os.environ["HOME"])
+settings = json.loads((home / "settings.json").read_text())
+prompt = sys.stdin.read()
+client = OpenAI(base_url=settings["url"], api_key=settings["key"], max_retries=0)
+messages = [{"role": "user", "content": prompt}]
+for _ in range(2):
+    reply = client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+    messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+    messages.append({"role": "user", "content": "Go on."})
+seen = {
+    "home": str(home), "cwd": os.getcwd(), "files": sorted(os.listdir()), "prompt": prompt,
+    "leaked": [name for name in os.environ if name in ("OPENAI_API_KEY", "SECRET")],
+}
+pathlib.Path("made.txt").write_text("made")
+subprocess.Popen(["setsid", "sleep", "300"])
+pathlib.Path(sys.argv[1]).write_text(json.dumps(seen))
+print({"53": "out of turns", "54": f"gave up with {settings['key']}"}.get(sys.argv[2], ""))
+raise SystemExit(int(sys.argv[2]))
+'''
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The setting of an agent with a seam of the user's; it writes what it saw to seen.json."""
+    (tmp_path / "agent.py").write_text(textwrap.dedent(TINY))
+    for name in ("project", "tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "project" / "word.txt").write_text("word")
+    program(tmp_path, "tiny", f'exec {sys.executable} {tmp_path / "agent.py"} "$@"')
+    seam = SEAM.replace('["run"]', f'["{tmp_path / "seen.json"}", "0"]')
+    files = '[files]\n"settings.json" = \'{"url": "{base_url}", "key": "{key}"}\'\n'
+    limit = f'[turn_limit]\narguments = ["{tmp_path / "seen.json"}", "{{max_turns}}"]\n'
+    limit += 'statuses = [53, 54]\nsays = "out of turns"\n'
+    (tmp_path / "tiny.toml").write_text(seam + files + limit)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-host")
+    monkeypatch.setenv("SECRET", "s")
+    return {
+        "cli": str(tmp_path / "tiny.toml"),
+        "executable": str(tmp_path / "tiny"),
+        "workdir": "{task.folder}",
+    }
+
+
+async def play(served: Any, agent: dict[str, Any], task: dict[str, Any], **limits: Any) -> tuple[Any, Any]:
+    """Run one episode; return its outcome and its record."""
+    loaded = load_agent(agent)
+    bounds = LimitsConfig(**{"time_s": 60.0, **limits})
+    async with AsyncClient(served.url, ADMIN_KEY) as client:
+        attempt = Attempt(Task("t", task), "train")
+        opened = await open_attempt(client, attempt, limits=bounds)
+        outcome = await run_rollout(client, loaded, attempt.task, opened, limits=bounds)
+    return outcome, served.store.load_episode(opened.id)
+
+
+def sleepers(mark: str) -> list[str]:
+    """The processes whose environment has this text, zombies left out."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_text())
+            except OSError:
+                continue
+    return found
+
+
+async def test_an_episode_of_a_command_line_agent_leaves_nothing(
+    served: Any, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    task = {"instruction": "Say ü.", "folder": str(tmp_path / "project")}
+    outcome, episode = await play(served, tiny, task)
+    assert (outcome.status, outcome.error) == ("finished", None)
+    assert len(episode.turns) == 2
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert (seen["prompt"], seen["files"], seen["leaked"]) == ("Say ü.", ["word.txt"], [])
+    assert Path(seen["home"]).parent == Path(seen["cwd"]).parent
+    assert os.listdir(tmp_path / "project") == ["word.txt"]
+    assert os.listdir(tmp_path / "tmp") == []
+    assert sleepers(seen["home"]) == []
+
+
+async def test_how_a_command_line_agent_ends(served: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
+    task = {"instruction": "Go.", "folder": str(tmp_path / "project")}
+    outcome, _ = await play(served, tiny | {"max_turns": 53}, task)
+    assert (outcome.status, outcome.error) == ("finished", None)
+    outcome, _ = await play(served, tiny | {"max_turns": 54}, task)
+    assert outcome.error == "tiny exited with status 54: gave up with ***"
+    outcome, episode = await play(served, tiny, task, max_turns=1)
+    assert (outcome.status, len(episode.turns)) == ("truncated", 1)
+    outcome, _ = await play(served, tiny | {"prompt": "{task.question}"}, task)
+    assert outcome.error == "agent.prompt: the task has no {task.question}; there is folder, instruction"
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+async def test_a_cancelled_episode_leaves_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
+    agent = load_agent(tiny | {"workdir": ""})
+    (tmp_path / "agent.py").write_text(
+        "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch(); time.sleep(300)"
+    )
+    running = asyncio.create_task(agent.run({"instruction": "x"}, EPISODE))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "seen.json").exists():
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert os.listdir(tmp_path / "tmp") == []
