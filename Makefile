@@ -112,15 +112,23 @@ $(SGLANG)/.installed: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/without_dep
 	$(SGLANG)/bin/python -m compileall -q $(SGLANG)/lib || true # some packages hold files of other Pythons
 	@touch $@
 
-environments: $(ENVIRONMENTS)/.installed ## Install the packages of environments, in their own environment.
+# Install the packages of environments, in environments of their own.
+environments: $(ENVIRONMENTS)/.installed $(ENVIRONMENTS)-verifiers/.installed $(ENVIRONMENTS)-older-verifiers/.installed
 
 # Some pin what the project has in another version, so they lie above its packages and do not replace them.
-$(ENVIRONMENTS)/.installed: tests/environments/requirements.txt | setup
-	$(PYTHON) -m venv --clear $(ENVIRONMENTS)
+define installed_above
+	$(PYTHON) -m venv --clear $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-		> $$($(ENVIRONMENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth
-	$(ENVIRONMENTS)/bin/python $(PIP_INSTALL) -r tests/environments/requirements.txt
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth
+	$(@D)/bin/python $(PIP_INSTALL) -r $<
 	@touch $@
+endef
+
+$(ENVIRONMENTS)/.installed: tests/environments/requirements.txt | setup
+	$(installed_above)
+
+$(ENVIRONMENTS)-%/.installed: tests/environments/requirements-%.txt | setup
+	$(installed_above)
 
 integrations: setup ## Run the agents of other frameworks and write docs/integrations.md (ONLY=langgraph,crewai: some).
 	$(BIN)/python -m integrations --only '$(ONLY)'
@@ -132,4 +140,4 @@ attack: setup ## Send attacks to a real proxy and print which defences held (abo
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS) $(INTEGRATIONS) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache

@@ -176,6 +176,21 @@ SCHEMES: Mapping[str, Scheme] = {
         "inspect_ai",
         "inspect-ai",
     ),
+    "verifiers": Scheme(
+        "verifiers_environment",
+        "verifiers:my-taskset",
+        "the environment's own agent",
+        "those of the taskset or the environment",
+        "the sum of its weighted rewards",
+        (
+            *_LISTED,
+            Option("max_turns", None, f"most {_CALLS}", "no limit"),
+            Option("harness", "", "the agent (0.4)", "the taskset's own; `null`, which only calls tools"),
+            Option("runtime", "subprocess", "where the agent runs (0.4), such as `docker`"),
+        ),
+        "verifiers",
+        "verifiers",
+    ),
     "openenv": Scheme(
         "openenv_server",
         "openenv:http://127.0.0.1:8000",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from integration_support import Stack, running_stack
@@ -20,6 +21,23 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def python(request: pytest.FixtureRequest) -> str:
     """The interpreter of an environment with the packages (`make environments`)."""
     return str(request.config.getoption("--environments"))
+
+
+@pytest.fixture(scope="session")
+def verifiers_python(python: str) -> str:
+    """The interpreter that has verifiers, which pins other versions of what the rest needs."""
+    return _beside(python, "verifiers")
+
+
+@pytest.fixture(scope="session")
+def older_verifiers_python(python: str) -> str:
+    """The interpreter that has verifiers 0.3."""
+    return _beside(python, "older-verifiers")
+
+
+def _beside(python: str, kind: str) -> str:
+    environment = Path(python).absolute().parents[1]
+    return str(environment.with_name(f"{environment.name}-{kind}") / "bin" / "python")
 
 
 @pytest.fixture(autouse=True)
