@@ -13,6 +13,7 @@ from typing import Any
 
 from integrations.conversations import (
     AS_JSON,
+    BROWSING,
     CODE,
     EXTRACTED,
     FILES,
@@ -98,6 +99,7 @@ _FORCED_CALL = f"an `output_type` without `str` forces tool calls: {_UNDER_A_GRA
 _ONE_MESSAGE = "all that came before is written into one message, so every call is a new sample"
 _CALLS_AS_TEXT = "calls are sent back as text, so every call of the model is a new sample"
 _FORCED_TEXT = f"{_CALLS_AS_TEXT}; each must call a tool (`tool_choice: required`): {_UNDER_A_GRAMMAR}"
+_FORCED_STEPS = f"{_ONE_MESSAGE}; {_UNDER_A_GRAMMAR}"
 _ONE_CALL = "each question is a conversation of its own"
 _MOVED = "the answer to a question is sent back before the second round of calls that led to it"
 _JOINED = "the thread joins the texts of all streamed replies to a question, and so changes them"
@@ -172,6 +174,8 @@ CASES: tuple[Case, ...] = (
     *_each(Case("google_adk", "google-adk", "adk"), _STREAM),
     Case("camel", "camel-ai", "camel", why=_MOVED),
     *_each(Case("crewai", "crewai", "crewai"), _STREAM),
+    Case("browser_use", "browser-use", "browser", BROWSING, why=_ONE_MESSAGE),
+    Case("browser_use", "browser-use", "browser", BROWSING, {"forced": True}, why=_FORCED_STEPS),
     # Node.
     *_each(Case("ai_sdk", "ai"), _STREAM, _RESPONSES, _RESPONSES | _STREAM),
     *_each(Case("langchain_js", "langchain"), _STREAM, _RESPONSES),

@@ -241,3 +241,23 @@ FILES = Conversation(
     "notes.txt says héllo.",
     ("Directory listing for", "notes.txt (6 bytes)"),
 )
+
+
+def _browsing(goal: str, action: str) -> str:
+    """Return a step of browser-use: JSON with an evaluation, a memory, a goal and actions."""
+    return (
+        '{"thinking": "Z\\u00fcrich.",  "evaluation_previous_goal":"Success", "memory" : "",\n'
+        f' "next_goal":"{goal}", "action": [{action}]}}'
+    )
+
+
+# browser-use shows the model the page and a summary of its own steps in one message at each step.
+BROWSING = Conversation(
+    ("What does the page say?",),
+    (
+        _browsing("Look further.", '{"scroll":  {"down": true, "pages" :2.0}}'),
+        _browsing("Report.", '{"done": {"text": "Rain in Bern", "success" :true,"files_to_display":[]}}'),
+    ),
+    "Rain in Bern",
+    ("Rain in Bern until noon.", "Scrolled down"),
+)
