@@ -54,7 +54,9 @@ def test_a_configuration_is_valid(found: Block, store: str) -> None:
     given = yaml.safe_load(found.text)
     given.get("engine", {}).pop("routed_experts", None)  # refused with a model that has no experts
     tree = {"agent": "agent.py:agent", "data": {"path": "tasks.jsonl"}, "ablation": None, **given}
-    if "episodes" in tree["data"]:
+    if "environment" in given:
+        del tree["agent"], tree["data"]
+    elif "episodes" in tree["data"]:
         tree |= {"data": {"episodes": store}}
         del tree["agent"]
     for of, key in ((tree, "model"), (tree.get("trainer", {}), "teacher_model")):
