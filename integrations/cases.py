@@ -109,7 +109,7 @@ _NODE = Case("openai_node", "openai")
 _AGENTS = Case("openai_agents", "openai-agents", "openai3")
 _PYDANTIC = Case("pydantic_ai", "pydantic-ai-slim", "openai3")
 _LANGGRAPH = Case("langgraph", "langchain", "openai3")
-_INSTRUCTOR = Case("instructor", "instructor", "openai2", EXTRACTED, why=_GRAMMAR)
+_INSTRUCTOR = Case("instructor", "instructor", "openai2", EXTRACTED, why=f"{_ONE_CALL}; {_GRAMMAR}")
 _SMOLAGENTS = Case("smolagents", "smolagents", "openai2", CODE, why=_CALLS_AS_TEXT)
 _KERNEL = Case("semantic_kernel", "semantic-kernel", "openai2", weather_talk("Forecasts-weather"))
 
