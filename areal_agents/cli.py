@@ -6,7 +6,7 @@ import os
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -320,7 +320,13 @@ def doctor(
         str | None,
         typer.Option(help="The agent as module:function or file.py:function, instead of a command."),
     ] = None,
-    task: Annotated[str, typer.Option(help="The task to give the agent, as a JSON object.")] = "{}",
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="The task to give the agent, as a JSON object; default: {}, or the first task of a "
+            "configuration whose agent is examined."
+        ),
+    ] = None,
     reward: Annotated[
         str | None,
         typer.Option(help="A reward function apart from the agent: module:function or file.py:function."),
@@ -340,8 +346,8 @@ def doctor(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="A run's configuration, whose proxy.volatile is applied; with --rewards, whose rewards are "
-            "examined."
+            help="A run's configuration, whose proxy.volatile is applied and whose agent is examined if no "
+            "other is given; with --rewards, whose rewards are examined."
         ),
     ] = None,
     rewards: Annotated[
@@ -369,18 +375,28 @@ def doctor(
     from areal_agents.config import load_config
     from areal_agents.config.models import model_folder
     from areal_agents.doctor import examine, read_task, show
+    from areal_agents.launch.examined import agent_of_run
 
     if rewards:
         if config is None or command or agent or reward:
             raise typer.BadParameter("--rewards takes the agent and its rewards from --config")
         _doctor_of_rewards(config, tasks=tasks, answer=answer, timeout_s=timeout, as_json=as_json)
         return
-    volatile = load_config(config, weights=False).proxy.volatile if config else {}
+    loaded = load_config(config, weights=False) if config else None
+    given: dict[str, Any] = {"function": agent, "command": command or (), "reward": reward}
+    told = read_task(task) if task is not None else None
+    if loaded is not None and agent is None and not command:
+        given, first = agent_of_run(loaded)
+        given |= {"reward": reward or given["reward"]}
+        told = first if told is None else told
     report = examine(
-        function=agent, command=command or (), task=read_task(task), reward=reward,
+        **given,
+        task=told or {},
         model=Path(model_folder(model, Path.cwd())) if model else None,
-        engine_url=engine_url, volatile=volatile, timeout_s=timeout,
-    )  # fmt: skip
+        engine_url=engine_url,
+        volatile=loaded.proxy.volatile if loaded is not None else {},
+        timeout_s=timeout,
+    )
     show(report, Console(soft_wrap=True))
     if as_json:
         print(orjson.dumps(report.to_dict()).decode())

@@ -78,10 +78,8 @@ def update_page(
 def row_for(case: Case, engine: Engine, environments: Environments) -> Row:
     """Install the environment of a case if need be, run it, and return its row. A failure is a row, too."""
     version, date = environments.pinned_version(case), datetime.date.today().isoformat()
-    try:
-        environment = environments.prepared(case)
-    except CommandFailed as failed:
-        why = " ".join(str(failed).split())[-_LONGEST_ERROR:]
+
+    def failed_row(why: str) -> Row:
         return Row(
             id=case.id,
             folder=case.folder,
@@ -89,8 +87,16 @@ def row_for(case: Case, engine: Engine, environments: Environments) -> Row:
             version=version,
             verdict=Verdict.FAILS,
             date=date,
-            remark=f"its environment cannot be installed: {why}",
+            remark=why,
         )
+
+    if case.cannot:
+        return failed_row(case.cannot)
+    try:
+        environment = environments.prepared(case)
+    except CommandFailed as failed:
+        why = " ".join(str(failed).split())[-_LONGEST_ERROR:]
+        return failed_row(f"its environment cannot be installed: {why}")
     return run_case(case, environment, engine, version=version, date=date)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from integrations.conversations import (
@@ -16,8 +15,9 @@ from integrations.conversations import (
     BROWSING,
     CODE,
     EXTRACTED,
-    FILES,
     FINAL_ANSWER,
+    GEMINI_CLI,
+    MINI,
     PARALLEL,
     REACT,
     SHELL,
@@ -25,6 +25,7 @@ from integrations.conversations import (
     TRAVEL,
     WEATHER,
     Conversation,
+    shell_talk,
     weather_talk,
 )
 
@@ -33,7 +34,6 @@ Expected = int | str | None
 # With the default `proxy.reasoning`, the template drops the reasoning before the second question, so a root
 # begins there.
 STRIPS = "template strips reasoning"
-_HERE = Path(__file__).parent
 _WEATHER_TURNS = (None, 0, 1, STRIPS, 3)
 
 
@@ -56,6 +56,8 @@ class Case:
             the last line of its standard output must be the answer, and the programs of its environment are
             on the PATH.
         environment: variables that the agent needs, besides those that say where the proxy is.
+        cli: the seam of a command-line agent, which runs as `agent: {cli: …}` runs it.
+        cannot: why the agent is not run at all, for the table.
         why: why not everything is reused and trained, for the table.
     """
 
@@ -69,6 +71,8 @@ class Case:
     reused: float = 0.5
     command: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    cli: str = ""
+    cannot: str = ""
     why: str = ""
 
     @property
@@ -76,6 +80,14 @@ class Case:
         """Names the case among the tests and in the table."""
         words = [key if value is True else str(value) for key, value in self.options.items() if value]
         return "-".join([self.folder, *filter(None, [self.name]), *words])
+
+
+def _cli(
+    cli: str, package: str, group: str = "", *, shell: str, argument: str = "command", more: str = ""
+) -> Case:
+    """Return the case of a command-line agent, of whose tools `shell` runs a command; `more` are further
+    arguments of it, as JSON."""
+    return Case("cli", package, group, shell_talk(shell, argument, more), name=cli, cli=cli)
 
 
 def _exact(case: Case, turns: tuple[Expected, ...], reused: float = 0.5) -> Case:
@@ -144,6 +156,23 @@ _EXACT: tuple[Case, ...] = (
     ),
 )
 
+_IN_HARBOR = (
+    "it is no program of its own: Harbor runs it in the container of a task, and drives tmux there; run "
+    "Harbor as the command"
+)
+_CLI: tuple[Case, ...] = (
+    _cli("claude-code", "@anthropic-ai/claude-code", shell="Bash", more=', "description": "x"'),
+    _cli("codex", "@openai/codex", shell="exec_command", argument="cmd"),
+    replace(_cli("gemini-cli", "@google/gemini-cli", shell="run_shell_command"), conversation=GEMINI_CLI),
+    _cli("opencode", "opencode-ai", shell="bash", more=', "description": "x"'),
+    _cli("pi", "@mariozechner/pi-coding-agent", shell="bash"),
+    _cli("qwen-code", "@qwen-code/qwen-code", shell="run_shell_command", more=', "is_background": false'),
+    _cli("mistral-vibe", "mistral-vibe", "vibe", shell="bash"),
+    replace(_cli("mini-swe-agent", "mini-swe-agent", "openai2", shell="bash"), conversation=MINI),
+    _cli("openhands", "openhands-sdk", "openhands", shell="terminal"),
+    Case("cli", "harbor", "harbor", name="terminus-2", cannot=_IN_HARBOR),
+)
+
 CASES: tuple[Case, ...] = (
     *_EXACT,
     # openai 3
@@ -180,5 +209,5 @@ CASES: tuple[Case, ...] = (
     *_each(Case("ai_sdk", "ai"), _STREAM, _RESPONSES, _RESPONSES | _STREAM),
     *_each(Case("langchain_js", "langchain"), _STREAM, _RESPONSES),
     *_each(Case("mastra", "@mastra/core"), _STREAM),
-    Case("gemini_cli", "@google/gemini-cli", conversation=FILES, command=(f"{_HERE}/gemini_cli/run.sh",)),
+    *_CLI,
 )

@@ -7,7 +7,7 @@ padded content. An agent that continues the recorded tokens keeps all of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areal_agents.testing import Script, ScriptedCall, ScriptedReply
 
@@ -226,8 +226,35 @@ SHELL = Conversation(
     "zürich",
     ("<output>\nz", "<output>\n7"),
 )
+
+
+def shell_talk(tool: str, argument: str, more: str = "") -> Conversation:
+    """Return a conversation of an agent with a tool that runs commands.
+
+    Args:
+        tool, argument: the names of the tool and of its argument that is the command.
+        more: further arguments, as JSON that begins with a comma.
+    """
+
+    def run(command: str, before: str = "", after: str = "") -> str:
+        return call(tool, f'{{{before}"{argument}" :  "{command}"{more}{after}}}')
+
+    replies = (
+        thought("Write it first.") + run("printf 'z\\u00fcrich' > word.txt"),
+        thought("Look.")
+        + "Two looks.\n"
+        + run("cat word.txt", before=" ")
+        + "\n"
+        + run("wc -c < word.txt; echo $((6*7))", after="\n"),
+        thought("Good.") + "The word is zürich.",
+    )
+    return Conversation(("Which word is in word.txt?",), replies, "The word is zürich.", ("zürich", "42"))
+
+
+# The program of mini-swe-agent shows results as JSON, other than its default agent.
+MINI = replace(SHELL, results=('"output": "z', '"output": "7'))
 # For a coding agent with the tools of gemini-cli, in an empty folder.
-FILES = Conversation(
+GEMINI_CLI = Conversation(
     ("Write hello into notes.txt, and tell me what is there.",),
     (
         thought("I write it.") + call("write_file", r'{"content" : "h\u00e9llo",  "file_path":"notes.txt"}'),

@@ -22,13 +22,14 @@ from pathlib import Path
 from areal_agents.errors import ConfigError
 from areal_agents.whole_files import replacing
 from integrations.cases import Case
-from integrations.commands import run_command
+from integrations.commands import CommandFailed, run_command
 
 FOLDER = Path(__file__).parent
 GROUPS = FOLDER / "groups"
 ENVIRONMENTS = FOLDER.parent / ".venv-integrations"
 INSTALL_TIMEOUT_S = 1800.0
 _STAMP = ".installed"  # in an environment: the digest of the requirements that are installed there
+_PYTHON = re.compile(r"^# needs Python (\d+\.\d+)$", re.MULTILINE)
 _PIN = re.compile(r"^([\w.-]+)(?:\[[\w,.-]+\])?==([\w.!+]+)$", re.MULTILINE)
 
 
@@ -91,7 +92,7 @@ def _python_environment(requirements: Path, folder: Path) -> Environment:
     python = folder / "bin" / "python"
 
     def install(home: Path) -> None:
-        make = [sys.executable, "-m", "venv", "--clear", str(folder)]
+        make = [_interpreter_for(requirements), "-m", "venv", "--clear", str(folder)]
         run_command(make, dict(os.environ), cwd=home, timeout_s=INSTALL_TIMEOUT_S)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         run_command([*pip, "-r", str(requirements)], dict(os.environ), cwd=home, timeout_s=INSTALL_TIMEOUT_S)
@@ -100,8 +101,26 @@ def _python_environment(requirements: Path, folder: Path) -> Environment:
     return Environment(python, None, (folder / "bin",))
 
 
+def _interpreter_for(requirements: Path) -> str:
+    """Return this interpreter, or one of the version that a line of the requirements says is needed.
+
+    Raise CommandFailed if there is none.
+    """
+    needed = _PYTHON.search(requirements.read_text())
+    if needed is None or sys.version_info[:2] >= tuple(map(int, needed[1].split("."))):
+        return sys.executable
+    found = shutil.which(f"python{needed[1]}")
+    if found is None:
+        raise CommandFailed(f"there is no python{needed[1]} on the PATH")
+    return found
+
+
 def node_environment(folder: Path) -> Environment:
-    """Return the environment of a folder with a package.json: the node_modules that its lock file names."""
+    """Return the environment of a folder with a package.json: the node_modules that its lock file names.
+
+    Packages run no scripts when they are installed, except those that `trustedDependencies` of package.json
+    names: some fetch their program in one.
+    """
     lock, modules = folder / "package-lock.json", folder / "node_modules"
     if not lock.is_file():
         raise ConfigError(
@@ -110,8 +129,16 @@ def node_environment(folder: Path) -> Environment:
     node, npm = _node_and_npm()
 
     def install(home: Path) -> None:
-        words = [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-timeout=20000"]
+        # Not `npm ci`, which refuses a lock file that lacks programs of other platforms, as it does where the
+        # registry has none of them. `--no-save` leaves the lock file as it is.
+        options = ["--ignore-scripts", "--no-audit", "--no-fund", "--fetch-timeout=20000"]
+        words = [*npm, "install", "--no-save", *options]
         run_command(words, dict(os.environ), cwd=folder, timeout_s=INSTALL_TIMEOUT_S)
+        trusted = json.loads((folder / "package.json").read_text()).get("trustedDependencies", [])
+        if trusted:
+            path = f"{node.parent}:{os.environ.get('PATH', '')}"
+            words = [*npm, "rebuild", *trusted]
+            run_command(words, {**os.environ, "PATH": path}, cwd=folder, timeout_s=INSTALL_TIMEOUT_S)
 
     _install_once(modules, lock, install)
     return Environment(None, node, (modules / ".bin", node.parent))

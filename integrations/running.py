@@ -6,10 +6,11 @@ and as trained are the facts of `areal-agents doctor`, so that table and doctor 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,14 @@ from areal_agents.doctor.facts import facts_of
 from areal_agents.doctor.observed import Observed
 from areal_agents.doctor.report import Facts
 from areal_agents.doctor.serving import ObservedProxy, serving
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.gemini.urls import GENERATE, STREAM
 from areal_agents.proxy.server import make_renderer
 from areal_agents.rendering import ChatRenderer
+from areal_agents.rollout.agents.cli.agent import CliAgent
+from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, ServedCall, running
 from integrations.cases import Case
@@ -133,6 +138,8 @@ def _why_not_answered(
         "GEMINI_API_KEY": episode.api_key,
         **case.environment,
     }
+    if case.cli:
+        return _why_the_program_failed(case, variables, episode, home)
     try:
         done = run_command(_words(case, environment), variables, cwd=work, timeout_s=AGENT_TIMEOUT_S)
     except CommandFailed as failed:
@@ -143,6 +150,30 @@ def _why_not_answered(
         answer = json.loads(answer)["answer"].strip()
     if answer.strip() != case.conversation.answer:
         return _shortened(f"it answered {answer!r} instead of {case.conversation.answer!r}")
+    return None
+
+
+def _why_the_program_failed(
+    case: Case, variables: Mapping[str, str], episode: OpenedEpisode, home: Path
+) -> str | None:
+    """Run a command-line agent as a run does; return why it did not print the expected answer, or None."""
+    (question,) = case.conversation.questions
+    config = CliAgentConfig(cli=case.cli, context=_CONTEXT_LENGTH)
+
+    async def run() -> None:
+        agent = CliAgent(config, logs=home / "logs", inherited=variables)
+        async with asyncio.timeout(AGENT_TIMEOUT_S):
+            await agent.run({"instruction": question}, Episode(episode.id, episode.base_url, episode.api_key))
+
+    try:
+        asyncio.run(run())
+    except TimeoutError:
+        return f"it did not end within {AGENT_TIMEOUT_S:g} s"
+    except AgentError as failed:
+        return _shortened(str(failed))
+    printed = (home / "logs" / f"{episode.id}.log").read_text(errors="replace")
+    if case.conversation.answer not in (line.strip() for line in printed.splitlines()):
+        return _shortened(f"it did not print {case.conversation.answer!r}: {printed}")
     return None
 
 

@@ -196,7 +196,8 @@ def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
     if facts.turns and seen.error is None and not seen.overran and not facts.rewarded:
         give = (
             "call Episode.from_environment().reward(value), or POST it to "
-            "/episodes/$AREAL_AGENTS_EPISODE_ID/reward with the episode's key"
+            "/episodes/$AREAL_AGENTS_EPISODE_ID/reward with the episode's key, or name a reward function "
+            "(reward: file.py:function)"
             if seen.is_command
             else "return a number, call ep.reward(...), or name a function apart from the agent with --reward"
         )

@@ -40,6 +40,9 @@ from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.agents.blocking import interrupted_if_blocked
+from areal_agents.rollout.agents.cli.agent import CliAgent
+from areal_agents.rollout.agents.cli.config import CliAgentConfig
+from areal_agents.rollout.agents.cli.seam import load_seam
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.config import LimitsConfig, RewardConfig
 from areal_agents.rollout.rewarding import RewardFunction
@@ -61,18 +64,20 @@ def examine(
     *,
     function: str | None = None,
     command: Sequence[str] = (),
+    cli: CliAgentConfig | None = None,
     task: Mapping[str, Any] | None = None,
-    reward: str | None = None,
+    reward: str | RewardConfig | None = None,
     model: Path | None = None,
     engine_url: str | None = None,
     volatile: Mapping[str, VolatileRule | Literal["off"]] | None = None,
     timeout_s: float = 120.0,
 ) -> Report:
-    """Run one episode of an agent and report on it. Exactly one of `function` and `command` is given.
+    """Run one episode of an agent and report on it. Exactly one of `function`, `command` and `cli` is given.
 
     Args:
         function: "module:function" or "file.py:function".
         command: the words of a command line.
+        cli: a command-line agent, as the configuration key `agent` describes it.
         task: the task to give the agent.
         reward: a reward function apart from the agent, as the configuration key `reward` names it.
         model: a model folder, for its tokenizer and chat template; default: a small built-in model.
@@ -81,19 +86,29 @@ def examine(
         timeout_s: the time limit of the agent in seconds.
 
     Raises:
-        ConfigError: not exactly one of function and command is given, the model folder is missing, or an
+        ConfigError: not exactly one of function, command and cli is given, the model folder is missing, or an
             engine is given without a model folder.
-        AgentError: the function cannot be imported, or cannot be called as (task, ep).
+        AgentError: the function cannot be imported, or cannot be called as (task, ep); or the program of a
+            command-line agent is missing.
         RewardError: the reward function cannot be imported.
         RequestError: the engine does not answer.
     """
-    if (function is None) == (not command):
-        raise ConfigError("give exactly one of --agent module:function or -- followed by the agent's command")
+    if sum((function is not None, bool(command), cli is not None)) != 1:
+        raise ConfigError(
+            "give exactly one of --agent module:function or -- followed by the agent's command; or only "
+            "--config, whose agent is then examined"
+        )
     if engine_url is not None and model is None:
         raise ConfigError("--engine-url needs --model, the folder of the model that the server serves")
     before = frozenset(sys.modules)
-    rewarding = RewardFunction(RewardConfig(episode=reward)) if reward else None
-    agent: Agent = CommandAgent(command) if command else load_agent(str(function), workers=1)
+    if isinstance(reward, str):
+        reward = RewardConfig(episode=reward)
+    rewarding = RewardFunction(reward) if reward else None
+    agent: Agent
+    if cli is not None:
+        agent = CliAgent(cli.model_copy(update={"context": cli.context or _CONTEXT_LENGTH}))
+    else:
+        agent = CommandAgent(command) if command else load_agent(str(function), workers=1)
     with tempfile.TemporaryDirectory(prefix="areal-agents-doctor-") as home:
         folder = model or write_tiny_model(Path(home))
         renderer = ChatRenderer.from_folder(folder)
@@ -105,10 +120,10 @@ def examine(
             with serving(proxy, url, renderer, ProxyConfig(volatile=dict(volatile or {}))):
                 run = asyncio.run(_episode(proxy.url, agent, dict(task or {}), rewarding, timeout_s))
             imported = set(sys.modules) - before
-            seen = _observed(proxy, run, function, command, imported, timeout_s)
+            seen = _observed(proxy, run, function, command, cli, imported, timeout_s)
     facts = facts_of(seen)
     return Report(
-        agent=function or shlex.join(command),
+        agent=function or (cli.cli if cli is not None else shlex.join(command)),
         model=str(model) if model else f"built-in ({folder.name})",
         engine=engine_url or _SCRIPTED,
         agent_error=seen.error,
@@ -161,10 +176,14 @@ def _observed(
     run: _EndedEpisode,
     function: str | None,
     command: Sequence[str],
+    cli: CliAgentConfig | None,
     imported: set[str],
     timeout_s: float,
 ) -> Observed:
     ids = {record.episode_id for record in proxy.records} - {"", run.opened.id}
+    is_command = bool(command) or cli is not None
+    # A command-line agent gets the variables of its seam, and none of this process's.
+    environment = os.environ if cli is None else load_seam(cli.cli).environment
     files = sources_of(command, function)
     clients = [request.client for request in proxy.requests]
     outcome, imports = run.outcome, imports_of(files) | imported
@@ -175,14 +194,16 @@ def _observed(
         requests=tuple(proxy.requests),
         error=_masked(outcome.error, run.opened.api_key) if outcome.status == "failed" else None,
         overran=outcome.status == "truncated",
-        is_command=bool(command),
+        is_command=is_command,
         source_hosts=tuple(hosts_in_sources(files)),
         environment_hosts=tuple(
-            hosts_in_environment(os.environ, overridden=GIVEN_TO_COMMANDS if command else ())
+            hosts_in_environment(environment, overridden=GIVEN_TO_COMMANDS if is_command else ())
         ),
         # The environment of a command already bypasses HTTP proxies for this proxy; see CommandAgent.
-        http_proxy=http_proxy_in_the_way(bypassing_proxies(os.environ, proxy.url) if command else os.environ),
-        telemetry=tuple(telemetry_of(imports, clients, os.environ, text_of(files))),
+        http_proxy=http_proxy_in_the_way(
+            bypassing_proxies(os.environ, proxy.url) if is_command else os.environ
+        ),
+        telemetry=tuple(telemetry_of(imports, clients, environment, text_of(files))),
         timeout_s=timeout_s,
         imported=frozenset(imports),
     )

@@ -238,6 +238,37 @@ def test_mistakes_on_the_command_line_are_one_clear_line() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_agent_of_a_configuration_is_examined_with_its_first_task(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "import os, sys\nfrom openai import OpenAI\n"
+        "if sys.argv[1:] == ['--version']:\n    sys.exit(print('tiny 1.0'))\n"
+        "messages = [{'role': 'user', 'content': sys.stdin.read()}]\n"
+        "client = OpenAI(base_url=os.environ['TINY_URL'], api_key=os.environ['TINY_KEY'])\n"
+        "client.chat.completions.create(model='policy', messages=messages)\n"
+    )
+    (tmp_path / "tiny").write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/agent.py "$@"\n')
+    (tmp_path / "tiny").chmod(0o755)
+    (tmp_path / "tiny.toml").write_text(
+        'program = "tiny"\ninstall = "pip install tiny"\nleast_version = "1.0"\ndialect = "chat"\n'
+        'arguments = []\nstdin = "{prompt}"\n'
+        '[environment]\nTINY_URL = "{base_url}"\nTINY_KEY = "{key}"\n'
+    )
+    (tmp_path / "rewards.py").write_text(
+        "def score(episode):\n"
+        "    assert episode.messages[0]['content'] == episode.task['instruction'] == 'Wörk.'\n"
+        "    return 1.0\n"
+    )
+    (tmp_path / "tasks.jsonl").write_text('{"instruction": "Wörk."}\n')
+    (tmp_path / "config.yaml").write_text(
+        f"model: {MODEL}\nagent: {{cli: tiny.toml, executable: ./tiny}}\ndata: {{path: tasks.jsonl}}\n"
+        "reward: rewards.py:score\n"
+    )
+    done = doctor("--json", "--config", str(tmp_path / "config.yaml"))
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (done.returncode, report["agent"]) == (0, str(tmp_path / "tiny.toml")), done.stdout + done.stderr
+    assert (report["facts"]["turns"], report["agent_error"]) == (1, None)
+
+
 def test_what_cannot_be_examined() -> None:
     with pytest.raises(ConfigError, match="--agent module:function or --"):
         examine()

@@ -32,10 +32,13 @@ class CliAgent:
     capacity: int | None = None
     must_reward = False
 
-    def __init__(self, config: CliAgentConfig, *, logs: Path | None = None) -> None:
+    def __init__(
+        self, config: CliAgentConfig, *, logs: Path | None = None, inherited: Mapping[str, str] = os.environ
+    ) -> None:
         """Args:
         config: the setting `agent`.
         logs: a folder for the output of the newest episodes; None: it is discarded.
+        inherited: the variables from which the agent gets what concerns the machine.
 
         Raises:
             AgentError: the seam is not valid, or its program is missing or too old.
@@ -46,7 +49,8 @@ class CliAgent:
             raise AgentError(
                 f"agent.max_turns: {config.cli} has no option for it; set rollout.limits.max_turns instead"
             )
-        self._program = find_program(self._seam, config.executable, os.environ)
+        self._inherited = inherited
+        self._program = find_program(self._seam, config.executable, inherited)
         self._logs = EpisodeLogs(logs)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
@@ -72,7 +76,7 @@ class CliAgent:
             max_turns=config.max_turns,
             home=home,
             workdir=work,
-            inherited=os.environ,
+            inherited=self._inherited,
         )
         make_home(home, launch.files)
         with self._logs.opened(ep.id) as log:
