@@ -3,6 +3,7 @@
 SHELL := /bin/bash
 
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 SEED ?= 0
 WORKERS ?= 3
 VENV := .venv
@@ -21,7 +22,7 @@ ENVIRONMENTS := .venv-environments
 INTEGRATIONS := .venv-integrations
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo test test-all test-sglang test-environments test-gpu gpu-wheels check static bench litellm sglang environments integrations chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-environments test-gpu gpu-wheels check static bench litellm sglang environments environments-nemo-gym integrations chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -126,6 +127,14 @@ endef
 
 $(ENVIRONMENTS)/.installed: tests/environments/requirements.txt | setup
 	$(installed_above)
+
+# 1.4 GB, and a Python of its own; only the test of the real package needs it.
+environments-nemo-gym: $(ENVIRONMENTS)-nemo-gym/.installed
+
+$(ENVIRONMENTS)-nemo-gym/.installed: tests/environments/requirements-nemo-gym.txt
+	$(PYTHON312) -m venv --clear $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
 
 $(ENVIRONMENTS)-%/.installed: tests/environments/requirements-%.txt | setup
 	$(installed_above)

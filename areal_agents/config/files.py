@@ -222,6 +222,7 @@ _PATH_KEYS = (
 _MODEL_KEYS = (
     ("model",), ("trainer", "critic_model"), ("trainer", "reference_model"), ("trainer", "teacher_model"),
 )  # fmt: skip
+_FILE_OPTIONS = ("held_out", "rows")  # of an environment
 _ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model", "teacher_model", "export", "folder")
 
 
@@ -266,7 +267,12 @@ def _with_absolute_address(line: str, base: Path) -> str:
         if scheme in ("mcp", "openenv")
         else _absolute(address, base, always=False)
     )
-    return f"{scheme}{colon}{found}{mark}{options}"
+    given = [option.partition("=") for option in options.split("&")]
+    named = [
+        f"{name}{equals}{_absolute(value, base, always=False) if name in _FILE_OPTIONS else value}"
+        for name, equals, value in given
+    ]
+    return f"{scheme}{colon}{found}{mark}{'&'.join(named)}"
 
 
 def _with_absolute_files(command: str, base: Path) -> str:

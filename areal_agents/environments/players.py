@@ -33,6 +33,12 @@ class Model:
         )
         return answer.choices[0].message.model_dump(exclude_none=True)
 
+    async def respond(self, ep: Episode, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a response of the Responses API to these parameters, whatever model they name."""
+        client = self._connected().with_options(base_url=ep.base_url, api_key=ep.api_key)
+        answer = await client.responses.create(**{**parameters, "model": "policy", "stream": False})
+        return answer.model_dump(mode="json")
+
     async def close(self) -> None:
         """Close the connections."""
         if self._client is not None:

@@ -91,6 +91,7 @@ def _turns(default: int, what: str) -> Option:
 
 
 _CALLS = "calls of the model"
+_STEP_TIMEOUT = Option("step_timeout_s", 300.0, "time limit of each answer of the server, in seconds")
 _LISTED = (
     Option("size", 0, "training tasks, the first of them", "all"),
     Option(
@@ -201,7 +202,7 @@ SCHEMES: Mapping[str, Scheme] = {
             *_seeded(64),
             _turns(100, "moves"),
             Option("instructions", "", "what the model reads before the first observation", "nothing"),
-            Option("step_timeout_s", 300.0, "time limit of a step"),
+            _STEP_TIMEOUT,
             Option(
                 "unrewarded",
                 None,
@@ -212,6 +213,21 @@ SCHEMES: Mapping[str, Scheme] = {
         "openenv.core",
         "openenv",
         takes_data=True,
+    ),
+    "nemo-gym": Scheme(
+        "nemo_gym",
+        "nemo-gym:http://127.0.0.1:8000?rows=train.jsonl",
+        "tool calls until the model answers",
+        "rows of a file, or `data`",
+        "`/verify` of the server",
+        (
+            Option("rows", "", "a JSONL file of rows with `responses_create_params`", "none"),
+            *_LISTED,
+            _turns(32, _CALLS),
+            _STEP_TIMEOUT,
+        ),
+        takes_data=True,
+        gives_options=False,
     ),
     "mcp": Scheme(
         "mcp_server",

@@ -35,6 +35,15 @@ def older_verifiers_python(python: str) -> str:
     return _beside(python, "older-verifiers")
 
 
+@pytest.fixture(scope="session")
+def nemo_gym_python(python: str) -> str:
+    """The interpreter that has NeMo Gym, which is large and needs Python 3.12."""
+    found = _beside(python, "nemo-gym")
+    if not Path(found).exists():
+        pytest.skip(f"there is no {found}: make environments-nemo-gym PYTHON312=python3.12")
+    return found
+
+
 def _beside(python: str, kind: str) -> str:
     environment = Path(python).absolute().parents[1]
     return str(environment.with_name(f"{environment.name}-{kind}") / "bin" / "python")
