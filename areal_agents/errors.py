@@ -6,6 +6,8 @@
     ├── AgentError           an agent cannot be imported, raised an exception, or exceeded its time limit
     ├── RewardError          a reward function failed, or gave no valid reward
     ├── TaskEnvironmentError an environment cannot be opened, or failed while it was played
+    ├── SandboxError         a sandbox cannot be started, or cannot do what was asked
+    │   └── SandboxUnavailable   this machine lacks what the isolation needs; says what to do
     ├── RenderingError       the model's template cannot express a conversation
     │   └── PromptTooLong        the prompt has more tokens than its limit
     ├── RequestError         a client's request is refused (carries the HTTP status and code)
@@ -54,6 +56,14 @@ class RewardError(ArealAgentsError):
 
 class TaskEnvironmentError(ArealAgentsError):
     """An environment cannot be opened, has no such option, or failed while it was played."""
+
+
+class SandboxError(ArealAgentsError):
+    """A sandbox cannot be started, has ended, or cannot do what was asked of it."""
+
+
+class SandboxUnavailable(SandboxError):
+    """This machine lacks what an isolation needs; the message says what to install or to set."""
 
 
 class RunFailed(ArealAgentsError):

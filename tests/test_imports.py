@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "episode": {"core", "errors", "client"},
     "client": {"core", "errors", "direct_http"},
     "user_functions": {"errors"},
+    "sandbox": {"core", "errors", "process_control"},
     "environments": {
         "core",
         "direct_http",
@@ -72,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "process_control",
         "rewards",
+        "sandbox",
         "store",
         "user_functions",
     },
@@ -86,6 +88,7 @@ ALLOWED: dict[str, set[str]] = {
         "rendering",
         "rewards",
         "rollout",
+        "sandbox",
         "sockets",
         "store",
         "testing",

@@ -1,0 +1,174 @@
+"""The isolation `bubblewrap`: namespaces without network, a read-only root, and only the named folders.
+
+The processes inside have the rights of this user on the files that are shown to them, and none of root's
+capabilities, also if this user is root. Because root owns the switches of the kernel in /proc, these are
+mounted read-only; the bwrap program does so only where its own access check notices them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from areal_agents.errors import SandboxError, SandboxUnavailable
+from areal_agents.sandbox.keeper import Command
+from areal_agents.sandbox.local import Layout
+from areal_agents.sandbox.relay import relayed_url
+from areal_agents.sandbox.sandbox import Mount, SandboxSpec
+
+WORKDIR, HOME = "/workspace", "/home/agent"
+_INSTALL = "install it (apt-get install bubblewrap, dnf install bubblewrap), or set isolation: none"
+_OLDEST = (0, 8)  # --disable-userns
+_VERSION_S = 10.0
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+# Of /etc only what programs need to start, to resolve names and to check certificates.
+_ETC = (
+    "alternatives", "ca-certificates", "ca-certificates.conf", "debian_version", "fonts", "gai.conf",
+    "host.conf", "java", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "magic", "mime.types",
+    "nsswitch.conf", "os-release", "pki", "protocols", "python3", "services", "shells", "ssl",
+    "terminfo", "timezone",
+)  # fmt: skip
+
+
+class Bubblewrap:
+    """See `Local`."""
+
+    name = "bubblewrap"
+    has_namespaces = True
+
+    def __init__(self) -> None:
+        """Find the program.
+
+        Raises:
+            SandboxUnavailable: it is not installed, or is too old.
+        """
+        self._program = _bwrap()
+        self._covered = tuple(_switches())
+
+    def layout(self, spec: SandboxSpec) -> Layout:
+        uid = spec.user
+        files = {
+            "etc/passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{uid}:{uid}::{HOME}:/bin/sh\n"
+            if uid
+            else (f"root:x:0:0::{HOME}:/bin/sh\n"),
+            "etc/group": f"root:x:0:\nagent:x:{uid}:\n" if uid else "root:x:0:\n",
+            "etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
+        }
+        copies = {"work": spec.folder} if spec.folder is not None else {}
+        if spec.image:
+            image = Path(spec.image)
+            if not image.is_dir():
+                raise SandboxError(
+                    f"with isolation: bubblewrap an image is a folder; there is no folder {image}"
+                )
+            copies["root"] = image
+        elif spec.writable:
+            raise SandboxError(
+                "writable names folders of an image; without one, only the working folder is writable"
+            )
+        # A folder of the image that is worked in is that of the image, unless another folder is copied there.
+        in_image = bool(spec.image and spec.workdir and spec.folder is None)
+        return Layout(
+            ["tmp", "home", "etc", *([] if copies.get("work") or in_image else ["work"])], files, copies
+        )
+
+    def command(
+        self,
+        spec: SandboxSpec,
+        scratch: Path,
+        argv: Sequence[str],
+        own: Mapping[str, str],
+        mounts: Sequence[Mount],
+    ) -> Command:
+        base = {"PATH": _path(spec), "HOME": HOME, "LANG": "C.UTF-8"}
+        words = [self._program, *self._arguments(spec, scratch, mounts), "--", *argv]
+        return Command(
+            words, {**base, **spec.environment, **own}, folder="", own_network=True, file_bytes=None
+        )
+
+    def workdir(self, spec: SandboxSpec, scratch: Path) -> str:
+        return spec.workdir or WORKDIR
+
+    def inner_url(self, url: str) -> str:
+        return relayed_url(url)
+
+    def _arguments(self, spec: SandboxSpec, scratch: Path, mounts: Sequence[Mount]) -> Iterator[str]:
+        user = str(spec.user)
+        yield from ("--die-with-parent", "--new-session", "--unshare-user", "--disable-userns")
+        yield from ("--uid", user, "--gid", user, "--unshare-pid", "--unshare-ipc", "--unshare-uts")
+        yield from ("--unshare-cgroup-try", "--hostname", "sandbox")
+        yield from ("--bind", str(scratch / "root"), "/") if spec.image else _host_programs()
+        for path in _readable(spec):
+            yield from ("--ro-bind", str(path), str(path))
+        yield from ("--proc", "/proc", "--dev", "/dev")
+        for switch in self._covered:
+            yield from ("--ro-bind", switch, switch)
+        for name in ("passwd", "group", "hosts"):
+            yield from ("--ro-bind", str(scratch / "etc" / name), f"/etc/{name}")
+        yield from ("--bind", str(scratch / "tmp"), "/tmp", "--bind", str(scratch / "home"), HOME)
+        workdir = self.workdir(spec, scratch)
+        in_image = spec.image and spec.workdir and spec.folder is None
+        for path in (*spec.writable, *((workdir,) if in_image else ())):
+            yield from ("--dir", path, "--bind", f"{scratch / 'root'}{path}", path)
+        if not in_image:
+            yield from ("--bind", str(scratch / "work"), workdir)
+        for mount in mounts:
+            yield from (
+                "--bind" if mount.is_writable else "--ro-bind",
+                str(mount.host.resolve()),
+                mount.inside,
+            )
+        yield from ("--remount-ro", "/", "--chdir", workdir)
+
+
+def _bwrap() -> str:
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxUnavailable(f"isolation: bubblewrap needs the program bwrap; {_INSTALL}")
+    shown = subprocess.run(
+        [program, "--version"], capture_output=True, text=True, timeout=_VERSION_S
+    ).stdout.split()
+    version = tuple(int(part) for part in shown[-1].split(".")[:2]) if shown else ()
+    if version < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise SandboxUnavailable(f"bwrap {shown[-1] if shown else '?'} is older than {oldest}; {_INSTALL}")
+    return program
+
+
+def _switches() -> Iterator[str]:
+    """Yield the entries of /proc that are not of a process and that somebody may write in or below."""
+    for entry in sorted(Path("/proc").iterdir()):
+        if entry.name.isdigit() or entry.is_symlink():
+            continue
+        mode = entry.stat().st_mode
+        if stat.S_ISDIR(mode) or mode & 0o222:
+            yield str(entry)
+
+
+def _host_programs() -> Iterator[str]:
+    """Yield the arguments that show this machine's programs and libraries."""
+    for name in _SYSTEM:
+        path = Path(name)
+        if path.is_symlink():
+            yield from ("--symlink", os.readlink(path), name)
+        elif path.is_dir():
+            yield from ("--ro-bind", name, name)
+    for name in _ETC:
+        yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
+
+
+def _readable(spec: SandboxSpec) -> list[Path]:
+    """Return the folders to show: the named ones and, without an image, those of this Python."""
+    own = [] if spec.image else [Path(sys.prefix), Path(sys.base_prefix)]
+    wanted = dict.fromkeys(path.absolute() for path in (*own, *spec.readable))
+    return [path for path in wanted if path.exists() and not path.is_relative_to("/usr")]
+
+
+def _path(spec: SandboxSpec) -> str:
+    usual = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    return usual if spec.image else f"{sys.prefix}/bin:{usual}"

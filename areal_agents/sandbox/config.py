@@ -1,0 +1,75 @@
+"""Settings of the sandbox in which a command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from areal_agents.core.settings import Settings
+from areal_agents.sandbox.sandbox import Limits, SandboxSpec
+
+
+class SandboxLimits(Settings):
+    """What all processes of a sandbox may use together; null: no limit."""
+
+    memory_mb: int | None = Field(default=4096, ge=1, description="Memory in MiB.")
+    processes: int | None = Field(default=512, ge=1, description="Processes and threads.")
+    cpus: float | None = Field(default=None, gt=0, description="Processor time, in cores.")
+    disk_mb: int | None = Field(
+        default=1024,
+        ge=1,
+        description="What it may write, in MiB. With bubblewrap, files lie in memory and count as memory "
+        "too; null: on the disk, without a limit. With process it limits each file.",
+    )
+
+
+class SandboxConfig(Settings):
+    """Where a command runs."""
+
+    isolation: Literal["none", "process", "bubblewrap", "docker"] = Field(
+        default="none",
+        description="none: as this user, in the environment of the run. process: in a copy of workdir, with "
+        "limits and a clean environment. bubblewrap: without network but the model, with a read-only root "
+        "and only the named folders. docker: in a container of image. A run is refused where it is not "
+        "available. docs/sandboxes.md.",
+    )
+    workdir: str = Field(
+        default="",
+        description="A folder of which each episode works in a copy; the command's relative paths are "
+        "relative to it. Empty: an empty folder.",
+    )
+    image: str = Field(
+        default="",
+        description="The root file system: a folder (bubblewrap) or the name of an image (docker). Empty: "
+        "the programs of this machine.",
+    )
+    readable: tuple[str, ...] = Field(
+        default=(), description="Files and folders that are shown inside, read-only, under their own path."
+    )
+    pass_environment: tuple[str, ...] = Field(
+        default=(), description="Names of variables of the run that the command gets."
+    )
+    limits: SandboxLimits = Field(default_factory=SandboxLimits)
+    warm: int = Field(default=0, ge=0, description="Sandboxes that are kept started for the next episodes.")
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> SandboxConfig:
+        given = self.model_fields_set - {"isolation", "command"}
+        if self.isolation == "none" and given:
+            raise ValueError(f"{min(given)} has no effect without isolation: process, bubblewrap or docker")
+        if self.isolation == "process" and self.image:
+            raise ValueError("image needs isolation: bubblewrap or docker")
+        if self.isolation == "docker" and not self.image:
+            raise ValueError("isolation: docker needs image, the name of an image")
+        return self
+
+    def spec(self) -> SandboxSpec:
+        """Return what its sandboxes are started from. Raises ValueError if workdir does not exist."""
+        return SandboxSpec(
+            folder=Path(self.workdir) if self.workdir else None,
+            image=self.image,
+            readable=tuple(Path(path) for path in self.readable),
+            limits=Limits(**self.limits.model_dump()),
+        )

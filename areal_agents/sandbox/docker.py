@@ -1,0 +1,361 @@
+"""The isolation `docker`: a container for each sandbox, driven by the docker command line.
+
+The container's first process only waits, so that commands are run by `docker exec`; what a command leaves
+running is killed afterwards. The container has no network. The model is reached through a unix socket in a
+shared folder, which a small Python program in the container forwards from its loopback interface; so an image
+for agents needs python3 and sh, and one for graders sh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from areal_agents.errors import SandboxError, SandboxUnavailable
+from areal_agents.sandbox.files import read_file, write_file
+from areal_agents.sandbox.output import Log, Tail, read_tail, write_all
+from areal_agents.sandbox.relay import MODEL_PORT, Relay, relayed_url
+from areal_agents.sandbox.sandbox import KEPT_OUTPUT, Finished, Mount, SandboxSpec
+
+WORKDIR = "/workspace"
+LABEL = "areal-agents.owner"  # of every container; its value is the owner's process id and start time
+_SOCKETS = "/run/areal-agents"  # folder of the relay's socket inside
+_CLI_S = 120.0  # time limit of one call of docker in seconds
+_PIPE_S = 1.0
+_WAIT = "trap : TERM; while :; do sleep 3600 & wait $!; done"
+_KILL_ALL = "kill -9 -1"
+# Forwards 127.0.0.1:MODEL_PORT to the unix socket; says "ready" when it listens.
+_FORWARD = f"""
+import socket, threading
+def copy(a, b):
+    try:
+        while piece := a.recv(65536): b.sendall(piece)
+        b.shutdown(socket.SHUT_WR)
+    except OSError: pass
+def both(near):
+    far = socket.socket(socket.AF_UNIX)
+    with near, far:
+        far.connect("{_SOCKETS}/model")
+        thread = threading.Thread(target=copy, args=(near, far), daemon=True); thread.start()
+        copy(far, near); thread.join(60)
+server = socket.create_server(("127.0.0.1", {MODEL_PORT}), backlog=128)
+open("/tmp/.areal-agents-ready", "w").close()
+while True: threading.Thread(target=both, args=(server.accept()[0],), daemon=True).start()
+"""
+_WITH_FORWARDER = (
+    'command -v python3 >/dev/null || { echo "an image for agents needs python3" >&2; exit 127; }; '
+    'rm -f /tmp/.areal-agents-ready; python3 -c "$AREAL_AGENTS_FORWARD" </dev/null >/dev/null 2>&1 & '
+    "n=0; until [ -e /tmp/.areal-agents-ready ] || [ $n -ge 200 ]; do sleep 0.05; n=$((n+1)); done; "
+    'unset AREAL_AGENTS_FORWARD; exec "$@"'
+)
+
+
+def start_arguments(spec: SandboxSpec, *, name: str, owner: str, sockets: Path) -> list[str]:
+    """Return the arguments of docker that start the container of a sandbox."""
+    limits, workdir = spec.limits, spec.workdir or WORKDIR
+    words = ["run", "--detach", "--rm", "--name", name, "--label", f"{LABEL}={owner}"]
+    words += ["--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    words += ["--user", f"{spec.user}:{spec.user}", "--hostname", "sandbox", "--entrypoint", "/bin/sh"]
+    if limits.memory_mb is not None:
+        words += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]
+    if limits.processes is not None:
+        words += ["--pids-limit", str(limits.processes)]
+    if limits.cpus is not None:
+        words += ["--cpus", f"{limits.cpus:g}"]
+    size = f",size={limits.disk_mb}m" if limits.disk_mb is not None else ""
+    for path in dict.fromkeys((workdir, "/tmp", "/home/agent", *spec.writable)):
+        words += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,mode=1777{size}"]
+    words += ["--env", "HOME=/home/agent", "--workdir", workdir]
+    words += ["--mount", f"type=bind,source={sockets},target={_SOCKETS},readonly"]
+    for readable in spec.readable:
+        words += ["--mount", f"type=bind,source={readable.resolve()},target={readable.absolute()},readonly"]
+    return [*words, spec.image, "-c", _WAIT]
+
+
+def run_arguments(
+    name: str, argv: Sequence[str], variables: Sequence[str], *, workdir: str, forwards: bool
+) -> list[str]:
+    """Return the arguments of docker that run a command.
+
+    Variables are named and not given: docker takes their values from its environment, so that no key is in
+    the arguments, which every user of the machine can read.
+    """
+    words = ["exec", "--interactive", "--workdir", workdir]
+    for variable in variables:
+        words += ["--env", variable]
+    return [*words, name, *(("/bin/sh", "-c", _WITH_FORWARDER, "forward") if forwards else ()), *argv]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    status: int
+    stdout: Tail
+    stderr: Tail
+    timed_out: bool
+
+
+class DockerIsolation:
+    """Starts containers; see `Isolation`."""
+
+    name = "docker"
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+        self._owner = f"{os.getpid()}-{_started_at(os.getpid())}"
+        self._sandboxes: set[DockerSandbox] = set()
+
+    @classmethod
+    async def open(cls) -> DockerIsolation:
+        """Find docker, and remove the containers of dead owners.
+
+        Raises:
+            SandboxUnavailable: docker is not installed, or its engine does not answer.
+        """
+        program = shutil.which("docker")
+        if program is None:
+            raise SandboxUnavailable(
+                "isolation: docker needs the program docker; install Docker, or set isolation: none"
+            )
+        isolation = cls(program)
+        try:
+            await docker(program, ["version", "--format", "{{.Server.Version}}"])
+        except SandboxError as error:
+            raise SandboxUnavailable(
+                f"isolation: docker: {error}; start the engine, or set isolation: none"
+            ) from error
+        await isolation._remove_leftovers()
+        return isolation
+
+    async def start(self, spec: SandboxSpec) -> DockerSandbox:
+        """Start a container. Raises SandboxError if it cannot be."""
+        if not spec.image:
+            raise SandboxError("isolation: docker needs image, the name of an image")
+        name = f"areal-agents-{secrets.token_hex(6)}"
+        sockets = Path(tempfile.mkdtemp(prefix="areal-agents-docker-"))
+        sockets.chmod(0o755)
+        sandbox = DockerSandbox(self._program, name, spec, sockets, self._sandboxes.discard)
+        self._sandboxes.add(sandbox)
+        try:
+            await docker(self._program, start_arguments(spec, name=name, owner=self._owner, sockets=sockets))
+            if spec.folder is not None:
+                await sandbox.put(spec.folder, spec.workdir or WORKDIR)
+        except BaseException:
+            await sandbox.end()
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        """End every container."""
+        await asyncio.gather(*(sandbox.end() for sandbox in list(self._sandboxes)))
+
+    async def _remove_leftovers(self) -> None:
+        listed = await docker(
+            self._program,
+            [
+                "ps",
+                "--all",
+                "--filter",
+                f"label={LABEL}",
+                "--format",
+                '{{.Names}} {{.Label "' + LABEL + '"}}',
+            ],
+        )
+        for line in listed.decode().splitlines():
+            name, owner = line.split()
+            pid, started = owner.split("-")
+            if _started_at(int(pid)) != started:
+                await docker(self._program, ["rm", "--force", name])
+
+
+class DockerSandbox:
+    """See `Sandbox`."""
+
+    def __init__(
+        self,
+        program: str,
+        name: str,
+        spec: SandboxSpec,
+        sockets: Path,
+        ended: Callable[[DockerSandbox], None],
+    ) -> None:
+        self._program = program
+        self._name = name
+        self._spec = spec
+        self._sockets = sockets
+        self._ended = ended
+        self._is_ended = False
+        self._busy = asyncio.Lock()
+
+    @property
+    def workdir(self) -> str:
+        return self._spec.workdir or WORKDIR
+
+    def inner_url(self, url: str) -> str:
+        return relayed_url(url)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        kept_bytes: int = KEPT_OUTPUT,
+        model_url: str | None = None,
+        mounts: Sequence[Mount] = (),
+        log: BinaryIO | None = None,
+    ) -> Finished:
+        if not argv:
+            raise SandboxError("the command is empty")
+        variables = {**self._spec.environment, **(environment or {})}
+        if model_url is not None:
+            variables["AREAL_AGENTS_FORWARD"] = _FORWARD
+        words = run_arguments(
+            self._name, argv, list(variables), workdir=self.workdir, forwards=model_url is not None
+        )
+        async with self._busy, contextlib.AsyncExitStack() as stack:
+            if self._is_ended:
+                raise SandboxError("the sandbox has ended")
+            if model_url is not None:
+                await self._listen(model_url, stack)
+            for mount in mounts:
+                await self._copy_in(mount)
+            try:
+                ended = await _call(
+                    self._program, words, {**os.environ, **variables}, stdin, timeout_s, kept_bytes,
+                    Log(log) if log is not None else None,
+                )  # fmt: skip
+            finally:
+                await docker(self._program, ["exec", self._name, "/bin/sh", "-c", _KILL_ALL], may_fail=True)
+            for mount in mounts:
+                await self._copy_out(mount)
+        return Finished(ended.status, ended.stdout.output(), ended.stderr.output(), ended.timed_out)
+
+    async def put(self, folder: Path, inside: str) -> None:
+        """Copy the content of a folder of this machine into one of the container."""
+        # `docker cp` does not reach a tmpfs, so that a tar stream is unpacked by a command.
+        archive = await asyncio.to_thread(_archive, folder)
+        argv = ["exec", "--interactive", self._name, "tar", "-x", "-f", "-", "-C", inside]
+        await docker(self._program, argv, stdin=archive)
+
+    async def read(self, path: str, *, most_bytes: int = 1 << 20) -> bytes:
+        return await read_file(self, path, most_bytes=most_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        await write_file(self, path, data)
+
+    async def end(self) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        await docker(self._program, ["rm", "--force", self._name], may_fail=True)
+        shutil.rmtree(self._sockets)
+        self._ended(self)
+
+    async def _listen(self, model_url: str, stack: contextlib.AsyncExitStack) -> None:
+        path = self._sockets / "model"
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o666)  # the container's user is another one; the folder is shown to this container only
+        listener.listen(128)
+        relay = Relay(model_url)
+        await relay.start(listener)
+        stack.callback(path.unlink)
+        stack.push_async_callback(relay.close)
+
+    async def _copy_in(self, mount: Mount) -> None:
+        """Make a folder anew, with the content of a mount: what the agent left there is gone."""
+        clear = 'rm -rf -- "$1"/* "$1"/.[!.]* 2>/dev/null; mkdir -p -- "$1"'
+        await docker(self._program, ["exec", self._name, "/bin/sh", "-c", clear, "clear", mount.inside])
+        await self.put(mount.host, mount.inside)
+
+    async def _copy_out(self, mount: Mount) -> None:
+        if mount.is_writable:
+            argv = ["exec", self._name, "tar", "-c", "-f", "-", "-C", mount.inside, "."]
+            await asyncio.to_thread(_unpack, await docker(self._program, argv), mount.host)
+
+
+async def docker(program: str, words: Sequence[str], *, stdin: bytes = b"", may_fail: bool = False) -> bytes:
+    """Call docker and return its output. Raises SandboxError with the end of its standard error."""
+    ended = await _call(program, words, dict(os.environ), stdin, _CLI_S, 1 << 28, None)
+    if (ended.status != 0 or ended.timed_out) and not may_fail:
+        reason = "no answer in time" if ended.timed_out else ended.stderr.output().text().strip()[-500:]
+        raise SandboxError(f"docker {words[0]}: {reason}")
+    return ended.stdout.output().kept
+
+
+async def _call(
+    program: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    stdin: bytes,
+    timeout_s: float,
+    kept_bytes: int,
+    log: Log | None,
+) -> _Ended:
+    """Run docker as a process group of its own, which is killed at the time limit or if this is cancelled."""
+    inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
+    theirs = (inputs[0], outputs[1], errors[1])
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            writing = await write_all(inputs[1], stdin)
+            stack.callback(writing.abort)
+            reading = [await read_tail(pipe[0], kept_bytes, log) for pipe in (outputs, errors)]
+            for transport, _ in reading:
+                stack.callback(transport.close)
+            process = await asyncio.create_subprocess_exec(
+                program, *words, env=environment, stdin=theirs[0], stdout=theirs[1], stderr=theirs[2],
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        timed_out = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+        except TimeoutError:
+            timed_out = True
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+        for _, tail in reading:
+            await asyncio.wait({tail.closed}, timeout=_PIPE_S)
+        assert process.returncode is not None
+        return _Ended(process.returncode, reading[0][1], reading[1][1], timed_out)
+
+
+def _archive(folder: Path) -> bytes:
+    """Return a folder as a tar archive whose files belong to whoever unpacks it."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        archive.add(folder, arcname=".")
+    return data.getvalue()
+
+
+def _unpack(data: bytes, folder: Path) -> None:
+    """Unpack an archive that a container made; no member can lie outside the folder."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        archive.extractall(folder, filter="data")
+
+
+def _started_at(pid: int) -> str:
+    """Return when a process started, in ticks since the boot, which tells it from a later one; "": none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

@@ -1,0 +1,120 @@
+"""The folder of the sandboxes of one owner, and the removal of what killed owners left.
+
+The folder holds a lock file that the owner and its keepers have locked. A folder whose lock is free is one
+whose owner and keepers are all dead, for example by kill -9 at once; the next start removes it and its
+cgroups.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from areal_agents.errors import SandboxError
+from areal_agents.sandbox.cgroups import CgroupHome
+
+PREFIX = "areal-agents-sandbox-"  # of the names of cgroups
+_LOCK, _PARENTS = "lock", "cgroups.json"
+_KILL_S = 5.0  # longest wait in seconds for killed processes to leave a cgroup
+
+
+class SandboxHome:
+    """A folder of this user for files of sandboxes, locked until it is closed and every keeper is dead."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self.lock = lock  # file descriptor
+        self._started = 0
+        self._parents: set[str] = set()
+
+    @classmethod
+    def open(cls, base: Path | None = None) -> SandboxHome:
+        """Remove what dead owners left, and make a folder.
+
+        Raises:
+            SandboxError: the folder of all sandboxes belongs to somebody else.
+        """
+        base = base or Path(tempfile.gettempdir()) / f"areal-agents-sandboxes-{os.getuid()}"
+        base.mkdir(mode=0o700, exist_ok=True)
+        status = base.lstat()
+        if status.st_uid != os.getuid() or base.is_symlink() or status.st_mode & 0o022:
+            raise SandboxError(f"{base} is not a folder that only this user can write; remove it")
+        remove_leftovers(base)
+        folder = base / f".{secrets.token_hex(6)}"  # hidden from others' search until it is locked
+        folder.mkdir(mode=0o700)
+        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return cls(folder.rename(base / folder.name[1:]), lock)
+
+    def new_name(self, cgroups: CgroupHome | None) -> str:
+        """Return an unused name for the folder and the cgroups of a sandbox; record where cgroups are."""
+        if cgroups is not None and not self._parents >= (found := {str(p) for p in cgroups.parents.values()}):
+            self._parents |= found
+            (self.folder / _PARENTS).write_text(json.dumps(sorted(self._parents)))
+        self._started += 1
+        return f"{PREFIX}{self.folder.name}-{self._started}"
+
+    def close(self) -> None:
+        """Remove the folder; its sandboxes have ended."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.lock)
+
+
+def remove_leftovers(base: Path) -> int:
+    """Remove the folders and cgroups of dead owners; return how many owners that were."""
+    removed = 0
+    for folder in base.iterdir():
+        if folder.name.startswith("."):
+            continue
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # another start removes it
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            parents = folder / _PARENTS
+            if parents.exists():
+                _remove_cgroups(json.loads(parents.read_text()), f"{PREFIX}{folder.name}-")
+            _make_removable(folder)
+            shutil.rmtree(folder)
+            removed += 1
+        finally:
+            os.close(lock)
+    return removed
+
+
+def _remove_cgroups(parents: Iterable[str], prefix: str) -> None:
+    for cgroup in (one for parent in parents for one in Path(parent).glob(f"{prefix}*")):
+        deadline = time.monotonic() + _KILL_S
+        while True:
+            for pid in (cgroup / "cgroup.procs").read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            try:
+                cgroup.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+            else:
+                break
+
+
+def _make_removable(folder: Path) -> None:
+    """Give this user the permissions that removing needs; overlays make folders without any."""
+    for path, names, _ in os.walk(folder):
+        for name in names:
+            if not (inner := Path(path) / name).is_symlink():
+                inner.chmod(0o700)

@@ -1,0 +1,282 @@
+"""Hostile code in a bubblewrap sandbox: each attack is contained, and afterwards the sandbox is of use.
+
+No attack here would harm the machine if it succeeded: writable files are found by the kernel's access check,
+and bombs are bounded by small limits.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_agents.errors import SandboxError
+from areal_agents.sandbox.isolations import open_isolation
+from areal_agents.sandbox.sandbox import Finished, Isolation, Mount, Sandbox
+from tests.sandbox.conftest import needs, spec_for
+
+SHELL = ("/bin/sh", "-c")
+LIMIT_S = 20.0
+
+
+async def python(sandbox: Sandbox, code: str, *, timeout_s: float = LIMIT_S) -> Finished:
+    return await sandbox.run([sys.executable, "-c", code], timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("name", ["process", "bubblewrap"])
+async def test_a_fork_bomb_stops_at_the_limit_of_processes(name: str) -> None:
+    needs(name)
+    code = """
+import os, time
+made = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(60)
+        made += 1
+except BlockingIOError:
+    print(made)
+"""
+    isolation = await open_isolation(name, spec_for(name))
+    try:
+        sandbox = await isolation.start(spec_for(name))
+        done = await python(sandbox, code)
+        assert 40 < int(done.stdout.text()) <= 64
+        done = await sandbox.run([*SHELL, "b(){ b|b& };b 2>/dev/null; sleep 60"], timeout_s=1)
+        assert done.timed_out
+        assert (await sandbox.run(["true"], timeout_s=LIMIT_S)).status == 0
+    finally:
+        await isolation.close()
+
+
+@pytest.mark.parametrize("name", ["process", "bubblewrap"])
+async def test_a_memory_bomb_is_killed_at_the_limit(name: str) -> None:
+    needs(name)
+    code = (
+        "blocks = []\nfor n in range(1, 41):\n    blocks.append(b'x' * (32 << 20)); print(32 * n, flush=True)"
+    )
+    isolation = await open_isolation(name, spec_for(name))
+    try:
+        sandbox = await isolation.start(spec_for(name))
+        done = await python(sandbox, code)
+        assert done.out_of_memory and done.status != 0
+        assert int(done.stdout.text().split()[-1]) < 256
+        assert not (await sandbox.run(["true"], timeout_s=LIMIT_S)).out_of_memory
+    finally:
+        await isolation.close()
+
+
+async def test_many_processes_share_the_limit_of_memory(bubblewrap: Isolation) -> None:
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    code = (
+        "import os, time\nfor _ in range(20): os.fork() or [b'x' * (32 << 20), time.sleep(9)]\ntime.sleep(60)"
+    )
+    done = await python(sandbox, code, timeout_s=3)
+    assert done.timed_out and done.out_of_memory
+
+
+async def test_files_of_the_machine_are_not_there(
+    bubblewrap: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("xyzzy")
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    for path in (
+        secret,
+        Path.home(),
+        "/etc/shadow",
+        "/var",
+        "/sys",
+        "/run",
+        "/proc/1/root/work",
+        Path(__file__),
+    ):
+        done = await sandbox.run(["cat", str(path)], timeout_s=LIMIT_S)
+        missing = any(
+            why in done.stderr.text() for why in ("No such file", "Permission denied", "Is a directory")
+        )
+        assert done.status != 0 and missing and not done.stdout.length, path
+    # The home folder may be there as the parent of this Python's folder, but nothing else of it is.
+    shown = (await sandbox.run(["find", str(Path.home()), "-maxdepth", "1"], timeout_s=LIMIT_S)).stdout.text()
+    assert ".ssh" not in shown and ".bash_history" not in shown
+    await sandbox.run(["ln", "-s", str(secret), "link"], timeout_s=LIMIT_S)
+    with pytest.raises(SandboxError, match="there is no file link"):
+        await sandbox.read("link")
+
+
+async def test_only_the_working_folder_tmp_and_home_can_be_written(bubblewrap: Isolation) -> None:
+    """The kernel's switches in /proc belong to root, whose processes need no rights to write them."""
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    code = """
+import os
+for top, folders, files in os.walk('/'):
+    if top == '/proc':
+        folders[:] = [name for name in folders if not name.isdigit()]
+    if top == '/dev':
+        folders[:] = []
+        files[:] = []
+    if top in ('/workspace', '/tmp', '/home/agent', '/dev/shm'):
+        folders[:] = []
+        continue
+    for path in [top, *(os.path.join(top, name) for name in files)]:
+        if not os.path.islink(path) and os.access(path, os.W_OK):
+            print(path)
+"""
+    done = await python(sandbox, code, timeout_s=60)
+    assert done.status == 0 and done.stdout.text() in ("", "/dev\n"), done
+    done = await sandbox.run([*SHELL, "ls /dev; mknod /tmp/disk b 8 0 && echo made"], timeout_s=LIMIT_S)
+    assert "made" not in done.stdout.text()
+    assert set(done.stdout.text().split()) <= {
+        "console", "core", "fd", "full", "null", "ptmx", "pts", "random", "shm", "stderr", "stdin", "stdout",
+        "tty", "urandom", "zero",
+    }  # fmt: skip
+
+
+async def test_there_is_no_network_and_no_socket_of_the_machine(bubblewrap: Isolation) -> None:
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    name = f"\0areal-agents-test-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as inet, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(name)
+        abstract.listen()
+        code = f"""
+import socket
+for family, address in (
+    (socket.AF_INET, ("127.0.0.1", {inet.getsockname()[1]})), (socket.AF_INET, ("1.1.1.1", 53)),
+    (socket.AF_INET, ("169.254.169.254", 80)), (socket.AF_UNIX, {name!r}),
+):
+    try:
+        with socket.socket(family) as tried:
+            tried.settimeout(3)
+            tried.connect(address)
+        print("reached", address)
+    except OSError as error:
+        print(error.errno)
+print(sorted(name for _, name in socket.if_nameindex()))
+try: socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+except PermissionError: print("no raw socket")
+"""
+        done = await python(sandbox, code)
+    lines = done.stdout.text().split("\n")
+    assert "reached" not in done.stdout.text() and len(lines) == 7, done
+    assert lines[4:6] == ["['lo']", "no raw socket"]
+
+
+async def test_other_processes_are_not_visible_and_cannot_be_signalled(bubblewrap: Isolation) -> None:
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    code = f"""
+import os
+print(sorted(int(name) for name in os.listdir('/proc') if name.isdigit()))
+try: os.kill({os.getpid()}, 0); print("signalled")
+except OSError as error: print(type(error).__name__)
+os.kill(-1, 9)
+"""
+    done = await python(sandbox, code)
+    assert done.stdout.text().endswith("ProcessLookupError\n") and os.getpid() > 100
+    assert len(done.stdout.text().split("\n")[0].split(",")) <= 3
+
+
+async def test_rights_cannot_be_gained(bubblewrap: Isolation) -> None:
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    script = (
+        "unshare -Ur true; unshare -m true; mount -t tmpfs x /tmp; chroot / true; hostname evil; su -c id"
+    )
+    for attempt in script.split("; "):
+        assert (await sandbox.run([*SHELL, attempt], timeout_s=LIMIT_S)).status != 0, attempt
+    done = await sandbox.run(
+        ["grep", "-E", "CapEff|CapBnd|NoNewPrivs", "/proc/self/status"], timeout_s=LIMIT_S
+    )
+    values = dict(line.split(":\t") for line in done.stdout.text().splitlines())
+    assert int(values["CapEff"], 16) == 0 and values["NoNewPrivs"] == "1"
+
+
+async def test_a_sandbox_of_root_inside_has_no_rights_either(bubblewrap: Isolation) -> None:
+    sandbox = await bubblewrap.start(spec_for("bubblewrap", user=0))
+    done = await sandbox.run([*SHELL, "id -u; touch /usr/x /etc/x; mount -t tmpfs x /mnt"], timeout_s=LIMIT_S)
+    assert done.stdout.text() == "0\n" and done.status != 0
+    assert not Path("/usr/x").exists() and not Path("/etc/x").exists()
+
+
+async def test_endless_output_is_bounded_and_ends_at_the_time_limit(bubblewrap: Isolation) -> None:
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    done = await sandbox.run([*SHELL, "yes & exec yes >&2"], timeout_s=1)
+    assert done.timed_out
+    assert len(done.stdout.kept) <= 65_536 < done.stdout.length
+    assert len(done.stderr.kept) <= 65_536 < done.stderr.length
+
+
+async def test_files_stop_at_the_limit_of_the_disk(bubblewrap: Isolation) -> None:
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    for path in ("file", "/tmp/file", "/home/agent/file"):
+        done = await sandbox.run(
+            [*SHELL, f"head -c 200000000 /dev/zero > {path}; stat -c %s {path}; rm {path}"], timeout_s=LIMIT_S
+        )
+        assert "No space left" in done.stderr.text(), path
+        assert int(done.stdout.text()) <= 64 << 20
+    assert (
+        await sandbox.run([*SHELL, "echo still > works; cat works"], timeout_s=LIMIT_S)
+    ).stdout.text() == "still\n"
+
+
+async def test_input_that_is_never_read_and_signals_that_are_ignored(bubblewrap: Isolation) -> None:
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    begun = time.monotonic()
+    script = "trap '' TERM INT HUP QUIT; while :; do sleep 1; done"
+    done = await sandbox.run([*SHELL, script], timeout_s=1, stdin=b"x" * (8 << 20))
+    assert done.timed_out and time.monotonic() - begun < LIMIT_S
+
+
+async def test_connections_to_the_model_are_bounded(bubblewrap: Isolation) -> None:
+    """A command with thousands of connections must not use up this process's open files."""
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        code = """
+import socket, time
+made = [socket.create_connection(("127.0.0.1", 8000), 5) for _ in range(600)]
+time.sleep(0.5)
+refused = 0
+for one in made:
+    one.setblocking(False)
+    try: refused += one.recv(1) == b""
+    except BlockingIOError: pass
+    except ConnectionError: refused += 1
+print(refused)
+"""
+        before = len(os.listdir("/proc/self/fd"))
+        most = 0
+        stop = threading.Event()
+
+        def watch() -> None:
+            nonlocal most
+            while not stop.wait(0.02):
+                most = max(most, len(os.listdir("/proc/self/fd")))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            done = await sandbox.run([sys.executable, "-c", code], timeout_s=LIMIT_S, model_url=url)
+        finally:
+            stop.set()
+            thread.join()
+        assert int(done.stdout.text()) >= 600 - 128, done
+        assert most - before < 2 * 128 + 200
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_a_mount_of_one_command_is_not_there_for_the_next(
+    bubblewrap: Isolation, tmp_path: Path
+) -> None:
+    (tmp_path / "answer").write_text("42")
+    sandbox = await bubblewrap.start(spec_for("bubblewrap"))
+    shown = await sandbox.run(["cat", "/tests/answer"], timeout_s=LIMIT_S, mounts=[Mount("/tests", tmp_path)])
+    assert shown.stdout.text() == "42"
+    assert (await sandbox.run(["cat", "/tests/answer"], timeout_s=LIMIT_S)).status != 0
+    done = await sandbox.run(
+        [*SHELL, "echo 43 > /tests/answer"], timeout_s=LIMIT_S, mounts=[Mount("/tests", tmp_path)]
+    )
+    assert done.status != 0 and (tmp_path / "answer").read_text() == "42"

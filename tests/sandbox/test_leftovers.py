@@ -1,0 +1,104 @@
+"""What remains of sandboxes when their owner is killed: nothing, at the latest after the next start."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_agents.sandbox.bubblewrap import Bubblewrap
+from areal_agents.sandbox.home import PREFIX, remove_leftovers
+from areal_agents.sandbox.local import Local, LocalIsolation
+from areal_agents.sandbox.process import Process
+from tests.sandbox.conftest import needs, spec_for
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from areal_agents.sandbox.bubblewrap import Bubblewrap
+from areal_agents.sandbox.local import LocalIsolation
+from areal_agents.sandbox.process import Process
+from areal_agents.sandbox.sandbox import Limits, SandboxSpec
+
+async def main():
+    local = Bubblewrap() if sys.argv[1] == "bubblewrap" else Process()
+    isolation = LocalIsolation(local, base=Path(sys.argv[2]))
+    sandbox = await isolation.start(SandboxSpec(folder=Path(sys.argv[4]), limits=Limits(256, 64, None, 64)))
+    script = "(setsid env -i sleep $0 &); echo > begun; exec sleep $0"
+    await sandbox.run(["/bin/sh", "-c", script, sys.argv[3]], timeout_s=100)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("name", ["process", "bubblewrap"])
+@pytest.mark.parametrize("keepers_too", [False, True], ids=["owner", "owner and keepers"])
+def test_kill_9_leaves_nothing(name: str, keepers_too: bool, tmp_path: Path) -> None:
+    needs(name)
+    base, folder = tmp_path / "base", tmp_path / "folder"
+    folder.mkdir()
+    mark = f"{time.time_ns() % 10**9 + 10**9}"
+    keepers: list[psutil.Process] = []
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, name, str(base), mark, str(folder)])
+    try:
+        _wait(lambda: len(_sleeping(mark)) == 2)
+        keepers = psutil.Process(owner.pid).children(recursive=True)
+        keepers = [one for one in keepers if "launcher.py" in " ".join(one.cmdline())]
+        assert len(keepers) == 2
+    finally:
+        # The keepers first, so that none of them can clean up for the others.
+        for keeper in keepers if keepers_too else ():
+            keeper.send_signal(signal.SIGSTOP)
+        owner.kill()
+        owner.wait(20)
+    if keepers_too:
+        for keeper in keepers:
+            keeper.kill()
+        assert base.exists() and len([*base.iterdir()]) == 1
+        _wait(lambda: remove_leftovers(base) == 1)
+    else:
+        _wait(lambda: not _sleeping(mark))
+        _wait(lambda: not _cgroups(base))
+        _wait(lambda: remove_leftovers(base) == 1)  # the folder with the lock, which the owner had
+    _wait(lambda: not _sleeping(mark))
+    assert not [*base.iterdir()]
+    assert not [path for path in Path("/sys/fs/cgroup").rglob(f"{PREFIX}*") if str(base) in str(path)]
+    assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(base) in line]
+
+
+async def test_the_next_start_removes_leftovers_and_no_living_sandbox(tmp_path: Path) -> None:
+    needs("bubblewrap")
+    living = LocalIsolation(Bubblewrap(), base=tmp_path)
+    sandbox = await living.start(spec_for("bubblewrap"))
+    dead = tmp_path / "0123456789ab"
+    (dead / "x" / "closed").mkdir(parents=True)
+    (dead / "x").chmod(0)
+    (dead / "lock").touch()
+    local: Local = Process()
+    other = LocalIsolation(local, base=tmp_path)
+    assert not dead.exists()
+    assert (await sandbox.run(["true"], timeout_s=20)).status == 0
+    await other.close()
+    await living.close()
+    assert not [*tmp_path.iterdir()]
+
+
+def _wait(condition: object) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "nothing happened in 20 s"
+        time.sleep(0.05)
+
+
+def _sleeping(mark: str) -> list[int]:
+    return [one.pid for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", mark]]
+
+
+def _cgroups(base: Path) -> list[Path]:
+    owners = [path.name for path in base.iterdir()]
+    return [p for p in Path("/sys/fs/cgroup").rglob(f"{PREFIX}*") if any(owner in p.name for owner in owners)]
