@@ -22,7 +22,7 @@ ENVIRONMENTS := .venv-environments
 INTEGRATIONS := .venv-integrations
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo test test-all test-sglang test-environments test-gpu gpu-wheels check static bench litellm sglang environments environments-nemo-gym integrations chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-environments sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-nemo-gym integrations chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -92,6 +92,7 @@ bench: setup litellm ## Run every benchmark on this machine (about three quarter
 	$(BIN)/python -m benchmarks credit --json
 	$(BIN)/python -m benchmarks async --json
 	$(BIN)/python -m benchmarks simulator --json
+	$(BIN)/python -m benchmarks sandbox --json
 
 litellm: $(LITELLM)/.installed ## Install LiteLLM's proxy, which ours is compared with, in its own environment.
 
@@ -141,6 +142,11 @@ $(ENVIRONMENTS)-%/.installed: tests/environments/requirements-%.txt | setup
 
 integrations: setup ## Run the agents of other frameworks and write docs/integrations.md (ONLY=langgraph,crewai: some).
 	$(BIN)/python -m integrations --only '$(ONLY)'
+
+sandbox-tools: ## Install bubblewrap, for root on Debian and Ubuntu; else say how.
+	@command -v bwrap >/dev/null || if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
+		then apt-get install -y -qq bubblewrap >/dev/null || { apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; }; \
+		else echo "bwrap is not installed, so its tests are skipped; install the package bubblewrap"; fi
 
 chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
 	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json

@@ -136,5 +136,15 @@ def store(
     run(json=as_json)
 
 
+@app.command("sandbox")
+def sandbox(
+    as_json: AsJson = False,
+) -> None:
+    """The start of bubblewrap sandboxes: warm and cold, one after another and a hundred at once."""
+    from benchmarks.sandbox import run
+
+    run(json=as_json)
+
+
 if __name__ == "__main__":
     run_app(app)

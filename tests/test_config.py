@@ -12,6 +12,7 @@ import yaml
 from areal_agents.algorithms.presets import PRESETS
 from areal_agents.config import load_config, proxy_config, save_config
 from areal_agents.errors import ConfigError
+from areal_agents.rollout.config import CommandAgentConfig
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "search_agent" / "config.yaml"
 
@@ -70,8 +71,8 @@ def test_files_of_a_command_resolve_against_the_folder_of_the_config(minimal: Pa
     text = "\n".join(line for line in given if not line.startswith("agent:"))
     minimal.write_text(f'{text}\nagent: {{command: "{command}"}}\n')
     loaded = load_config(minimal).agent
-    assert isinstance(loaded, dict)
-    assert shlex.split(loaded["command"]) == [
+    assert isinstance(loaded, CommandAgentConfig)
+    assert shlex.split(loaded.command) == [
         "python", "-u", str(minimal.parent / "my agent.py"), "--flag", "absent.py",
     ]  # fmt: skip
 
@@ -112,6 +113,15 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("agent={cli: codex, max_turn: 3}", "agent: max_turn: Extra inputs are not permitted"),
         ("agent=5", "agent: must be module:function, file.py:function, {command: …} or {cli: …}, got 5"),
         ("agent={command: 5}", '{cli: …}, got {"command": 5}'),
+        ("agent={command: a, isolatoin: process}", "unknown key 'agent.isolatoin'"),
+        ("agent={command: a, isolation: jail}", "agent.isolation: Input should be 'none', 'process'"),
+        (
+            "agent={command: a, isolation: process, limits: {disk_mb: 0}}",
+            "agent.limits.disk_mb: Input should",
+        ),
+        ("agent={command: a, warm: 2}", "agent: warm has no effect without isolation"),
+        ("agent={command: a, isolation: docker}", "agent: isolation: docker needs image"),
+        ("agent={command: ' '}", "or {cli: …}, got no command"),
         ("name=../elsewhere", "name: must be the name of a folder in runs/, got '../elsewhere'"),
         ("data=tasks.jsonl", "data: must be a mapping of settings, such as data: {path: ...}"),
         ("eval=tasks.jsonl", "such as eval: {data: {path: ...}} (got 'tasks.jsonl')"),
@@ -335,3 +345,19 @@ def test_models_of_critic_and_reference_are_paths(minimal: Path, monkeypatch: py
     assert ppo.trainer.critic_model == str(minimal.parent / "model")
     grpo = load_config(minimal, ["algorithm=grpo", "trainer.reference_model=model"])
     assert grpo.trainer.reference_model == str(minimal.parent / "model")
+
+
+def test_the_sandbox_of_a_command_is_read_saved_and_read_again(minimal: Path, tmp_path: Path) -> None:
+    (minimal.parent / "work").mkdir()
+    (minimal.parent / "work.py").touch()
+    agent = "agent={command: python work.py, isolation: process, workdir: work, limits: {memory_mb: null}}"
+    config = load_config(minimal, [agent])
+    assert isinstance(config.agent, CommandAgentConfig)
+    # An argument's paths are relative to the working directory, and a command's to its sandbox.
+    assert config.agent.command == "python work.py" and Path(config.agent.workdir).is_absolute()
+    assert config.agent.limits.memory_mb is None and config.agent.limits.processes == 512
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", []).agent == config.agent
+    plain = load_config(minimal, ["agent={command: python -m work}"])
+    save_config(plain, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", []).agent == plain.agent

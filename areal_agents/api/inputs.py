@@ -16,7 +16,7 @@ import yaml
 
 from areal_agents.errors import AgentError, ConfigError, DataError
 
-AgentLike = str | Mapping[str, str] | Callable[..., Any]
+AgentLike = str | Mapping[str, Any] | Callable[..., Any]
 DataLike = str | Path | Callable[..., Any] | Iterable[Mapping[str, Any]]
 
 

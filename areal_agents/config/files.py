@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from areal_agents.algorithms.parts import alternatives, as_yaml
 from areal_agents.config.models import is_model_name, model_folder
@@ -249,7 +249,13 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             setting["python"] = _absolute(setting["python"], base, always=False)
     agent = out.get("agent")
     if isinstance(agent, dict) and isinstance(agent.get("command"), str):
-        agent["command"] = _with_absolute_files(agent["command"], base)
+        if agent.get("isolation", "none") == "none":  # else its paths are those of its sandbox
+            agent["command"] = _with_absolute_files(agent["command"], base)
+        for key in ("workdir", "image"):
+            if isinstance(agent.get(key), str):
+                agent[key] = _absolute(agent[key], base, always=key == "workdir")
+        if isinstance(agent.get("readable"), list):
+            agent["readable"] = [_absolute(str(path), base, always=True) for path in agent["readable"]]
     if isinstance(agent, dict) and isinstance(agent.get("cli"), str):
         for key in ("cli", "executable", "workdir"):
             value = agent.get(key)
@@ -355,7 +361,20 @@ def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[s
     parts = alternatives(field)
     if rest and rest[0] in parts:
         return [first, *_without_kinds(parts[rest[0]], rest[1:])]
+    if rest and rest[0] in _tags(field.annotation):
+        rest = rest[1:]
     return [first, *_without_kinds(_model_in(field.annotation), rest)]
+
+
+def _tags(annotation: Any) -> set[str]:
+    """Return pydantic's tags for the alternatives of a union."""
+    members = getattr(annotation, "__args__", ())
+    return {
+        item.tag
+        for member in members
+        for item in getattr(member, "__metadata__", ())
+        if isinstance(item, Tag)
+    }
 
 
 def _known_keys(model: type[BaseModel], location: Iterable[str]) -> list[str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstimator, MaxRlEstimator
@@ -30,7 +30,13 @@ from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.model_folder import folder_fault, read_object
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
-from areal_agents.rollout.config import DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from areal_agents.rollout.config import (
+    CommandAgentConfig,
+    DataConfig,
+    EvalConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from areal_agents.store.config import StoreConfig
 from areal_agents.training.config import TrainerConfig
 from areal_agents.user_functions import names_a_function
@@ -38,6 +44,13 @@ from areal_agents.user_functions import names_a_function
 # The rollout.max_staleness that each loop sets; with "async" the user sets it.
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
 _WRONG_AGENT = "must be module:function, file.py:function, {command: …} or {cli: …}, got "
+
+
+def _form_of_agent(agent: Any) -> str:
+    if isinstance(agent, str):
+        return "name"
+    is_command = isinstance(agent, CommandAgentConfig) or "command" in agent
+    return "program" if is_command else "other"
 
 
 class Config(Settings):
@@ -60,7 +73,12 @@ class Config(Settings):
         description="The initial weights: a Hugging Face folder; the id of a model of the Hub, such as "
         "Qwen/Qwen3-0.6B, which is downloaded; or quickstart, a small model for a first run on a laptop."
     )
-    agent: str | dict[str, Any] = Field(
+    agent: Annotated[
+        Annotated[str, Tag("name")]
+        | Annotated[CommandAgentConfig, Tag("program")]
+        | Annotated[dict[str, Any], Tag("other")],
+        Discriminator(_form_of_agent),
+    ] = Field(
         default="",
         description="module:function, file.py:function, {command: ...}, or a command-line agent such as "
         "{cli: codex} (docs/agents.md); not needed with data.episodes.",
@@ -115,8 +133,11 @@ class Config(Settings):
             except AgentError as error:
                 raise ValueError(str(error).removeprefix("agent: ")) from None
             return agent
-        is_mapping = isinstance(agent, Mapping) and all(isinstance(value, str) for value in agent.values())
-        if not isinstance(agent, str) and not is_mapping:
+        if isinstance(agent, str | CommandAgentConfig):
+            return agent
+        is_command = isinstance(agent, Mapping) and isinstance(agent.get("command"), str)
+        is_other = isinstance(agent, Mapping) and all(isinstance(value, str) for value in agent.values())
+        if not is_command and not is_other:
             raise ValueError(_WRONG_AGENT + json.dumps(agent, ensure_ascii=False, default=str))
         return agent
 
@@ -178,12 +199,7 @@ def _episode_faults(config: Config) -> Iterator[str]:
         yield "environment: it takes the place of the agent; leave agent out"
     if config.environment is not None:
         yield from _environment_faults(config, config.environment)
-    if (
-        isinstance(config.agent, dict)
-        and not is_environment
-        and "cli" not in config.agent
-        and (set(config.agent) != {"command"} or not config.agent["command"].strip())
-    ):
+    if isinstance(config.agent, dict) and not is_environment and "cli" not in config.agent:
         yield f"agent: {_WRONG_AGENT}{json.dumps(config.agent, ensure_ascii=False)}"
     if config.reward is not None and config.reward.group and config.rollout.over_sample:
         yield (

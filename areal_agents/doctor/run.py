@@ -44,8 +44,11 @@ from areal_agents.rollout.agents.cli.agent import CliAgent
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.agents.cli.seam import load_seam
 from areal_agents.rollout.agents.command import CommandAgent
+from areal_agents.rollout.agents.sandboxed_command import SandboxedCommandAgent
 from areal_agents.rollout.config import LimitsConfig, RewardConfig
 from areal_agents.rollout.rewarding import RewardFunction
+from areal_agents.sandbox.config import SandboxConfig
+from areal_agents.sandbox.isolations import check_isolation
 from areal_agents.store import Store
 
 _CONTEXT_LENGTH = 262_144
@@ -70,6 +73,7 @@ def examine(
     model: Path | None = None,
     engine_url: str | None = None,
     volatile: Mapping[str, VolatileRule | Literal["off"]] | None = None,
+    sandbox: SandboxConfig | None = None,
     timeout_s: float = 120.0,
 ) -> Report:
     """Run one episode of an agent and report on it. Exactly one of `function`, `command` and `cli` is given.
@@ -83,6 +87,7 @@ def examine(
         model: a model folder, for its tokenizer and chat template; default: a small built-in model.
         engine_url: the URL of a running SGLang server; default: scripted answers.
         volatile: the rules of `proxy.volatile`, besides the known ones.
+        sandbox: where the command runs; None: in the environment of this process.
         timeout_s: the time limit of the agent in seconds.
 
     Raises:
@@ -92,6 +97,7 @@ def examine(
             command-line agent is missing.
         RewardError: the reward function cannot be imported.
         RequestError: the engine does not answer.
+        SandboxError: the isolation is not available here.
     """
     if sum((function is not None, bool(command), cli is not None)) != 1:
         raise ConfigError(
@@ -107,8 +113,10 @@ def examine(
     agent: Agent
     if cli is not None:
         agent = CliAgent(cli.model_copy(update={"context": cli.context or _CONTEXT_LENGTH}))
+    elif command:
+        agent = _command_agent(command, sandbox)
     else:
-        agent = CommandAgent(command) if command else load_agent(str(function), workers=1)
+        agent = load_agent(str(function), workers=1)
     with tempfile.TemporaryDirectory(prefix="areal-agents-doctor-") as home:
         folder = model or write_tiny_model(Path(home))
         renderer = ChatRenderer.from_folder(folder)
@@ -130,6 +138,15 @@ def examine(
         facts=facts,
         findings=findings_of(seen, facts),
     )
+
+
+def _command_agent(command: Sequence[str], sandbox: SandboxConfig | None) -> Agent:
+    """Return the agent that a command is. Raises SandboxError if its isolation is not available here."""
+    if sandbox is None or sandbox.isolation == "none":
+        return CommandAgent(command)
+    agent = SandboxedCommandAgent(command, sandbox)
+    asyncio.run(check_isolation(sandbox.isolation, sandbox.spec()))
+    return agent
 
 
 def read_task(text: str) -> dict[str, Any]:

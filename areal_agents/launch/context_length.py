@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from areal_agents.config import Config
 from areal_agents.inference.config import DEFAULT_MAX_CONTEXT
 from areal_agents.model_folder import text_config
+from areal_agents.rollout.config import AgentSpec
 
 POSITIONS = "max_position_embeddings of the model"
 _LONGEST_CONTEXT = 262_144  # of a model that does not say it
@@ -56,14 +56,14 @@ def longest_sequence(config: Config) -> Longest | None:
     return min(bounds, key=lambda bound: bound.tokens)
 
 
-def told_of_context(config: Config, agent: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+def told_of_context(config: Config, agent: AgentSpec) -> AgentSpec:
     """Return the setting of an agent; a command-line agent that is told no context is told the run's.
 
     Raises:
         ConfigError: config.json is damaged.
     """
     longest = longest_sequence(config)
-    if isinstance(agent, str) or "cli" not in agent or agent.get("context") or longest is None:
+    if not isinstance(agent, Mapping) or "cli" not in agent or agent.get("context") or longest is None:
         return agent
     return {**agent, "context": longest.tokens}
 

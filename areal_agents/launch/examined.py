@@ -8,6 +8,7 @@ from typing import Any
 from areal_agents.config import Config
 from areal_agents.errors import ConfigError
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
+from areal_agents.rollout.config import CommandAgentConfig
 from areal_agents.rollout.data import load_tasks
 
 
@@ -26,9 +27,9 @@ def agent_of_run(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError("the configuration has no agent to examine")
     if isinstance(agent, str):
         given["function"] = agent
-    elif "cli" in agent:
-        given["cli"] = CliAgentConfig.read(agent)
+    elif isinstance(agent, CommandAgentConfig):
+        given |= {"command": shlex.split(agent.command), "sandbox": agent}
     else:
-        given["command"] = shlex.split(agent["command"])
+        given["cli"] = CliAgentConfig.read(agent)
     task, _ = next(load_tasks(config.data, seed=config.seed).stream(set()))
     return given, dict(task.input)

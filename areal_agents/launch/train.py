@@ -6,6 +6,7 @@ that is stopped at any time resumes from the last checkpoint when it is started 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -18,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_agents.config import Config, is_saved, save_config
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ConfigError, SandboxError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.children import Children
 from areal_agents.launch.disk_space import disk_space_of
@@ -37,7 +38,9 @@ from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
 from areal_agents.proxy.config import available_cores
+from areal_agents.rollout.config import CommandAgentConfig
 from areal_agents.rollout.seeds import FIXED_HASHES
+from areal_agents.sandbox.isolations import check_isolation
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
 
@@ -67,6 +70,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     if ablate_tool:
         _check_evaluation(config, ablate_tool)
     check_trackers(config.trainer.trackers)
+    _check_sandbox(config)
     nodes = nodes_of(config.trainer, os.environ)
     if nodes.rank:
         raise ConfigError(
@@ -146,6 +150,7 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False, kee
         raise ConfigError(
             "eval evaluates the weights of `model` in an engine that it starts; leave engine.urls out"
         )
+    _check_sandbox(config)
     config = without_trainer(config)
     plan = _plan(config, trains=False)
     folder = RunFolder(Path(config.run_dir + "-eval"))
@@ -383,6 +388,21 @@ def _looking(
         return lambda: None
     limit_s = config.trainer.join_timeout_s
     return OutsideTrainer(folder, store.path, limit_s=limit_s, has_ended=ended, say=view.event).check
+
+
+def _check_sandbox(config: Config) -> None:
+    """Start a sandbox as the agent's, and run a command in it.
+
+    Raises:
+        ConfigError: this machine does not have what the isolation needs; says what to do.
+    """
+    agent = config.agent
+    if not isinstance(agent, CommandAgentConfig) or agent.isolation == "none":
+        return
+    try:
+        asyncio.run(check_isolation(agent.isolation, agent.spec()))
+    except (SandboxError, ValueError) as error:
+        raise ConfigError(f"agent: {error}") from error
 
 
 def _check_evaluation(config: Config, ablate_tool: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -11,6 +13,32 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from areal_agents.core.rollout import LARGEST_GROUP, OnStale
 from areal_agents.core.settings import Settings
 from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.sandbox.config import SandboxConfig
+
+
+class CommandAgentConfig(SandboxConfig):
+    """An agent that is a program in any language."""
+
+    command: str = Field(
+        description="The program and its arguments, which are run for each episode; docs/agents.md."
+    )
+
+    @field_validator("command")
+    @classmethod
+    def _has_words(cls, command: str) -> str:
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise ValueError(f"{command!r} cannot be read: {error}") from None
+        if not words:
+            raise ValueError(
+                "an agent must be module:function, file.py:function, {command: …} or {cli: …}, got no command"
+            )
+        return command
+
+
+# How a configuration names an agent: "module:function" or "file.py:function", a command, or an environment.
+AgentSpec = str | CommandAgentConfig | Mapping[str, Any]
 
 
 class LimitsConfig(Settings):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError, RequestError, TrainingError
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import FailureStreak
-from areal_agents.rollout.config import DataConfig, EvalConfig, RewardConfig, RolloutConfig
+from areal_agents.rollout.config import AgentSpec, DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from areal_agents.rollout.data import TaskSource, load_tasks
 from areal_agents.rollout.evaluation import abort_open, evaluate_tasks
 from areal_agents.rollout.groups.collector import Collector
@@ -40,7 +40,7 @@ async def run(
     store: Store,
     proxy_url: str,
     admin_key: str | None,
-    agent: str | Mapping[str, Any],
+    agent: AgentSpec,
     data: DataConfig,
     rollout: RolloutConfig,
     evaluation: EvalConfig | None,
@@ -91,7 +91,7 @@ async def evaluate(
     store: Store,
     proxy_url: str,
     admin_key: str | None,
-    agent: str | Mapping[str, Any],
+    agent: AgentSpec,
     rollout: RolloutConfig,
     evaluation: EvalConfig,
     label: str,
@@ -137,7 +137,7 @@ async def _runner(
     store: Store,
     proxy_url: str,
     admin_key: str | None,
-    agent: str | Mapping[str, Any],
+    agent: AgentSpec,
     rollout: RolloutConfig,
     evaluation: EvalConfig | None,
     seed: int,

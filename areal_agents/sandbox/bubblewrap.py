@@ -34,6 +34,12 @@ _ETC = (
     "terminfo", "timezone",
 )  # fmt: skip
 
+_GENERATED = {
+    "passwd": "root:x:0:0::{home}:/bin/sh\nagent:x:{user}:{user}::{home}:/bin/sh\n",
+    "group": "root:x:0:\nagent:x:{user}:\n",
+    "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+}
+
 
 class Bubblewrap:
     """See `Local`."""
@@ -50,15 +56,8 @@ class Bubblewrap:
         self._program = _bwrap()
         self._covered = tuple(_switches())
 
-    def layout(self, spec: SandboxSpec) -> Layout:
-        uid = spec.user
-        files = {
-            "etc/passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{uid}:{uid}::{HOME}:/bin/sh\n"
-            if uid
-            else (f"root:x:0:0::{HOME}:/bin/sh\n"),
-            "etc/group": f"root:x:0:\nagent:x:{uid}:\n" if uid else "root:x:0:\n",
-            "etc/hosts": "127.0.0.1 localhost\n::1 localhost\n",
-        }
+    def layout(self, spec: SandboxSpec, shared: Path) -> Layout:
+        _make_etc(_etc(shared, spec.user), spec.user)
         copies = {"work": spec.folder} if spec.folder is not None else {}
         if spec.image:
             image = Path(spec.image)
@@ -73,9 +72,7 @@ class Bubblewrap:
             )
         # A folder of the image that is worked in is that of the image, unless another folder is copied there.
         in_image = bool(spec.image and spec.workdir and spec.folder is None)
-        return Layout(
-            ["tmp", "home", "etc", *([] if copies.get("work") or in_image else ["work"])], files, copies
-        )
+        return Layout(["tmp", "home", *([] if copies.get("work") or in_image else ["work"])], copies)
 
     def command(
         self,
@@ -108,8 +105,9 @@ class Bubblewrap:
         yield from ("--proc", "/proc", "--dev", "/dev")
         for switch in self._covered:
             yield from ("--ro-bind", switch, switch)
-        for name in ("passwd", "group", "hosts"):
-            yield from ("--ro-bind", str(scratch / "etc" / name), f"/etc/{name}")
+        etc = _etc(scratch.parent, spec.user)
+        for name in _GENERATED if spec.image else ("",):
+            yield from ("--ro-bind", str(etc / name), f"/etc/{name}")
         yield from ("--bind", str(scratch / "tmp"), "/tmp", "--bind", str(scratch / "home"), HOME)
         workdir = self.workdir(spec, scratch)
         in_image = spec.image and spec.workdir and spec.folder is None
@@ -158,8 +156,35 @@ def _host_programs() -> Iterator[str]:
             yield from ("--symlink", os.readlink(path), name)
         elif path.is_dir():
             yield from ("--ro-bind", name, name)
+
+
+def _etc(shared: Path, user: int) -> Path:
+    return shared / f"etc-{user}"
+
+
+def _make_etc(folder: Path, user: int) -> None:
+    """Make the /etc of the sandboxes of a user, once: a mount for each file is slow."""
+    if folder.exists():
+        return
+    folder.mkdir()
     for name in _ETC:
-        yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
+        source = Path("/etc") / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, symlinks=True, ignore=_unreadable)
+        elif os.access(source, os.R_OK):
+            shutil.copy(source, folder / name)
+    for name, text in _GENERATED.items():
+        (folder / name).write_text(text.format(home=HOME, user=user))
+
+
+def _unreadable(folder: str, names: list[str]) -> list[str]:
+    """Return what is not copied: files that not everybody may read, such as private keys."""
+    return [name for name in names if not _is_public(Path(folder) / name)]
+
+
+def _is_public(path: Path) -> bool:
+    mode = path.lstat().st_mode
+    return bool(mode & stat.S_IROTH)
 
 
 def _readable(spec: SandboxSpec) -> list[Path]:

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
+from pydantic.fields import FieldInfo
 
 from areal_agents.core.settings import Settings
 from areal_agents.sandbox.sandbox import Limits, SandboxSpec
+
+Isolation = Literal["none", "process", "bubblewrap", "docker"]
 
 
 class SandboxLimits(Settings):
@@ -28,7 +31,7 @@ class SandboxLimits(Settings):
 class SandboxConfig(Settings):
     """Where a command runs."""
 
-    isolation: Literal["none", "process", "bubblewrap", "docker"] = Field(
+    isolation: Isolation = Field(
         default="none",
         description="none: as this user, in the environment of the run. process: in a copy of workdir, with "
         "limits and a clean environment. bubblewrap: without network but the model, with a read-only root "
@@ -56,14 +59,22 @@ class SandboxConfig(Settings):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> SandboxConfig:
-        given = self.model_fields_set - {"isolation", "command"}
-        if self.isolation == "none" and given:
-            raise ValueError(f"{min(given)} has no effect without isolation: process, bubblewrap or docker")
+        settings = {
+            name: field.get_default(call_default_factory=True) for name, field in self._fields().items()
+        }
+        changed = [name for name, default in settings.items() if getattr(self, name) != default]
+        if self.isolation == "none" and changed:
+            raise ValueError(f"{changed[0]} has no effect without isolation: process, bubblewrap or docker")
         if self.isolation == "process" and self.image:
             raise ValueError("image needs isolation: bubblewrap or docker")
         if self.isolation == "docker" and not self.image:
             raise ValueError("isolation: docker needs image, the name of an image")
         return self
+
+    @classmethod
+    def _fields(cls) -> dict[str, FieldInfo]:
+        """Return the settings of a sandbox, without those of a subclass."""
+        return {name: field for name, field in SandboxConfig.model_fields.items() if name != "isolation"}
 
     def spec(self) -> SandboxSpec:
         """Return what its sandboxes are started from. Raises ValueError if workdir does not exist."""

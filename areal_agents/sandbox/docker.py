@@ -209,7 +209,7 @@ class DockerSandbox:
         self,
         argv: Sequence[str],
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         kept_bytes: int = KEPT_OUTPUT,
@@ -302,7 +302,7 @@ async def _call(
     words: Sequence[str],
     environment: Mapping[str, str],
     stdin: bytes,
-    timeout_s: float,
+    timeout_s: float | None,
     kept_bytes: int,
     log: Log | None,
 ) -> _Ended:

@@ -111,7 +111,7 @@ class Keeper:
         command: Command,
         *,
         stdin: bytes,
-        timeout_s: float,
+        timeout_s: float | None,
         kept_bytes: int,
         model_url: str | None,
         log: Log | None,
@@ -186,7 +186,7 @@ class Keeper:
             raise SandboxError(answer["error"])
         return answer["status"]
 
-    async def _until(self, ending: asyncio.Task[int], timeout_s: float) -> bool:
+    async def _until(self, ending: asyncio.Task[int], timeout_s: float | None) -> bool:
         """Wait for the end of a command; kill it at the time limit, or if the wait is cancelled.
 
         Returns:

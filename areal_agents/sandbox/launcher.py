@@ -125,8 +125,6 @@ def _set_up(request):
     request["doing"] = "cannot prepare the folders"
     for name in request["folders"]:
         os.makedirs(os.path.join(scratch, name), exist_ok=True)
-    for name, text in request["files"].items():
-        _write(os.path.join(scratch, name), text)
     for name, source in request["copies"].items():
         _copy(source, scratch, name, overlay=request["namespaces"])
 

@@ -27,8 +27,12 @@ class Local(Protocol):
     name: str
     has_namespaces: bool
 
-    def layout(self, spec: SandboxSpec) -> Layout:
-        """Return the folders of a sandbox. Raises SandboxError if the isolation cannot start from `spec`."""
+    def layout(self, spec: SandboxSpec, shared: Path) -> Layout:
+        """Return the folders of a sandbox, and fill `shared`, the folder that its sandboxes have in common.
+
+        Raises:
+            SandboxError: the isolation cannot start from `spec`.
+        """
         ...
 
     def command(
@@ -52,16 +56,14 @@ class Local(Protocol):
 
 
 class Layout:
-    """Folders, small files and copies to make in the scratch folder of a sandbox, by relative name."""
+    """Folders and copies to make in the scratch folder of a sandbox, by relative name."""
 
     def __init__(
         self,
         folders: Sequence[str],
-        files: Mapping[str, str] | None = None,
         copies: Mapping[str, Path] | None = None,
     ) -> None:
         self.folders = list(folders)
-        self.files = dict(files or {})
         self.copies = {name: str(path.resolve()) for name, path in (copies or {}).items()}
 
 
@@ -83,7 +85,7 @@ class LocalIsolation:
         """Start a sandbox. Raises SandboxError if it cannot be."""
         if self._launcher is None:
             self._launcher = Launcher(self._home)
-        layout = self._local.layout(spec)
+        layout = self._local.layout(spec, self._home.folder)
         cgroups = self._cgroup_home(spec)
         name = self._home.new_name(cgroups)
         scratch = self._home.folder / name
@@ -96,7 +98,6 @@ class LocalIsolation:
             "disk_bytes": disk << 20 if disk is not None else None,
             "cgroups": [str(folder) for folder in folders],
             "folders": layout.folders,
-            "files": layout.files,
             "copies": layout.copies,
             "doing": "",
         }
@@ -157,7 +158,7 @@ class LocalSandbox:
         self,
         argv: Sequence[str],
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         kept_bytes: int = KEPT_OUTPUT,

@@ -35,6 +35,11 @@ class SandboxPool:
             starting.add_done_callback(self._put_back)
             raise
 
+    def stop_refilling(self) -> int:
+        """Start no sandbox ahead from now on; return how many are still to be taken."""
+        self._warm = 0
+        return len(self._ready)
+
     async def close(self) -> None:
         """End the sandboxes that nobody took."""
         waiting = list(self._ready)

@@ -23,7 +23,7 @@ class Process:
     name = "process"
     has_namespaces = False
 
-    def layout(self, spec: SandboxSpec) -> Layout:
+    def layout(self, spec: SandboxSpec, shared: Path) -> Layout:
         if spec.image or spec.writable or spec.workdir:
             raise SandboxError(
                 "isolation: process works with the programs and paths of this machine; image, writable and "

@@ -143,7 +143,7 @@ class Sandbox(Protocol):
         self,
         argv: Sequence[str],
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         kept_bytes: int = KEPT_OUTPUT,
@@ -155,7 +155,8 @@ class Sandbox(Protocol):
 
         Args:
             argv: the program and its arguments.
-            timeout_s: wall-clock time in seconds after which it is killed.
+            timeout_s: wall-clock time in seconds after which it is killed; None: when the call is
+                cancelled.
             environment: further variables, for this command only.
             stdin: its standard input.
             kept_bytes: how many of the last bytes of each output stream are kept.

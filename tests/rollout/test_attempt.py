@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Callable
@@ -32,7 +33,7 @@ class Attempts:
 
     async def __call__(
         self,
-        agent: str | dict[str, str] | Agent,
+        agent: str | dict[str, Any] | Agent,
         task: dict[str, Any] | None = None,
         *,
         agent_error_reward: float | None = None,
@@ -263,6 +264,39 @@ async def test_a_command_finds_its_episode_in_its_environment(attempts: Attempts
     outcome, episode = await attempts({"command": f"{sys.executable} {script}"}, {"reward": 0.75})
     assert outcome == Outcome("finished", rewarded=True)
     assert rewards(episode) == {"return": 0.75} and len(episode.turns) == 1
+
+
+@pytest.mark.parametrize("isolation", ["process", "bubblewrap"])
+async def test_a_command_finds_its_episode_in_a_sandbox(
+    attempts: Attempts, tmp_path: Path, isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isolation == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bwrap is not installed; make sandbox-tools installs it")
+    monkeypatch.setenv("PASSED", "1")
+    monkeypatch.setenv("WANDB_API_KEY", "a secret of the run")
+    work = tmp_path / "work"
+    work.mkdir()
+    checks = "import os; assert 'WANDB_API_KEY' not in os.environ and os.environ['PASSED'] == '1'\n"
+    (work / "agent.py").write_text(checks + textwrap.dedent(COMMAND) + "open('left', 'w').close()\n")
+    command = f"{sys.executable} agent.py"
+    spec = {
+        "command": command,
+        "isolation": isolation,
+        "workdir": str(work),
+        "limits": {"memory_mb": 1024},
+        "pass_environment": ["PASSED"],
+        "warm": 1,
+    }
+    outcome, episode = await attempts(spec, {"reward": 0.75})
+    assert outcome == Outcome("finished", rewarded=True)
+    assert rewards(episode) == {"return": 0.75} and len(episode.turns) == 1
+    assert [path.name for path in work.iterdir()] == ["agent.py"]
+    (work / "agent.py").write_text("x = b'x' * (2 << 30)")
+    outcome, _ = await attempts(spec)
+    assert outcome.error is not None and "(a process exceeded memory_mb: 1024)" in outcome.error
+    (work / "agent.py").write_text("import time; time.sleep(3600)")
+    outcome, _ = await attempts(spec, time_s=1.0)
+    assert outcome.error == "the agent made no model call within 1 s"
 
 
 async def test_a_decorated_agent_works_as_a_command(attempts: Attempts, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.reward_values import RewardValue
@@ -32,7 +31,7 @@ from areal_agents.rewards import FinishedEpisode
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollout
 from areal_agents.rollout.agents.blocking import interrupted_if_blocked
-from areal_agents.rollout.config import LimitsConfig, RewardConfig
+from areal_agents.rollout.config import AgentSpec, LimitsConfig, RewardConfig
 from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.store import Store
 from areal_agents.testing import Script, ScriptedApp, ScriptedCall, ScriptedReply, running
@@ -45,7 +44,7 @@ def examine_rewards(
     tasks: Sequence[Task],
     *,
     most_tasks: int,
-    agent: str | Mapping[str, Any],
+    agent: AgentSpec,
     reward: RewardConfig | None,
     limits: LimitsConfig,
     proxy: ProxyConfig,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.episode import Episode, check_signature
 from areal_agents.errors import AgentError
@@ -19,7 +21,9 @@ from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
 from areal_agents.rollout.agents.environment_agent import environment_agent
+from areal_agents.rollout.agents.sandboxed_command import SandboxedCommandAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
+from areal_agents.rollout.config import AgentSpec, CommandAgentConfig
 from areal_agents.user_functions import load_function
 
 
@@ -44,14 +48,14 @@ class Agent(Protocol):
         ...
 
 
-def load_agent(spec: str | Mapping[str, Any], *, workers: int = 8, logs: Path | None = None) -> Agent:
+def load_agent(spec: AgentSpec, *, workers: int = 8, logs: Path | None = None) -> Agent:
     """Load the agent that a configuration names.
 
     Args:
-        spec: "module:function", "path/to/file.py:function", {"command": "python my_agent.py"},
-            {"cli": "codex"} with further settings of CliAgentConfig, or {"environment": "scheme:name",
-            "python": "an interpreter, or empty"}. The function need not be decorated; it must take
-            (task, ep).
+        spec: "module:function", "path/to/file.py:function", {"command": "python my_agent.py"} with further
+            settings of CommandAgentConfig, {"cli": "codex"} with further settings of CliAgentConfig, or
+            {"environment": "scheme:name", "python": "an interpreter, or empty"}. The function need not be
+            decorated; it must take (task, ep).
         workers: the most processes for a synchronous function.
         logs: a folder for the output of commands; None: the output is discarded.
 
@@ -65,15 +69,18 @@ def load_agent(spec: str | Mapping[str, Any], *, workers: int = 8, logs: Path | 
     if isinstance(spec, Mapping) and "cli" in spec:
         return CliAgent(CliAgentConfig.read(spec), logs=logs)
     if isinstance(spec, Mapping):
-        if set(spec) != {"command"} or not spec["command"].strip():
+        try:
+            spec = CommandAgentConfig.model_validate(spec)
+        except ValidationError as error:
             raise AgentError(
                 "an agent must be module:function, file.py:function, {command: …} or {cli: …}, got "
-                f"{dict(spec)}"
-            )
-        try:
-            return CommandAgent(shlex.split(spec["command"]), logs=logs)
-        except ValueError as error:
-            raise AgentError(f"the agent's command {spec['command']!r} cannot be read: {error}") from None
+                f"{dict(spec)}: {error}"
+            ) from None
+    if isinstance(spec, CommandAgentConfig):
+        command = shlex.split(spec.command)
+        if spec.isolation == "none":
+            return CommandAgent(command, logs=logs)
+        return SandboxedCommandAgent(command, spec, logs=logs)
     function = load_function(spec, AgentError)
     check_signature(function)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):

@@ -50,7 +50,7 @@ class CommandAgent:
             try:
                 process = await ChildProcess.start(
                     self._command,
-                    environment={**bypassing_proxies(os.environ, ep.base_url), **_variables(text, ep)},
+                    environment={**bypassing_proxies(os.environ, ep.base_url), **command_variables(text, ep)},
                     tail=True,
                     log=log,
                 )
@@ -69,7 +69,12 @@ class CommandAgent:
         """Do nothing: no process outlives its episode."""
 
 
-def _variables(task: str, ep: Episode) -> dict[str, str]:
+def command_variables(task: str, ep: Episode) -> dict[str, str]:
+    """Return the variables by which a program finds its task, the model and its episode.
+
+    Args:
+        task: the task as JSON.
+    """
     variables = {
         "OPENAI_BASE_URL": ep.base_url,
         "OPENAI_API_BASE": ep.base_url,  # older clients read this one
