@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -18,6 +19,8 @@ class FinishedEpisode:
             message is a dict in the form of chat completions. An episode without a model call has none.
         status: "finished", or "truncated" if a limit ended the episode.
         rewards: the rewards that the agent gave, by name; rewards of single turns are not among them.
+        workdir: the folder in which a command-line agent worked, as it left it; it is removed when the
+            function has returned. None for other agents, and in a function of a group.
     """
 
     id: str
@@ -25,6 +28,7 @@ class FinishedEpisode:
     branches: Sequence[Sequence[Mapping[str, Any]]]
     status: str
     rewards: Mapping[str, float]
+    workdir: Path | None = None
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:

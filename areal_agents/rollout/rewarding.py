@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal_agents.core.conversations import conversations
@@ -76,7 +77,9 @@ class RewardFunction:
             raise RewardError(f"the reward function {self._name}: {error}") from None
 
 
-def finished_episode(state: Mapping[str, Any], *, truncated: bool) -> FinishedEpisode:
+def finished_episode(
+    state: Mapping[str, Any], *, truncated: bool, workdir: Path | None = None
+) -> FinishedEpisode:
     """Return what a reward function is given, from the proxy's description of an episode."""
     return FinishedEpisode(
         id=state["id"],
@@ -84,4 +87,5 @@ def finished_episode(state: Mapping[str, Any], *, truncated: bool) -> FinishedEp
         branches=tuple(conversations(state["turns"])),
         status="truncated" if truncated or state["limit_reached"] is not None else "finished",
         rewards={reward["name"]: reward["value"] for reward in state["rewards"] if not reward["target"]},
+        workdir=workdir,
     )

@@ -23,7 +23,8 @@ from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollo
 from areal_agents.rollout.agents.cli.prepare import Launch, folder_of_task, of_task, prepare
 from areal_agents.rollout.agents.cli.program import find_program
 from areal_agents.rollout.agents.cli.seam import known_seams, load_seam
-from areal_agents.rollout.config import LimitsConfig
+from areal_agents.rollout.config import LimitsConfig, RewardConfig
+from areal_agents.rollout.rewarding import RewardFunction
 
 ADMIN_KEY = "admin-key-of-the-tests"
 EPISODE = Episode("e", "http://10.0.0.1:8000/e/ep-1/v1", "ep-1")
@@ -315,14 +316,17 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
-async def play(served: Any, agent: dict[str, Any], task: dict[str, Any], **limits: Any) -> tuple[Any, Any]:
+async def play(
+    served: Any, agent: dict[str, Any], task: dict[str, Any], reward: str = "", **limits: Any
+) -> tuple[Any, Any]:
     """Run one episode; return its outcome and its record."""
+    function = RewardFunction(RewardConfig(episode=reward)) if reward else None
     loaded = load_agent(agent)
     bounds = LimitsConfig(**{"time_s": 60.0, **limits})
     async with AsyncClient(served.url, ADMIN_KEY) as client:
         attempt = Attempt(Task("t", task), "train")
         opened = await open_attempt(client, attempt, limits=bounds)
-        outcome = await run_rollout(client, loaded, attempt.task, opened, limits=bounds)
+        outcome = await run_rollout(client, loaded, attempt.task, opened, limits=bounds, function=function)
     return outcome, served.store.load_episode(opened.id)
 
 
@@ -354,6 +358,23 @@ async def test_an_episode_of_a_command_line_agent_leaves_nothing(
     assert sleepers(seen["home"]) == []
 
 
+async def test_a_reward_function_sees_what_the_agent_left(
+    served: Any, tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "graded.py").write_text(
+        "def score(episode):\n"
+        "    names = sorted(path.name for path in episode.workdir.iterdir())\n"
+        "    assert names in (['made.txt', 'word.txt'], ['word.txt']), names\n"
+        "    return len(names) + 10.0 * (episode.status == 'truncated')\n"
+    )
+    task = {"instruction": "Go.", "folder": str(tmp_path / "project")}
+    for limits, status, score in (({}, "finished", 2.0), ({"max_turns": 1}, "truncated", 11.0)):
+        outcome, episode = await play(served, tiny, task, f"{tmp_path}/graded.py:score", **limits)
+        assert (outcome.status, outcome.error) == (status, None)
+        assert [reward.value for reward in episode.rewards] == [score]
+    assert os.listdir(tmp_path / "tmp") == []
+
+
 async def test_how_a_command_line_agent_ends(served: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
     task = {"instruction": "Go.", "folder": str(tmp_path / "project")}
     outcome, _ = await play(served, tiny | {"max_turns": 53}, task)
@@ -379,4 +400,5 @@ async def test_a_cancelled_episode_leaves_nothing(tiny: dict[str, Any], tmp_path
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+    await agent.close()
     assert os.listdir(tmp_path / "tmp") == []

@@ -9,7 +9,7 @@ import inspect
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
@@ -45,6 +45,19 @@ class Agent(Protocol):
 
     async def close(self) -> None:
         """End every remaining process."""
+        ...
+
+
+@runtime_checkable
+class LeavesFiles(Protocol):
+    """An agent that leaves a folder for the reward function."""
+
+    def workdir_of(self, episode: str) -> Path | None:
+        """Return the folder in which an episode's agent worked; None before it ran and after `release`."""
+        ...
+
+    async def release(self, episode: str) -> None:
+        """Remove the folder of an episode, if there is one."""
         ...
 
 

@@ -14,7 +14,7 @@ from areal_agents.core.reward_values import checked_reward
 from areal_agents.core.rollout import AGENT_ERROR, OPENED_BY_RUNNER, Split, Task
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, RequestError, RewardError
-from areal_agents.rollout.agents.agent import Agent
+from areal_agents.rollout.agents.agent import Agent, LeavesFiles
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.rollout.rewarding import RewardFunction, finished_episode
 from areal_agents.user_functions import describe
@@ -136,6 +136,23 @@ async def run_rollout(
     Raises:
         RequestError: the proxy could not be reached, so the state of the episode is unknown.
     """
+    try:
+        return await _run(client, agent, task, opened, limits, must_reward, agent_error_reward, function)
+    finally:
+        if isinstance(agent, LeavesFiles):
+            await asyncio.shield(agent.release(opened.id))
+
+
+async def _run(
+    client: AsyncClient,
+    agent: Agent,
+    task: Task,
+    opened: OpenedEpisode,
+    limits: LimitsConfig,
+    must_reward: bool,
+    agent_error_reward: float | None,
+    function: RewardFunction | None,
+) -> Outcome:
     reports: list[tuple[str, dict[str, Any]]] = []
     ep = Episode(opened.id, opened.base_url, opened.api_key, lambda path, body: reports.append((path, body)))
     limit = asyncio.timeout(limits.time_s)
@@ -164,7 +181,9 @@ async def run_rollout(
         state = await client.get_episode(opened.id)
         if state["turns"]:
             try:
-                value = await function.of_episode(finished_episode(state, truncated=limit.expired()))
+                workdir = agent.workdir_of(opened.id) if isinstance(agent, LeavesFiles) else None
+                ended = finished_episode(state, truncated=limit.expired(), workdir=workdir)
+                value = await function.of_episode(ended)
             except RewardError as failed:
                 return await _fail(client, opened, str(failed))
             rewards.append({"reward": value, "name": "return"})

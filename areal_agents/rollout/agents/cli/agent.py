@@ -1,7 +1,8 @@
 """Runs a command-line agent: one program per episode, in a home folder and a working folder of its own.
 
-Both folders are in a temporary one, which is removed when the program has ended; the processes that it left
-running are killed before. What it prints is in the log of its episode.
+Both folders are in a temporary one. When the program has ended, the processes that it left running are killed
+and its home folder is removed; the working folder stays until `release`, for the reward function. What it
+prints is in the log of its episode.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from areal_agents.rollout.agents.cli.program import find_program
 from areal_agents.rollout.agents.cli.seam import load_seam
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 
+HOME, WORK = "home", "work"
 _TAIL = 2000  # characters of the output in an error
 
 
@@ -52,18 +54,30 @@ class CliAgent:
         self._inherited = inherited
         self._program = find_program(self._seam, config.executable, inherited)
         self._logs = EpisodeLogs(logs)
+        self._folders: dict[str, Path] = {}  # of the episodes that were not released
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of the output, if the program fails."""
         prompt = of_task(self._config.prompt, task, "prompt")
         source = folder_of_task(self._config.workdir, task) if self._config.workdir else None
-        folder = Path(tempfile.mkdtemp(prefix="areal-agents-cli-"))
+        folder = self._folders[ep.id] = Path(tempfile.mkdtemp(prefix="areal-agents-cli-"))
         try:
-            await asyncio.to_thread(_copy, source, folder / "work")
-            await self._run(prompt, ep, folder / "home", folder / "work")
+            await asyncio.to_thread(_copy, source, folder / WORK)
+            await self._run(prompt, ep, folder / HOME, folder / WORK)
         finally:
             # Also after a cancellation: what a killed process wrote must not remain.
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder / HOME, ignore_errors=True))
+
+    def workdir_of(self, episode: str) -> Path | None:
+        """Return the folder in which an episode's agent worked; None before it ran and after `release`."""
+        folder = self._folders.get(episode)
+        return folder / WORK if folder is not None else None
+
+    async def release(self, episode: str) -> None:
+        """Remove the folder of an episode, if there is one."""
+        folder = self._folders.pop(episode, None)
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _run(self, prompt: str, ep: Episode, home: Path, work: Path) -> None:
         config, seam = self._config, self._seam
@@ -110,7 +124,9 @@ class CliAgent:
         return limit.says in process.tail() or limit.says in process.printed()
 
     async def close(self) -> None:
-        """Do nothing: no process outlives its episode."""
+        """Remove the folders that were not released; no process outlives its episode."""
+        for episode in list(self._folders):
+            await self.release(episode)
 
 
 def _copy(source: Path | None, target: Path) -> None:
