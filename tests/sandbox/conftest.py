@@ -18,7 +18,7 @@ def needs(isolation: str) -> None:
     """Skip a test whose isolation this machine does not have."""
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed; make sandbox-tools installs it")
-    if isolation == "docker" and not _has_engine():
+    if isolation == "docker" and not has_engine():
         pytest.skip("no Docker engine answers")
 
 
@@ -53,7 +53,7 @@ async def bubblewrap() -> AsyncIterator[Isolation]:
         await opened.close()
 
 
-def _has_engine() -> bool:
+def has_engine() -> bool:
     if shutil.which("docker") is None:
         return False
     return subprocess.run(["docker", "version"], capture_output=True, timeout=30).returncode == 0

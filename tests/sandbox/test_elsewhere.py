@@ -1,0 +1,118 @@
+"""What is given to docker and to Kubernetes; no engine and no cluster is needed to see it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from areal_agents.errors import SandboxError, SandboxUnavailable
+from areal_agents.sandbox.docker import run_arguments, start_arguments
+from areal_agents.sandbox.isolations import check_isolation
+from areal_agents.sandbox.kubernetes import ProxyPods, job_manifests
+from areal_agents.sandbox.sandbox import Limits, SandboxSpec
+from tests.sandbox.conftest import has_engine
+
+LIMITS = Limits(memory_mb=512, processes=64, cpus=1.5, disk_mb=100)
+SPEC = SandboxSpec(image="python:3.11-slim", limits=LIMITS, environment={"A": "1"}, writable=("/logs",))
+
+
+def test_the_container_has_every_limit_and_no_network() -> None:
+    words = start_arguments(SPEC, name="box", owner="1-2", sockets=Path("/tmp/sockets"))
+    text = " ".join(words)
+    for wanted in (
+        "run --detach --rm --name box --label areal-agents.owner=1-2 --network none --read-only",
+        "--cap-drop ALL",
+        "--security-opt no-new-privileges --user 1000:1000",
+        "--memory 512m --memory-swap 512m --pids-limit 64 --cpus 1.5",
+        "--tmpfs /workspace:rw,exec,nosuid,nodev,mode=1777,size=100m",
+        "--tmpfs /logs:rw,exec,nosuid,nodev,mode=1777,size=100m",
+        "--mount type=bind,source=/tmp/sockets,target=/run/areal-agents,readonly python:3.11-slim -c",
+    ):
+        assert wanted in text, wanted
+    assert not {"--privileged", "--volume", "--pid"} & set(words)
+
+
+def test_no_key_is_in_the_arguments_of_docker() -> None:
+    words = run_arguments("box", ["env"], ["OPENAI_API_KEY"], workdir="/workspace", forwards=False)
+    assert words == [
+        "exec",
+        "--interactive",
+        "--workdir",
+        "/workspace",
+        "--env",
+        "OPENAI_API_KEY",
+        "box",
+        "env",
+    ]
+    forwarding = run_arguments("box", ["env"], ["OPENAI_API_KEY"], workdir="/workspace", forwards=True)
+    assert forwarding[6:9] == ["box", "/bin/sh", "-c"] and forwarding[-2:] == ["forward", "env"]
+
+
+def test_docker_knows_every_option() -> None:
+    """The real command line reads the arguments, and fails only where it calls its engine."""
+    if shutil.which("docker") is None:
+        pytest.skip("docker is not installed")
+    started = start_arguments(SPEC, name="box", owner="1-2", sockets=Path("/tmp"))
+    ran = run_arguments("box", ["env"], ["A"], workdir="/workspace", forwards=True)
+    for words in (started, ran):
+        argv = ["docker", "--host", "unix:///nowhere.sock", *words]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+        assert done.returncode != 0 and "Cannot connect to the Docker daemon" in done.stderr, done.stderr
+
+
+async def test_without_an_engine_docker_is_refused() -> None:
+    if has_engine():
+        pytest.skip("a Docker engine answers")
+    with pytest.raises(SandboxUnavailable, match="isolation: docker.*or set isolation: none"):
+        await check_isolation("docker", SPEC)
+
+
+def test_the_agents_job_reaches_the_proxy_only_and_a_graders_nothing() -> None:
+    proxy = ProxyPods({"app": "proxy"}, 8000)
+    policy, job = job_manifests(SPEC, ["agent"], name="e1", timeout_s=60, proxy=proxy, secret="key-e1")
+    pods = {"podSelector": {"matchLabels": {"app": "proxy"}}}
+    assert policy["spec"]["egress"] == [{"to": [pods], "ports": [{"protocol": "TCP", "port": 8000}]}]
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"] and policy["spec"]["ingress"] == []
+    pod = job["spec"]["template"]["spec"]
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "key-e1"}}]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["containers"][0]["resources"]["limits"] == {
+        "memory": "512Mi",
+        "cpu": "1500m",
+        "ephemeral-storage": "100Mi",
+    }
+    policy, job = job_manifests(SPEC, ["grader"], name="g1", timeout_s=60, proxy=None)
+    assert (
+        policy["spec"]["egress"] == [] and "envFrom" not in job["spec"]["template"]["spec"]["containers"][0]
+    )
+    with pytest.raises(SandboxError, match="a grader, which has no proxy, gets no secret"):
+        job_manifests(SPEC, ["grader"], name="g1", timeout_s=60, proxy=None, secret="key-e1")
+
+
+def test_kubernetes_knows_every_field() -> None:
+    """kubectl reads the Job into its types and writes it again, without fields that it does not know."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    _, job = job_manifests(
+        SPEC, ["agent"], name="e1", timeout_s=60, proxy=ProxyPods({"a": "b"}, 80), secret="k"
+    )
+    argv = ["kubectl", "set", "env", "--local", "--filename", "-", "--output", "json", "ADDED=1"]
+    done = subprocess.run(argv, input=json.dumps(job), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    read = json.loads(done.stdout)
+    environment = read["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert environment.pop() == {"name": "ADDED", "value": "1"}
+    assert _lost(job, read) == []
+
+
+def _lost(given: object, read: object, path: str = "") -> list[str]:
+    """Return the paths of what is in `given` and not in `read`."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        return [lost for key, value in given.items() for lost in _lost(value, read.get(key), f"{path}.{key}")]
+    if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        return [lost for one, other in zip(given, read, strict=True) for lost in _lost(one, other, path)]
+    return [] if given == read else [path]
