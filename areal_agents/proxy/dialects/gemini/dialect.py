@@ -84,8 +84,7 @@ class Gemini:
             {"@type": f"{_TYPE}ErrorInfo", "reason": refusal.code.upper(), "domain": "areal-agents"}
         ]
         if refusal.param:
-            violation = {"field": refusal.param, "description": refusal.message}
-            details.append({"@type": f"{_TYPE}BadRequest", "fieldViolations": [violation]})
+            details.append({"@type": f"{_TYPE}BadRequest", "fieldViolations": [{"field": refusal.param}]})
         if refusal.retry_after_s is not None:
             details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": f"{refusal.retry_after_s:g}s"})
         error = {"code": refusal.status, "message": message, "status": status, "details": details}
