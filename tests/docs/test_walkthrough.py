@@ -5,8 +5,10 @@ Only what a reader replaces is replaced: ids, ports, hosts and paths of models. 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,6 +56,7 @@ RUN = {
     ("docs/agents.md", "curl -s "),
     ("docs/agents.md", "areal-agents doctor"),
     ("docs/data.md", "# tasks.py"),
+    ("docs/sandboxes.md", "from pathlib import Path"),
     ("docs/deploying.md", "areal-agents serve --model runs/my_agent-seed0/final --engine-url"),
     ("docs/deploying.md", "areal-agents export"),
     ("docs/evaluating.md", "areal-agents eval config.yaml eval.data.path=other.jsonl"),
@@ -93,6 +96,7 @@ NOT_RUN = {
         "areal-agents train examples/search_agent/config.yaml --fresh --ablate-tool",
     ): "minutes",
     ("docs/benchmarks.md", "python -m benchmarks engine"): "minutes; tests/benchmarks",
+    ("docs/benchmarks.md", "python -m benchmarks sandbox"): "tests/benchmarks/test_bench_sandbox.py",
     ("docs/benchmarks.md", "make litellm"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "make test-gpu"): "tests/benchmarks/test_bench_gpu.py",
     ("docs/benchmarks.md", "python -m benchmarks proxy --saturate"): "minutes; tests/benchmarks",
@@ -358,6 +362,15 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(text("docs/rewards.md", "score = judge("), names)  # noqa: S102
     exec(text("docs/rewards.md", "rank = group_judge("), names)  # noqa: S102
     assert callable(names["score"]) and callable(names["rank"])
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed; make sandbox-tools")
+def test_a_sandbox_from_python(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(text("docs/sandboxes.md", "from pathlib import Path"), names)  # noqa: S102
+    for name in "abc":
+        (tmp_path / name).touch()
+    assert asyncio.run(names["count_files"](tmp_path)) == b"3\n"
 
 
 def test_looking_at_a_run(folder: Path, run: Path, served: str) -> None:
