@@ -20,7 +20,10 @@ PAGES = sorted(
     if page.name != "CHANGELOG.md"  # it names what is gone
 )
 TOP = ("areal_agents", "benchmarks", "docs", "examples", "integrations", "tests")
-EXAMPLES = {"areal_agents/algorithms/losses/tapered.py"}  # files that a page tells the reader to write
+EXAMPLES = {
+    "areal_agents/algorithms/losses/tapered.py",  # a page tells the reader to write it
+    "tests/test.sh",  # of a task folder of Harbor
+}
 
 
 def _in_code(pattern: str) -> list[tuple[str, str]]:

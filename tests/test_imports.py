@@ -61,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "episode",
         "errors",
         "process_control",
+        "sandbox",
         "sockets",
         "user_functions",
     },

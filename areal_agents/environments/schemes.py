@@ -214,6 +214,26 @@ SCHEMES: Mapping[str, Scheme] = {
         "openenv",
         takes_data=True,
     ),
+    "harbor": Scheme(
+        "harbor",
+        "harbor:path/to/tasks",
+        "commands and files in a sandbox until the model answers",
+        "the folders",
+        "`tests/test.sh` of the task",
+        (
+            *_LISTED,
+            _turns(64, _CALLS),
+            Option("command_timeout_s", 120.0, "time limit of a command of the model, in seconds"),
+            Option("score", "", "which reward of reward.json counts", "`reward`, or the only one"),
+            Option(
+                "ignore_dockerfile",
+                False,
+                "leave out what a Dockerfile does beyond copies and variables",
+                "false",
+            ),
+        ),
+        gives_options=False,
+    ),
     "nemo-gym": Scheme(
         "nemo_gym",
         "nemo-gym:http://127.0.0.1:8000?rows=train.jsonl",

@@ -1,0 +1,215 @@
+"""Task folders of Harbor: `harbor:path/to/tasks?held_out=10`.
+
+The built-in agent reads the instruction and works in a sandbox, with a tool that runs commands and two for
+files. Then `tests/test.sh` runs on the same files, out of the agent's reach, and writes the reward to
+/logs/verifier. The sandbox is made by bubblewrap from what the Dockerfile says, with the programs of this
+machine in place of the base image; a task whose Dockerfile does more is refused with the line, unless
+`ignore_dockerfile` leaves such lines out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from areal_agents.environments.environment import Split
+from areal_agents.environments.harbor_folder import DOCKERFILE, HarborTask, task_folders
+from areal_agents.environments.line import EnvironmentLine
+from areal_agents.environments.listed_tasks import ListedTasks
+from areal_agents.environments.players import Model, Tool, play_with_tools
+from areal_agents.environments.schemes import SCHEMES
+from areal_agents.episode import Episode
+from areal_agents.errors import SandboxError, TaskEnvironmentError
+from areal_agents.sandbox.grading import grade
+from areal_agents.sandbox.isolations import open_isolation
+from areal_agents.sandbox.sandbox import Finished, Isolation, Limits, Sandbox, SandboxSpec
+
+logger = logging.getLogger(__name__)
+
+SHOWN_OUTPUT = 8_192  # last bytes of each output stream of a command that the model reads
+LONGEST_FILE = 65_536  # bytes of a file that the model reads at once
+_TEST = ("bash", "/tests/test.sh")
+_NAMED = 5  # tasks that an error names
+
+
+def open(line: EnvironmentLine) -> Harbor:
+    """Open a folder. Raises TaskEnvironmentError if it has no tasks, or one that cannot be played."""
+    return Harbor(line)
+
+
+class Harbor:
+    """Task folders of Harbor."""
+
+    def __init__(self, line: EnvironmentLine) -> None:
+        self._line = line
+        self._own, _ = SCHEMES["harbor"].take(line)
+        found = [HarborTask.read(folder.resolve()) for folder in task_folders(Path(line.name))]
+        refused = [f"{task.id} ({task.recipe.refused[0]})" for task in found if task.recipe.refused]
+        if refused and not self._own["ignore_dockerfile"]:
+            more = f" and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
+            raise TaskEnvironmentError(
+                f"{line.text!r}: {DOCKERFILE} of {', '.join(refused[:_NAMED])}{more} needs Docker, in which "
+                "tasks of Harbor are not run yet; ignore_dockerfile=true leaves such lines out, if this "
+                "machine has what they install"
+            )
+        self._found = {task.id: task for task in found}
+        rows = [{"id": task.id, "instruction": task.instruction} for task in found]
+        self._tasks = ListedTasks(line, self._own, rows)
+        self._model = Model()
+        self._opening: asyncio.Task[Isolation] | None = None
+        self._preparing = asyncio.Lock()
+        self._folders: tempfile.TemporaryDirectory[str] | None = None
+
+    def tasks(self, split: Split) -> list[dict[str, Any]]:
+        """Return the tasks of a split."""
+        return self._tasks.of(split)
+
+    async def play(self, task: Mapping[str, Any], ep: Episode) -> float:
+        """Let the model work on a task, then run its tests, and return their reward."""
+        found = self._found.get(str(task["id"]))
+        if found is None:
+            raise TaskEnvironmentError(f"{self._line.text!r} has no task {task['id']!r} any more")
+        try:
+            spec = _spec(found, await self._folder(found))
+            sandbox = await (await self._isolation(spec)).start(spec)
+            try:
+                await self._work(found, sandbox, ep)
+                graded = await grade(
+                    sandbox,
+                    _TEST,
+                    tests=found.folder / "tests",
+                    timeout_s=found.verifier_timeout_s,
+                    environment=found.verifier_environment,
+                )
+            finally:
+                await sandbox.end()
+        except SandboxError as error:
+            raise TaskEnvironmentError(f"task {found.id}: {error}") from error
+        return self._reward(found, graded.rewards)
+
+    async def close(self) -> None:
+        """End the sandboxes, and close the connections to the model."""
+        await self._model.close()
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            await asyncio.wait({opening})
+            if opening.exception() is None:
+                await opening.result().close()
+        if self._folders is not None:
+            await asyncio.to_thread(self._folders.cleanup)
+
+    async def _work(self, task: HarborTask, sandbox: Sandbox, ep: Episode) -> None:
+        """Let the model work until it answers, or the time of the task's agent is over."""
+        tools = _tools(sandbox, self._own["command_timeout_s"])
+        try:
+            async with asyncio.timeout(task.agent_timeout_s):
+                await play_with_tools(
+                    self._model,
+                    ep,
+                    [{"role": "user", "content": task.instruction}],
+                    tools,
+                    max_turns=self._own["max_turns"],
+                )
+        except TimeoutError:
+            logger.info("the agent of task %s had no more time; what it left is graded", task.id)
+
+    async def _folder(self, task: HarborTask) -> Path:
+        """Return the working folder of a task, made once: sandboxes may show it as long as they live."""
+        async with self._preparing:
+            if self._folders is None:
+                self._folders = tempfile.TemporaryDirectory(prefix="areal-agents-harbor-")
+            folder = Path(self._folders.name) / task.id
+            if not folder.exists():
+                unfinished = folder.with_name(f"{task.id}.unfinished")
+                unfinished.mkdir(exist_ok=True)
+                await asyncio.to_thread(task.recipe.copy_into, unfinished)
+                unfinished.rename(folder)
+            return folder
+
+    async def _isolation(self, spec: SandboxSpec) -> Isolation:
+        """Return the isolation, which the first episode opens."""
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = asyncio.create_task(open_isolation("bubblewrap", replace(spec, folder=None)))
+        return await asyncio.shield(self._opening)
+
+    def _reward(self, task: HarborTask, rewards: Mapping[str, float]) -> float:
+        wanted = self._own["score"] or ("reward" if len(rewards) != 1 else next(iter(rewards)))
+        if wanted not in rewards:
+            raise TaskEnvironmentError(
+                f"the tests of task {task.id} gave the rewards {', '.join(rewards) or 'none'}; name one: "
+                "score="
+            )
+        return rewards[wanted]
+
+
+def _spec(task: HarborTask, folder: Path) -> SandboxSpec:
+    """Return what a sandbox of a task is started from."""
+    limits = Limits()
+    if task.memory_mb is not None:
+        limits = replace(limits, memory_mb=int(task.memory_mb))
+    if task.cpus is not None:
+        limits = replace(limits, cpus=float(task.cpus))
+    return SandboxSpec(
+        folder=folder, workdir=task.recipe.workdir, environment=task.recipe.environment, limits=limits
+    )
+
+
+def _tools(sandbox: Sandbox, timeout_s: float) -> list[Tool]:
+    """Return the tools with which the model works in a sandbox."""
+
+    async def run(arguments: dict[str, Any]) -> str:
+        command = _string(arguments, "command")
+        return _shown(
+            await sandbox.run(["bash", "-c", command], timeout_s=timeout_s, kept_bytes=SHOWN_OUTPUT),
+            timeout_s,
+        )
+
+    async def read(arguments: dict[str, Any]) -> str:
+        data = await sandbox.read(_string(arguments, "path"), most_bytes=LONGEST_FILE)
+        return data.decode(errors="replace")
+
+    async def write(arguments: dict[str, Any]) -> str:
+        await sandbox.write(_string(arguments, "path"), _string(arguments, "content").encode())
+        return "written"
+
+    path = "a path, relative to the working folder or absolute"
+    return [
+        Tool(
+            "bash",
+            run,
+            f"Run a command in {sandbox.workdir} and return its output. Each command is a shell of its own: "
+            "files stay, variables and background processes do not.",
+            _strings(command="the command"),
+        ),
+        Tool("read_file", read, "Return a file.", _strings(path=path)),
+        Tool("write_file", write, "Write a file.", _strings(path=path, content="its new content")),
+    ]
+
+
+def _strings(**described: str) -> dict[str, Any]:
+    properties = {name: {"type": "string", "description": text} for name, text in described.items()}
+    return {"type": "object", "properties": properties, "required": list(described)}
+
+
+def _string(arguments: Mapping[str, Any], name: str) -> str:
+    value = arguments.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a string, got {value!r}")
+    return value
+
+
+def _shown(finished: Finished, timeout_s: float) -> str:
+    """Return what the model reads of a command that has ended."""
+    parts = [finished.stdout.text().rstrip(), finished.stderr.text().rstrip()]
+    if finished.timed_out:
+        parts.append(f"[killed after {timeout_s:g} s]")
+    elif finished.out_of_memory:
+        parts.append("[killed: out of memory]")
+    elif finished.status:
+        parts.append(f"[exit status {finished.status}]")
+    return "\n".join(part for part in parts if part) or "(no output)"

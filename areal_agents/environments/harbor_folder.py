@@ -1,0 +1,255 @@
+"""Reads task folders of Harbor: `task.toml`, `instruction.md`, `environment/Dockerfile` and `tests/test.sh`.
+
+A Dockerfile that only names a base image, copies files and sets variables and the working folder can be
+followed without Docker; any other line is named as the reason why not.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from areal_agents.errors import TaskEnvironmentError
+
+AGENT_TIMEOUT_S = 1800.0  # of a task that names none
+VERIFIER_TIMEOUT_S = 600.0
+DOCKERFILE = "environment/Dockerfile"
+
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a Dockerfile makes that can be made without Docker.
+
+    Attributes:
+        workdir: the working folder inside.
+        environment: variables of every command.
+        copies: what is copied to which path inside, in order.
+        refused: the lines that were not followed, with their numbers.
+    """
+
+    workdir: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    copies: tuple[tuple[Path, str], ...] = ()
+    refused: tuple[str, ...] = ()
+
+    def copy_into(self, folder: Path) -> None:
+        """Copy what belongs into the working folder to a folder of this machine."""
+        for source, inside in self.copies:
+            target = folder / PurePosixPath(inside).relative_to(self.workdir)
+            if source.is_dir():
+                shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+            else:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)
+
+
+@dataclass(frozen=True, slots=True)
+class HarborTask:
+    """A task of Harbor.
+
+    Attributes:
+        folder: its folder; its name is the task's id.
+        instruction: what the agent reads.
+        agent_timeout_s, verifier_timeout_s: time limits of the agent and of the tests, in seconds.
+        verifier_environment: variables of the tests.
+        memory_mb, cpus: what its sandbox may use; None: not said.
+        recipe: what its Dockerfile makes.
+    """
+
+    folder: Path
+    instruction: str
+    agent_timeout_s: float
+    verifier_timeout_s: float
+    verifier_environment: Mapping[str, str]
+    memory_mb: int | None
+    cpus: float | None
+    recipe: Recipe
+
+    @property
+    def id(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    @classmethod
+    def read(cls, folder: Path) -> HarborTask:
+        """Read a folder. Raises TaskEnvironmentError if it is incomplete, or needs what is not supported."""
+        try:
+            settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+            instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise TaskEnvironmentError(f"the task {folder} cannot be read: {error}") from error
+        if not (folder / "tests" / "test.sh").is_file():
+            raise TaskEnvironmentError(f"the task {folder} has no tests/test.sh")
+        if unsupported := sorted(_unsupported(folder, settings)):
+            raise TaskEnvironmentError(
+                f"the task {folder} has {', '.join(unsupported)}, which is not supported"
+            )
+        environment, verifier = (_table(folder, settings, name) for name in ("environment", "verifier"))
+        agent = _table(folder, settings, "agent")
+        recipe = _followed(folder, environment)
+        return cls(
+            folder,
+            instruction,
+            _number(folder, agent, "timeout_sec", AGENT_TIMEOUT_S),
+            _number(folder, verifier, "timeout_sec", VERIFIER_TIMEOUT_S),
+            {name: str(value) for name, value in _table(folder, verifier, "env").items()},
+            environment.get("memory_mb"),
+            environment.get("cpus"),
+            recipe,
+        )
+
+
+def task_folders(path: Path) -> list[Path]:
+    """Return a task's own folder, or those of the tasks in a folder, by name.
+
+    Raises:
+        TaskEnvironmentError: there is none.
+    """
+    if (path / "task.toml").is_file():
+        return [path]
+    found = sorted(file.parent for file in path.glob("*/task.toml"))
+    if not found:
+        raise TaskEnvironmentError(f"there is no task.toml in {path}, nor in a folder in it")
+    return found
+
+
+def _unsupported(folder: Path, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a task has that an episode of one instruction and one sandbox cannot give it."""
+    if settings.get("steps"):
+        yield "steps"
+    environment = settings.get("environment") or {}
+    for name in ("mcp_servers", "healthcheck", "gpus", "tpu", "skills_dir"):
+        if environment.get(name):
+            yield f"environment.{name}"
+    if environment.get("os", "linux") != "linux":
+        yield f"environment.os {environment['os']}"
+    verifier = settings.get("verifier") or {}
+    for name in ("environment", "collect"):
+        if verifier.get(name):
+            yield f"verifier.{name}"
+    for name, table in (("environment", environment), ("verifier", verifier)):
+        if any("${" in str(value) for value in (table.get("env") or {}).values()):
+            yield f"variables of this machine in {name}.env"
+    if list((folder / "environment").glob("docker-compose.y*ml")):
+        yield "a docker-compose file"
+
+
+def _table(folder: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = settings.get(name, {})
+    if not isinstance(table, Mapping):
+        raise TaskEnvironmentError(f"the task {folder}: {name} must be a table, got {table!r}")
+    return table
+
+
+def _number(folder: Path, table: Mapping[str, Any], name: str, default: float) -> float:
+    value = table.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise TaskEnvironmentError(f"the task {folder}: {name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
+def _followed(folder: Path, settings: Mapping[str, Any]) -> Recipe:
+    """Follow the Dockerfile of a task as far as that is possible without Docker."""
+    variables = {name: str(value) for name, value in (settings.get("env") or {}).items()}
+    file = folder / DOCKERFILE
+    if not file.is_file():
+        return Recipe(settings.get("workdir") or "/workspace", variables)
+    workdir, copies, refused = "/", [], []
+    stages = 0
+    set_here: dict[str, str] = {}
+    for number, line in _instructions(file.read_text(encoding="utf-8")):
+        instruction, _, rest = line.partition(" ")
+        rest = _filled(rest.strip(), set_here)
+        match instruction.upper():
+            case "FROM" if not stages:
+                stages += 1
+            case "WORKDIR" if rest.isprintable() and "$" not in rest:
+                workdir = str(PurePosixPath(workdir) / rest)
+            case "ENV" if (pairs := _pairs(rest)) is not None:
+                set_here |= pairs
+            case "COPY" | "ADD" if (found := _copied(folder, rest, workdir)) is not None:
+                copies += found
+            case _:
+                refused.append(f"line {number}: {line[:100]}")
+    workdir = settings.get("workdir") or workdir
+    if workdir == "/":
+        refused.append(f"no WORKDIR in {file.name}: the whole file system would be the working folder")
+        workdir = "/workspace"
+    for source, inside in copies:
+        if not PurePosixPath(inside).is_relative_to(workdir):
+            refused.append(f"{source.name} is copied to {inside}, outside of the WORKDIR {workdir}")
+    within = tuple(copy for copy in copies if PurePosixPath(copy[1]).is_relative_to(workdir))
+    return Recipe(workdir, {**set_here, **variables}, within, tuple(refused))
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    """Put the values of known variables into a text."""
+    return _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], found[0]), text)
+
+
+def _instructions(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the instructions of a Dockerfile with the number of their first line."""
+    begun, first = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if stripped.startswith("#") or not (stripped or begun):
+            continue
+        first = first if begun else number
+        begun = f"{begun} {stripped}".strip()
+        if begun.endswith("\\"):
+            begun = begun[:-1].rstrip()
+            continue
+        yield first, " ".join(begun.split(maxsplit=1))
+        begun = ""
+    if begun:
+        yield first, begun
+
+
+def _pairs(rest: str) -> dict[str, str] | None:
+    """Read the variables of ENV in both of its forms; None if they are not plain."""
+    try:
+        words = shlex.split(rest)
+    except ValueError:
+        return None
+    if words and "=" not in words[0]:
+        return {words[0]: " ".join(words[1:])} if len(words) > 1 else None
+    pairs = [word.partition("=") for word in words]
+    if not pairs or not all(name.isidentifier() and equals for name, equals, _ in pairs) or "$" in rest:
+        return None
+    return {name: value for name, _, value in pairs}
+
+
+def _copied(folder: Path, rest: str, workdir: str) -> list[tuple[Path, str]] | None:
+    """Return what COPY copies where; None if it has options, a URL, a variable, or no such files."""
+    try:
+        words = shlex.split(rest)
+    except ValueError:
+        return None
+    if len(words) < 2 or any(w.startswith(("--", "[", "http:", "https:", "git@")) or "$" in w for w in words):
+        return None
+    context = (folder / "environment").resolve()
+    *patterns, target = words
+    inside = PurePosixPath(workdir) / target
+    into_folder = target.endswith(("/", ".")) or len(patterns) > 1
+    found: list[tuple[Path, str]] = []
+    for pattern in patterns:
+        sources = (
+            sorted(context.glob(pattern.strip("/") or ".")) if pattern not in (".", "./", "/") else [context]
+        )
+        sources = [source for source in sources if source.resolve().is_relative_to(context)]
+        if not sources or any(source.suffix in (".gz", ".tgz", ".tar", ".xz", ".bz2") for source in sources):
+            return None  # ADD would unpack it
+        for source in sources:
+            named = source.is_file() and (into_folder or len(sources) > 1)
+            found.append((source, str(inside / source.name if named else inside)))
+    return found

@@ -1,0 +1,197 @@
+"""Task folders of Harbor, played in real sandboxes through the running proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment_support import REQUEST_S, Heard, handle
+from integration_support import Stack
+
+from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.environments.harbor_folder import HarborTask
+from areal_agents.errors import TaskEnvironmentError
+from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
+from integrations.conversations import call
+
+DOCKERFILE = """
+# The tools of the task.
+FROM python:3.12-slim AS base
+ENV GREETING=hello \\
+    NAME="the world"
+WORKDIR /app
+COPY data/ data/
+COPY numbers.txt ./
+"""
+TEST = """
+ls /tests > seen
+if [ "$EXPECTED" = "$(cat sum.txt)" ]; then echo '{"reward": 1, "lines": 2}' > /logs/verifier/reward.json
+else echo 0.25 > /logs/verifier/reward.txt; fi
+"""
+
+
+needs_bubblewrap = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="make sandbox-tools installs bwrap"
+)
+
+
+def make_task(folder: Path, *, dockerfile: str = DOCKERFILE, test: str = TEST, toml: str = "") -> Path:
+    """Write a task folder whose numbers are to be added."""
+    (folder / "environment" / "data").mkdir(parents=True)
+    (folder / "tests").mkdir()
+    (folder / "task.toml").write_text(
+        'version = "1.0"\n[metadata]\ndifficulty = "easy"\n'
+        f'[verifier]\ntimeout_sec = 20\nenv = {{EXPECTED = "6"}}\n{toml}'
+    )
+    (folder / "instruction.md").write_text("Add the numbers in numbers.txt and write sum.txt.\n")
+    (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    (folder / "environment" / "numbers.txt").write_text("1\n2\n3\n")
+    (folder / "environment" / "data" / "more.txt").write_text("more")
+    (folder / "tests" / "test.sh").write_text(test)
+    return folder
+
+
+def command(text: str) -> str:
+    return call("bash", json.dumps({"command": text}))
+
+
+def all_played(stack: Stack, use: str, episodes: list[tuple[str, Heard]]) -> list[Any]:
+    """The rewards, or the exceptions, of episodes that are played one after the other."""
+
+    async def play() -> list[Any]:
+        agent = environment_agent(EnvironmentConfig(use=use))
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                return [
+                    (
+                        await asyncio.gather(
+                            agent.run({"id": id}, handle(stack, said)), return_exceptions=True
+                        )
+                    )[0]
+                    for id, said in episodes
+                ]
+        finally:
+            await agent.close()
+
+    return asyncio.run(play())
+
+
+@needs_bubblewrap
+def test_the_model_works_in_a_sandbox_and_the_tests_reward_it(stack: Stack, tmp_path: Path) -> None:
+    make_task(tmp_path / "sum")
+    right = Heard(
+        command("pwd; ls; echo $GREETING $NAME; cat data/more.txt; ls /tests /logs"),
+        call("read_file", '{"path": "numbers.txt"}') + call("bash", '{"cmd": "ls"}'),
+        command("echo wrong > sum.txt; echo 4 >> numbers.txt; echo 1 > /logs/verifier/reward.txt; exit 3"),
+        call("write_file", '{"path": "sum.txt", "content": "6"}'),
+        "Done.",
+    )
+    wrong = Heard(command("head -c 50000 /dev/zero | tr '\\\\0' a; sleep 60"), "Done.")
+    use = f"harbor:{tmp_path}?command_timeout_s=1"
+    assert all_played(stack, use, [("sum", right), ("sum", wrong)]) == [1.0, 0.25]
+    looked, read, failed, written = right.news[1:]
+    assert "/app" in looked and "hello the world" in looked and "numbers.txt" in looked and "more" in looked
+    assert "test.sh" not in looked and "verifier" not in looked
+    assert "1\n2\n3" in read.replace("\\n", "\n") and "command must be a string" in read
+    assert "[exit status" in failed and "written" in written
+    assert "bytes before this are left out" in wrong.news[1] and "[killed after 1 s]" in wrong.news[1]
+    assert (tmp_path / "sum" / "environment" / "numbers.txt").read_text() == "1\n2\n3\n"
+
+
+@needs_bubblewrap
+def test_an_agent_without_time_is_graded_and_tests_without_a_reward_fail(
+    stack: Stack, tmp_path: Path
+) -> None:
+    make_task(tmp_path / "late", toml="[agent]\ntimeout_sec = 1\n")
+    make_task(tmp_path / "broken", test="echo no reward here; exit 4\n")
+    make_task(tmp_path / "two", test='echo \'{"a": 1, "b": 2}\' > /logs/verifier/reward.json\n')
+    late, broken, two = all_played(
+        stack,
+        f"harbor:{tmp_path}",
+        [
+            ("late", Heard(command("echo 6 > sum.txt; sleep 60"))),
+            ("broken", Heard("Done.")),
+            ("two", Heard("Done.")),
+        ],
+    )
+    assert late == 1.0
+    assert isinstance(broken, TaskEnvironmentError) and "ended with 4: no reward here" in str(broken)
+    assert isinstance(two, TaskEnvironmentError) and "gave the rewards a, b; name one: score=" in str(two)
+    assert all_played(stack, f"harbor:{tmp_path}?score=b", [("two", Heard("Done."))]) == [2.0]
+
+
+def test_tasks_are_listed_and_held_out_by_name(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        make_task(tmp_path / name)
+    use = EnvironmentConfig(use=f'harbor:{tmp_path}?held_out=["b"]')
+    assert [row["id"] for row in environment_tasks(use, "train")] == ["a", "c"]
+    (held_out,) = environment_tasks(use, "eval")
+    assert held_out == {"id": "b", "instruction": "Add the numbers in numbers.txt and write sum.txt."}
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "refused"),
+    [
+        (DOCKERFILE + "RUN apt-get update && \\\n  apt-get install -y git\n", "line 9: RUN apt-get update"),
+        ("FROM a\nWORKDIR /app\nCOPY --from=b /x /app\n", "line 3: COPY --from=b"),
+        ("FROM a\nWORKDIR /app\nCOPY ../tests /app\n", "line 3: COPY ../tests"),
+        ("FROM a\nWORKDIR /app\nCOPY none.txt /app/\n", "line 3: COPY none.txt"),
+        (
+            "FROM a\nWORKDIR /app\nCOPY numbers.txt /etc/passwd\n",
+            "copied to /etc/passwd, outside of the WORKDIR",
+        ),
+        ("FROM a\nFROM b\nWORKDIR /app\n", "line 2: FROM b"),
+        ("FROM a\nCOPY numbers.txt /app/\n", "no WORKDIR"),
+        ("FROM a\nWORKDIR $HOME\n", "line 2: WORKDIR $HOME"),
+        ("FROM a\nUSER me\nWORKDIR /app\n", "line 2: USER me"),
+    ],
+)
+def test_a_dockerfile_that_needs_docker_is_refused_with_its_line(
+    tmp_path: Path, dockerfile: str, refused: str
+) -> None:
+    make_task(tmp_path / "task", dockerfile=dockerfile)
+    with pytest.raises(TaskEnvironmentError, match=re.escape(refused)):
+        environment_tasks(EnvironmentConfig(use=f"harbor:{tmp_path}"), "train")
+    use = f"harbor:{tmp_path}?held_out=0&ignore_dockerfile=true"
+    assert [row["id"] for row in environment_tasks(EnvironmentConfig(use=use), "train")] == ["task"]
+
+
+def test_copies_follow_the_rules_of_docker(tmp_path: Path) -> None:
+    def files(lines: str) -> list[str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        task = HarborTask.read(make_task(folder / "task", dockerfile=f"FROM a\nWORKDIR /app\n{lines}\n"))
+        assert not task.recipe.refused
+        (folder / "app").mkdir()
+        task.recipe.copy_into(folder / "app")
+        return sorted(
+            str(path.relative_to(folder / "app")) for path in (folder / "app").rglob("*") if path.is_file()
+        )
+
+    assert files("COPY . .") == ["Dockerfile", "data/more.txt", "numbers.txt"]
+    assert files("COPY data /app/") == ["more.txt"]
+    assert files("COPY numbers.txt other.txt") == ["other.txt"]
+    assert files("ENV D=in\nCOPY data/*.txt numbers.txt $D/") == ["in/more.txt", "in/numbers.txt"]
+    assert files("WORKDIR sub\nCOPY numbers.txt .") == ["numbers.txt"]
+
+
+@pytest.mark.parametrize(
+    ("toml", "fault"),
+    [
+        ("[[steps]]\nname = 'one'\n", "has steps, which is not supported"),
+        ("[environment]\ngpus = 1\n", "environment.gpus"),
+        ("[agent]\ntimeout_sec = -1\n", "timeout_sec must be a number above 0, got -1"),
+        ("[agent\n", "cannot be read"),
+        ("[environment.env]\nKEY = '${KEY}'\n", "variables of this machine in environment.env"),
+    ],
+)
+def test_what_a_task_needs_and_is_not_there_is_named(tmp_path: Path, toml: str, fault: str) -> None:
+    make_task(tmp_path / "task", toml=toml)
+    with pytest.raises(TaskEnvironmentError, match=re.escape(fault)):
+        environment_tasks(EnvironmentConfig(use=f"harbor:{tmp_path}"), "train")
+    with pytest.raises(TaskEnvironmentError, match=r"there is no task.toml"):
+        environment_tasks(EnvironmentConfig(use=f"harbor:{tmp_path / 'task' / 'tests'}"), "train")
