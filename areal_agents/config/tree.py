@@ -86,8 +86,8 @@ class Config(Settings):
     environment: EnvironmentConfig | None = Field(
         default=None,
         description="An environment in place of agent, data and eval.data, such as "
-        "reasoning-gym:countdown?size=500, or a mapping; docs/environments.md. For tools and mcp, "
-        "data.path may name the tasks.",
+        "reasoning-gym:countdown?size=500, or a mapping; docs/environments.md. For tools, openenv, "
+        "nemo-gym and mcp, data.path may name the tasks.",
     )
     ablation: str | None = Field(
         default=None, description="The same agent with its tools switched off; --ablate-tool evaluates it."

@@ -54,6 +54,20 @@ def test_what_is_given_is_kept(tmp_path: Path) -> None:
     assert load(tmp_path, f"environment=tools:{FILE}:Attribute").environment.use.startswith("tools:/")  # type: ignore[union-attr]
 
 
+def test_relative_paths_start_at_the_folder_of_the_configuration(tmp_path: Path) -> None:
+    for given, absolute in (
+        (
+            "nemo-gym:http://host?rows=tasks.jsonl&size=1",
+            f"nemo-gym:http://host?rows={tmp_path}/tasks.jsonl&size=1",
+        ),
+        ("harbor:model?held_out=tasks.jsonl", f"harbor:{tmp_path}/model?held_out={tmp_path}/tasks.jsonl"),
+        ("openenv:python tasks.jsonl {port}", f"openenv:python {tmp_path}/tasks.jsonl '{{port}}'"),
+        ("gymnasium:FrozenLake-v1?map_name=model", "gymnasium:FrozenLake-v1?map_name=model"),
+    ):
+        config = load(tmp_path, environment=given)
+        assert config.environment is not None and config.environment.use == absolute
+
+
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
