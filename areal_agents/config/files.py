@@ -261,6 +261,8 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             value = agent.get(key)
             if isinstance(value, str) and (key == "workdir" or "/" in value or value.endswith(".toml")):
                 agent[key] = _absolute(value, base, always=True)
+        if isinstance(agent.get("readable"), list):
+            agent["readable"] = [_absolute(str(path), base, always=True) for path in agent["readable"]]
     return out
 
 

@@ -38,6 +38,7 @@ from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
 from areal_agents.proxy.config import available_cores
+from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.config import CommandAgentConfig
 from areal_agents.rollout.seeds import FIXED_HASHES
 from areal_agents.sandbox.isolations import check_isolation
@@ -396,8 +397,12 @@ def _check_sandbox(config: Config) -> None:
     Raises:
         ConfigError: this machine does not have what the isolation needs; says what to do.
     """
-    agent = config.agent
-    if not isinstance(agent, CommandAgentConfig) or agent.isolation == "none":
+    agent = (
+        CliAgentConfig.read(config.agent)
+        if isinstance(config.agent, Mapping) and "cli" in config.agent
+        else config.agent
+    )
+    if not isinstance(agent, CommandAgentConfig | CliAgentConfig) or agent.isolation == "none":
         return
     try:
         asyncio.run(check_isolation(agent.isolation, agent.spec()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 import textwrap
 import tomllib
@@ -326,7 +327,12 @@ async def play(
     async with AsyncClient(served.url, ADMIN_KEY) as client:
         attempt = Attempt(Task("t", task), "train")
         opened = await open_attempt(client, attempt, limits=bounds)
-        outcome = await run_rollout(client, loaded, attempt.task, opened, limits=bounds, function=function)
+        try:
+            outcome = await run_rollout(
+                client, loaded, attempt.task, opened, limits=bounds, function=function
+            )
+        finally:
+            await loaded.close()
     return outcome, served.store.load_episode(opened.id)
 
 
@@ -373,6 +379,30 @@ async def test_a_reward_function_sees_what_the_agent_left(
         assert (outcome.status, outcome.error) == (status, None)
         assert [reward.value for reward in episode.rewards] == [score]
     assert os.listdir(tmp_path / "tmp") == []
+
+
+_SCRIPT_IN_HOME = '["{home}/agent.py", "seen", "0"]'
+
+
+@pytest.mark.parametrize("isolation", ["process", "bubblewrap"])
+async def test_a_command_line_agent_in_a_sandbox(
+    served: Any, tiny: dict[str, Any], tmp_path: Path, isolation: str
+) -> None:
+    if isolation == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bwrap is not installed")
+    (tmp_path / "graded.py").write_text(
+        "def score(episode):\n    return 2.0 * ((episode.workdir / 'made.txt').read_text() == 'made')\n"
+    )
+    # The program is this interpreter, which a sandbox has, and the script is in the home folder.
+    seam = (tmp_path / "tiny.toml").read_text().replace(f'["{tmp_path}/seen.json", "0"]', _SCRIPT_IN_HOME)
+    (tmp_path / "tiny.toml").write_text(seam.replace("[files]", f"[files]\n'agent.py' = '''{TINY}'''"))
+    task = {"instruction": "Say ü.", "folder": str(tmp_path / "project")}
+    agent = tiny | {"isolation": isolation, "executable": sys.executable}
+    outcome, episode = await play(served, agent, task, f"{tmp_path}/graded.py:score")
+    assert (outcome.status, outcome.error, len(episode.turns)) == ("finished", None, 2)
+    assert [reward.value for reward in episode.rewards] == [2.0]
+    assert os.listdir(tmp_path / "project") == ["word.txt"]
+    assert [str(path) for path in (tmp_path / "tmp").glob("*/*")] == []
 
 
 async def test_how_a_command_line_agent_ends(served: Any, tiny: dict[str, Any], tmp_path: Path) -> None:

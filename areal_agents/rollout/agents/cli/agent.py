@@ -19,8 +19,9 @@ from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.cli.config import DEFAULT_CONTEXT, CliAgentConfig
-from areal_agents.rollout.agents.cli.prepare import folder_of_task, make_home, of_task, prepare
+from areal_agents.rollout.agents.cli.prepare import Launch, folder_of_task, make_home, of_task, prepare
 from areal_agents.rollout.agents.cli.program import find_program
+from areal_agents.rollout.agents.cli.sandboxed import SandboxedPrograms
 from areal_agents.rollout.agents.cli.seam import load_seam
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 
@@ -54,6 +55,7 @@ class CliAgent:
         self._inherited = inherited
         self._program = find_program(self._seam, config.executable, inherited)
         self._logs = EpisodeLogs(logs)
+        self._sandboxes = SandboxedPrograms(config.isolation) if config.isolation != "none" else None
         self._folders: dict[str, Path] = {}  # of the episodes that were not released
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
@@ -62,8 +64,11 @@ class CliAgent:
         source = folder_of_task(self._config.workdir, task) if self._config.workdir else None
         folder = self._folders[ep.id] = Path(tempfile.mkdtemp(prefix="areal-agents-cli-"))
         try:
-            await asyncio.to_thread(_copy, source, folder / WORK)
-            await self._run(prompt, ep, folder / HOME, folder / WORK)
+            if self._sandboxes is None:
+                await asyncio.to_thread(_copy, source, folder / WORK)
+                await self._run(prompt, ep, folder / HOME, folder / WORK)
+            else:
+                await self._run_in_sandbox(self._sandboxes, prompt, ep, source, folder / WORK)
         finally:
             # Also after a cancellation: what a killed process wrote must not remain.
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder / HOME, ignore_errors=True))
@@ -80,18 +85,7 @@ class CliAgent:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _run(self, prompt: str, ep: Episode, home: Path, work: Path) -> None:
-        config, seam = self._config, self._seam
-        launch = prepare(
-            seam,
-            ep,
-            prompt=prompt,
-            model=config.model,
-            context=config.context or DEFAULT_CONTEXT,
-            max_turns=config.max_turns,
-            home=home,
-            workdir=work,
-            inherited=self._inherited,
-        )
+        launch = self._launch(prompt, ep, home, work)
         make_home(home, launch.files)
         with self._logs.opened(ep.id) as log:
             try:
@@ -110,23 +104,51 @@ class CliAgent:
                 status = await process.wait()
             finally:
                 await process.end()  # also ends the processes that it left running
-        if status != 0 and not self._is_at_limit(status, process):
-            end = process.tail()[-_TAIL:].replace(ep.api_key, "***")
-            raise AgentError(
-                f"{self._program.name} exited with status {status}: {end or 'it printed nothing'}"
-            )
+        self._check(status, process.tail(), process.printed(), ep)
 
-    def _is_at_limit(self, status: int, process: ChildProcess) -> bool:
-        """Whether the program ended because of its own limit of turns."""
-        limit = self._seam.turn_limit
-        if limit is None or self._config.max_turns is None or status not in limit.statuses:
-            return False
-        return limit.says in process.tail() or limit.says in process.printed()
+    async def _run_in_sandbox(
+        self, sandboxes: SandboxedPrograms, prompt: str, ep: Episode, source: Path | None, left: Path
+    ) -> None:
+        with self._logs.opened(ep.id) as log:
+            done = await sandboxes.run(
+                self._program,
+                lambda inner, home, work: self._launch(prompt, inner, home, work),
+                ep,
+                self._config.spec(source),
+                left=left,
+                log=log,
+            )
+        printed = done.stdout.text().strip()
+        self._check(done.status, done.stderr.text().strip() or printed, printed, ep)
+
+    def _launch(self, prompt: str, ep: Episode, home: Path, work: Path) -> Launch:
+        return prepare(
+            self._seam,
+            ep,
+            prompt=prompt,
+            model=self._config.model,
+            context=self._config.context or DEFAULT_CONTEXT,
+            max_turns=self._config.max_turns,
+            home=home,
+            workdir=work,
+            inherited=self._inherited,
+        )
+
+    def _check(self, status: int, tail: str, printed: str, ep: Episode) -> None:
+        """Raise AgentError unless the program succeeded, or ended because of its own limit of turns."""
+        limit = self._seam.turn_limit if self._config.max_turns is not None else None
+        at_limit = limit is not None and status in limit.statuses
+        if status == 0 or (limit and at_limit and (limit.says in tail or limit.says in printed)):
+            return
+        end = tail[-_TAIL:].replace(ep.api_key, "***")
+        raise AgentError(f"{self._program.name} exited with status {status}: {end or 'it printed nothing'}")
 
     async def close(self) -> None:
-        """Remove the folders that were not released; no process outlives its episode."""
+        """Remove the folders that were not released, and end the sandboxes of cancelled episodes."""
         for episode in list(self._folders):
             await self.release(episode)
+        if self._sandboxes is not None:
+            await self._sandboxes.close()
 
 
 def _copy(source: Path | None, target: Path) -> None:

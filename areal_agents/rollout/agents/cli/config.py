@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from areal_agents.core.settings import Settings
 from areal_agents.errors import AgentError
+from areal_agents.sandbox.config import SandboxLimits
+from areal_agents.sandbox.sandbox import Limits, SandboxSpec
 
 DEFAULT_CONTEXT = 32_768  # tokens that an agent is told where nothing is known of the engine
 
@@ -48,11 +51,37 @@ class CliAgentConfig(Settings):
         description="Most turns, if the agent has an option for it; rollout.limits holds for all agents.",
     )
 
+    isolation: Literal["none", "process", "bubblewrap"] = Field(
+        default="none",
+        description="Where the program runs, as for commands (docs/sandboxes.md); docker is not supported.",
+    )
+    readable: tuple[str, ...] = Field(
+        default=(),
+        description="With bubblewrap, files and folders that it sees, such as the one with the program.",
+    )
+    limits: SandboxLimits = Field(
+        default_factory=SandboxLimits, description="What all its processes may use together."
+    )
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> CliAgentConfig:
+        if self.isolation == "none" and (self.readable or self.limits != SandboxLimits()):
+            raise ValueError("readable and limits have no effect without isolation: process or bubblewrap")
+        return self
+
+    def spec(self, folder: Path | None = None) -> SandboxSpec:
+        """Return what the sandbox of an episode is started from: a copy of `folder`, or an empty folder."""
+        return SandboxSpec(
+            folder=folder,
+            readable=tuple(Path(path) for path in self.readable),
+            limits=Limits(**self.limits.model_dump()),
+        )
+
     @classmethod
     def read(cls, agent: Mapping[str, Any]) -> CliAgentConfig:
         """Return the settings of a mapping. Raise AgentError, which names every fault, if it has one."""
         try:
             return cls.model_validate(agent)
         except ValidationError as error:
-            faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+            faults = (": ".join([*map(str, fault["loc"]), fault["msg"]]) for fault in error.errors())
             raise AgentError(f"agent: {'; '.join(faults)}") from error
