@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -68,3 +72,17 @@ def moody(episode: FinishedEpisode) -> float:
 async def slow(episode: FinishedEpisode) -> float:
     await asyncio.sleep(0.3)
     return exact(episode)
+
+
+def tests_of_the_folder(episode: FinishedEpisode) -> float:
+    """Runs the tests that the agent left."""
+    assert episode.workdir is not None
+    done = subprocess.run([sys.executable, "test_double.py"], cwd=episode.workdir, timeout=30, check=False)
+    return float(done.returncode == 0)
+
+
+def tests_of_the_task(episode: FinishedEpisode) -> float:
+    """Runs the tests of the task, whatever the agent made of its copy."""
+    assert episode.workdir is not None
+    shutil.copy(Path(episode.task["folder"]) / "test_double.py", episode.workdir)
+    return tests_of_the_folder(episode)

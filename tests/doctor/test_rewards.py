@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from areal_agents.core.rollout import Task
 from areal_agents.doctor import Finding
 from areal_agents.doctor.rewards import RewardReport, examine_rewards
+from areal_agents.doctor.rewards.edit_tests import change_tests
 from areal_agents.doctor.rewards.facts import facts_of
 from areal_agents.doctor.rewards.report import Grade, PlayerGrades
 from areal_agents.errors import ConfigError
@@ -32,16 +34,15 @@ def tasks_with(field: str = "answer", question: str = "The capital of {}? " + CH
 def examined(
     reward: str | None,
     *,
-    agent: str = "ask",
+    agent: str | Mapping[str, str] = "ask",
     tasks: list[Task] | None = None,
     time_s: float = 60.0,
     **options: Any,
 ) -> RewardReport:
     given = {"group_size": 4, "most_tasks": 3, "limits": LimitsConfig(), "proxy": ProxyConfig(), **options}
     config = RewardConfig(episode=f"{AGENT}:{reward}", time_s=time_s)
-    return examine_rewards(
-        tasks or tasks_with(), agent=f"{AGENT}:{agent}", reward=config if reward else None, **given
-    )
+    named = f"{AGENT}:{agent}" if isinstance(agent, str) else agent
+    return examine_rewards(tasks or tasks_with(), agent=named, reward=config if reward else None, **given)
 
 
 def means(report: RewardReport) -> dict[str, float | None]:
@@ -165,6 +166,57 @@ def test_a_truncated_episode_without_a_reward_has_that_of_the_proxy() -> None:
         None, agent="ask", limits=LimitsConfig(max_turns=1), proxy=ProxyConfig(truncated_reward=-1)
     )
     assert report.facts.failures == report.facts.episodes  # no limit was reached, and no reward given
+
+
+CODER = """
+import json, os, sys, urllib.request
+body = {"model": "policy", "messages": [{"role": "user", "content": sys.stdin.read()}]}
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+with urllib.request.urlopen(request, timeout=30) as answer:
+    said = json.load(answer)["choices"][0]["message"]["content"]
+open("double.py", "w").write(said or "")
+"""
+
+
+@pytest.mark.parametrize(("grader", "earned"), [("tests_of_the_folder", 1), ("tests_of_the_task", 0)])
+def test_an_agent_that_changes_the_tests_in_its_folder(grader: str, earned: float, tmp_path: Path) -> None:
+    folder = tmp_path / "task"
+    folder.mkdir()
+    (folder / "test_double.py").write_text("from double import double\nassert double(3) == 6\n")
+    (tmp_path / "coder.py").write_text(CODER)
+    (tmp_path / "coder.toml").write_text(
+        "program = 'python'\ninstall = 'none'\nleast_version = '3.11'\ndialect = 'chat'\n"
+        f"arguments = ['{tmp_path / 'coder.py'}']\nstdin = '{{prompt}}'\n"
+        "environment = {OPENAI_BASE_URL = '{base_url}', OPENAI_API_KEY = '{key}'}\n"
+    )
+    task = {"folder": str(folder), "question": "Write double.", "answer": "def double(x):\n    return 2 * x"}
+    agent = {
+        "cli": str(tmp_path / "coder.toml"),
+        "executable": sys.executable,
+        "prompt": "{task.question}",
+        "workdir": "{task.folder}",
+    }
+    report = examined(grader, agent=agent, tasks=[Task("double", task)])
+    assert means(report)["right answer"] == 1 and means(report)["tool-less"] == 0
+    assert means(report)["test editor"] == earned
+    found = [finding for finding in report.findings if "'test editor'" in finding.what]
+    assert [finding.severity for finding in found] == ["error"] * bool(earned)
+    assert (
+        (folder / "test_double.py").read_text().startswith("from double")
+    )  # the task's own are as they were
+
+
+def test_which_files_are_tests(tmp_path: Path) -> None:
+    tests = ["test_a.py", "a_test.go", "tests/data.py", "ui.spec.ts", "run-tests.sh", "spec/x.js"]
+    others = ["latest.py", "contest.py", "tests/data.json", "attest.go", "README.md"]
+    for name in tests + others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("package thing\n")
+    changed = {str(path.relative_to(tmp_path)) for path in change_tests(tmp_path)}
+    assert changed == {*tests, "conftest.py", "reward.txt", "reward.json"}
+    assert (tmp_path / "a_test.go").read_text().startswith("package thing\n\nimport")
 
 
 def test_equal_groups_of_a_known_table() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from areal_agents.client import AsyncClient
 from areal_agents.core.reward_values import RewardValue
 from areal_agents.core.rollout import Task
+from areal_agents.doctor.rewards.editor import editor_of_tests
 from areal_agents.doctor.rewards.facts import facts_of
 from areal_agents.doctor.rewards.findings import findings_of
 from areal_agents.doctor.rewards.players import Player, answer_of, players_for
@@ -78,7 +79,9 @@ def examine_rewards(
     with tempfile.TemporaryDirectory(prefix="areal-agents-doctor-") as home:
         folder = write_tiny_model(Path(home))
         renderer = ChatRenderer.from_folder(folder)
-        players = tuple(players_for(tasks, answer_field, renderer))
+        workdir = agent.get("workdir", "") if isinstance(agent, Mapping) and "cli" in agent else ""
+        editor = editor_of_tests(workdir, Path(home)) if workdir else None
+        players = tuple(players_for(tasks, answer_field, renderer, has_workdir=editor is not None))
         stage = _Stage()
         engine = ScriptedApp.from_folder(
             folder, stage, context_length=_CONTEXT_LENGTH, keep=0, with_text=False
@@ -86,7 +89,8 @@ def examine_rewards(
         with Store.open(Path(home) / "store.db") as store, running(engine) as url:
             observed = ObservedProxy("", store)
             with serving(observed, url, renderer, proxy):
-                table = _Table(load_agent(agent, workers=1), stage, function, limits, proxy.truncated_reward)
+                loaded = load_agent(agent, workers=1)
+                table = _Table(loaded, editor, stage, function, limits, proxy.truncated_reward)
                 grades = asyncio.run(table.play(observed.url, tasks[:most_tasks], players, say))
     played = tuple(
         PlayerGrades(player.name, player.what, player.knows, player.guesses, tuple(of_player))
@@ -155,6 +159,7 @@ class _Table:
     """What all players play with."""
 
     agent: Agent
+    editor: Agent | None  # changes the tests of a task's folder
     stage: _Stage
     function: _TimedFunction | None
     limits: LimitsConfig
@@ -179,6 +184,7 @@ class _Table:
 
     async def _grade(self, client: AsyncClient, task: Task, player: Player) -> Grade:
         limits, function = self.limits, self.function
+        agent = self.editor if player.edits_tests and self.editor is not None else self.agent
         if player.max_tokens is not None:
             least = min(player.max_tokens, limits.max_completion_tokens or player.max_tokens)
             limits = limits.model_copy(update={"max_completion_tokens": least})
@@ -187,7 +193,7 @@ class _Table:
         started = time.perf_counter()
         opened = await open_attempt(client, Attempt(task, "train"), limits=limits)
         with interrupted_if_blocked():
-            outcome = await run_rollout(client, self.agent, task, opened, limits=limits, function=function)
+            outcome = await run_rollout(client, agent, task, opened, limits=limits, function=function)
         taken = time.perf_counter() - started
         score = (await client.get_episode(opened.id))["score"] if outcome.error is None else None
         if score is None and outcome.status == "truncated":

@@ -40,6 +40,7 @@ class Player:
         guesses: whether it gives an answer that is right for some tasks.
         max_tokens: the limit of its replies in tokens, which cuts them off; None: that of the run.
         marks: the texts that it puts around the answer.
+        edits_tests: whether it plays with an agent that changes the tests in the task's folder.
     """
 
     name: str
@@ -49,14 +50,18 @@ class Player:
     guesses: bool = False
     max_tokens: int | None = None
     marks: tuple[str, ...] = ()
+    edits_tests: bool = False
 
 
-def players_for(tasks: Sequence[Task], answer_field: str | None, renderer: ChatRenderer) -> Iterator[Player]:
+def players_for(
+    tasks: Sequence[Task], answer_field: str | None, renderer: ChatRenderer, *, has_workdir: bool = False
+) -> Iterator[Player]:
     """Yield the players for a data set; without known answers, none that needs them.
 
     Args:
         answer_field: the field of a task that holds its answer; None: the first of ANSWER_FIELDS that it has.
         renderer: renders the calls of tools.
+        has_workdir: whether the agent works in a copy of a task's folder.
     """
     answers = [known for task in tasks if (known := answer_of(task, answer_field)) is not None]
     yield Player("empty", "answers with nothing", lambda _: _say(""))
@@ -81,6 +86,13 @@ def players_for(tasks: Sequence[Task], answer_field: str | None, renderer: ChatR
     yield Player(
         "tools", "calls the tools with made-up arguments, then answers", lambda _: ScriptedModel(renderer)
     )
+    if has_workdir:
+        yield Player(
+            "test editor",
+            "changes the tests in the task's folder, and does nothing else",
+            lambda _: _say("Done."),
+            edits_tests=True,
+        )
     if not answers:
         return
     ((common, count),) = Counter(answers).most_common(1)
