@@ -27,11 +27,15 @@ class TimeLimits:
 
     def timeout(self, delay_s: float) -> asyncio.Timeout:
         """A time limit that expires in this way."""
+        return self.limit_until(self._reached)
+
+    def limit_until(self, reached: Callable[[], object]) -> asyncio.Timeout:
+        """A time limit that expires once `reached` says so."""
         limit = asyncio.timeout(LONGEST_S)
-        self._ending.add(asyncio.create_task(self._end(limit)))
+        self._ending.add(asyncio.create_task(self._end(limit, reached)))
         return limit
 
-    async def _end(self, limit: asyncio.Timeout) -> None:
-        while not self._reached():
+    async def _end(self, limit: asyncio.Timeout, reached: Callable[[], object]) -> None:
+        while not reached():
             await asyncio.sleep(0.01)
         limit.reschedule(asyncio.get_running_loop().time())

@@ -93,6 +93,18 @@ def test_finishing_may_require_a_model_call(proxy: RunningProxy) -> None:
     assert post(proxy, path, body)["turns"] == 1
 
 
+def test_an_episode_without_a_model_call_fails_and_completes_no_group(proxy: RunningProxy) -> None:
+    for ending in ({"rewards": [{"reward": 1}]}, {"truncated": True}):
+        episode = proxy.open_episode(group="nobody/calls@0", group_size=1)
+        path = f"/episodes/{episode['id']}"
+        assert post(proxy, f"{path}/finish", ending)["status"] == "failed"
+        shown = proxy.tokens(episode)
+        assert shown["error"].startswith("the model was never called; does the agent's client use")
+        assert shown["rewards"] == []
+        assert post(proxy, f"{path}/reward", {"reward": 1}, status=409)["error"]["code"] == "conflict"
+        assert "nobody/calls@0" in {group.id for group in proxy.store.open_groups()}
+
+
 def test_a_sealed_episode_takes_no_calls_but_rewards(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     ask(proxy, episode)
@@ -488,6 +500,7 @@ def test_time_fails_what_nobody_rewards_or_uses(renderer: ChatRenderer, tmp_path
     engine = ScriptedSampler(renderer)
     with running_proxy(tmp_path / "s.db", engine, reward_timeout_s=0.2, idle_timeout_s=4.0) as proxy:
         unrewarded, unused = (proxy.open_episode(group="g", group_size=2) for _ in range(2))
+        ask(proxy, unrewarded)
         post(proxy, f"/episodes/{unrewarded['id']}/finish")
         for episode, error in ((unrewarded, "no_reward"), (unused, "idle")):
             until(lambda episode=episode: proxy.tokens(episode)["status"] == "failed")

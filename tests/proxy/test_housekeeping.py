@@ -72,12 +72,12 @@ async def test_one_bad_episode_stops_no_sweep(tmp_path: Path, caplog: pytest.Log
             for name, key in (("first", None), ("bad", "caller/root"), ("last", "caller/root"))
         ]
         await sessions.open(NewEpisode("unrewarded", "hash", Task("t", {}), "group", 1))
-        await sessions.seal("unrewarded", "finished")
+        store.seal("unrewarded", "finished").result()
         await housekeeping.sweep()  # it meets the unrewarded one
         await asyncio.sleep(0.03)
         for _ in range(2):
             await housekeeping.sweep()
-        assert [session.status for session in opened] == ["failed", "open", "finished"]
+        assert [session.status for session in opened] == ["failed", "open", "failed"]
         assert store.episode_row("unrewarded").status == "failed"
     bugs = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(bugs) >= 2 and all("episode bad" in bug.getMessage() and bug.exc_info for bug in bugs)

@@ -411,6 +411,7 @@ def test_an_upstreams_error_is_the_clients(passed: tuple[RunningProxy, Upstream]
     proxy, upstream = passed
     episode = proxy.open_episode()
     with proxy.openai(episode) as client, pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model="policy", messages=[USER])
         client.chat.completions.create(model="judge", messages=[USER], extra_body={"fail": True})
     assert caught.value.code == "busy" and caught.value.response.headers["retry-after"] == "7"
     assert "x-secret" not in caught.value.response.headers

@@ -1,4 +1,6 @@
-"""The real parts around a runner: embedded engine, proxy, store. Only the trainer is played by the test."""
+"""The real parts around a runner: proxy, store, and the embedded or the scripted engine. Only the trainer is
+played by the test.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from real_tokenizers import qwen_folder
 from store_queries import lease_groups
 
 from areal_agents.inference import SGLangEngine, running_engine
@@ -23,9 +26,23 @@ from areal_agents.proxy.app import create_app
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
+from areal_agents.testing import ScriptedApp, ScriptedReply, by_prompt, running
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 ADMIN_KEY = "admin-key-of-the-tests"
+# Odd spaces and escapes, which are lost if a reply is rendered again instead of continued.
+WEATHER_TALK = by_prompt(
+    [
+        (": rain", "<think>\nIt rains.\n</think>\n\nTake one. ☂"),
+        (
+            "umbrella",
+            '<think>\nLook.\n</think>\n\n<tool_call>\n{"name": "weather", '
+            '"arguments": {"city" :  "Z\\u00fcrich"}}\n</tool_call>',
+        ),
+        ("slowly", ScriptedReply("It is a long way. " * 500, chunk_delay_s=0.1)),
+        ("", "ok"),
+    ]
+)
 
 
 @dataclass
@@ -103,6 +120,42 @@ def served(engine_url: str, renderer_of_the_model: ChatRenderer, tmp_path: Path)
         yield Served(url, store, tmp_path, engine_url)
 
 
+@pytest.fixture(scope="session")
+def scripted_engine() -> Iterator[str]:
+    """The URL of an engine that has the conversation about the weather, and else says "ok"."""
+    with running(ScriptedApp.from_folder(qwen_folder(), WEATHER_TALK)) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def qwen_renderer() -> ChatRenderer:
+    return ChatRenderer.from_folder(qwen_folder())
+
+
+@pytest.fixture
+def serve_scripted(
+    scripted_engine: str, qwen_renderer: ChatRenderer, tmp_path: Path
+) -> Callable[..., AbstractContextManager[Served]]:
+    """Runs a proxy with these settings before the scripted engine, within a with-block."""
+
+    @contextmanager
+    def serve(**settings: Any) -> Iterator[Served]:
+        config = ProxyConfig(admin_key=ADMIN_KEY, **settings)
+        with (
+            Store.open(tmp_path / "store.db") as store,
+            serving(scripted_engine, store=store, renderer=qwen_renderer, config=config) as url,
+        ):
+            yield Served(url, store, tmp_path, scripted_engine)
+
+    return serve
+
+
+@pytest.fixture
+def scripted(serve_scripted: Callable[..., AbstractContextManager[Served]]) -> Iterator[Served]:
+    with serve_scripted() as served:
+        yield served
+
+
 @contextmanager
 def serving(engine_url: str, **parts: Any) -> Iterator[str]:
     """The proxy on a free port, in a thread with an event loop of its own."""
@@ -123,10 +176,12 @@ def serving(engine_url: str, **parts: Any) -> Iterator[str]:
     while not (ready.is_set() and servers[0].started):
         assert thread.is_alive(), "the proxy did not start"
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    servers[0].should_exit = True
-    thread.join(timeout=60)
-    listener.close()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        servers[0].should_exit = True
+        thread.join(timeout=60)
+        listener.close()
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (control_calls, reconciling, settling):
             patch.setattr(module, "backoff_s", lambda failures: 0.0)
-        patch.setattr(reconciling, "UNREWARDED_PERIOD_S", 0.0)
+        patch.setattr(reconciling, "LOOK_PERIOD_S", 0.0)
         yield
 
 

@@ -155,9 +155,9 @@ class Control:
     async def finish(self, request: Request) -> Response:
         """POST /episodes/{id}/finish: finish an episode; with {"truncated": true}, as one that hit a limit.
 
-        {"rewards": […]} has rewards in the form of /reward, which are written in the same transaction. With
-        {"require_turn": true}, an episode in which the model was never called stays open, and the answer is
-        409 no_turn.
+        {"rewards": […]} has rewards in the form of /reward, which are written in the same transaction. An
+        episode in which the model was never called fails; with {"require_turn": true} it stays open instead,
+        and the answer is 409 no_turn.
         """
         episode_id = await self._reachable(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)

@@ -29,11 +29,13 @@ from areal_agents.store import (
     EpisodeState,
     NewEpisode,
     NotFound,
+    NoTurn,
     SealedStatus,
     Store,
     opened_row,
 )
 
+NO_MODEL_CALL = "the model was never called; does the agent's client use the episode's base_url and key?"
 _logger = logging.getLogger(__name__)
 
 
@@ -271,13 +273,22 @@ class Sessions:
     async def seal(self, episode_id: str, status: SealedStatus, **how: Any) -> EpisodeState:
         """End an episode, first in the store with the arguments of `Store.seal`, and return its state.
 
-        An episode that would be finished or truncated is failed instead if a call was lost and its retry was
+        An episode that would be finished or truncated is failed instead, without the rewards in `how`, if it
+        has no model call (with `require_turn` NoTurn is raised), or if a call was lost and its retry was
         never answered, even if the agent handled the error.
         """
         session = self._by_id.get(episode_id)
-        if session is not None and session.ledger.has_lost and status in ("finished", "truncated"):
+        is_success = status in ("finished", "truncated")
+        if session is not None and session.ledger.has_lost and is_success:
             status, how = "failed", {"error": "the engine failed on a model call that was never answered"}
-        state = await asyncio.wrap_future(self._store.seal(episode_id, status, **how))
+            is_success = False
+        try:
+            sealing = self._store.seal(episode_id, status, **{**how, "require_turn": is_success})
+            state = await asyncio.wrap_future(sealing)
+        except NoTurn:
+            if how.get("require_turn"):
+                raise
+            state = await asyncio.wrap_future(self._store.seal(episode_id, "failed", error=NO_MODEL_CALL))
         if self._loading:
             self._sealed_meanwhile[episode_id] = state.status  # a load may have read the earlier status
         session = self._by_id.get(episode_id)

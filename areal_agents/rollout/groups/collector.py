@@ -85,7 +85,7 @@ class Collector:
         async with asyncio.TaskGroup() as members:
             while True:
                 self._changed.clear()
-                await self._reconciler.look_at_unrewarded()
+                await self._reconciler.look_for_changes()
                 held_back = self._submission.held_back()
                 while self._groups.running < self._capacity and self._may_fill(held_back):
                     group, index = self._groups.take()

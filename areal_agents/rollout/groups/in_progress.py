@@ -54,6 +54,10 @@ class GroupsInProgress:
         """The number of groups that have no row in the store yet."""
         return sum(not group.registered for group in self._groups.values())
 
+    def registered(self) -> list[GroupRun]:
+        """Return the groups that have a row in the store."""
+        return [group for group in self._groups.values() if group.registered]
+
     def unrewarded(self) -> list[GroupRun]:
         """Return the groups with slots that wait for a reward over HTTP."""
         return [group for group in self._groups.values() if group.unrewarded]

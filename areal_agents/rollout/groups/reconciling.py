@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 from areal_agents.core.rollout import OPENED_BY_RUNNER
 from areal_agents.rollout.agents.attempt import FailureStreak, backoff_s
@@ -16,7 +17,7 @@ from areal_agents.store import OpenGroup, Store
 
 logger = logging.getLogger(__name__)
 
-UNREWARDED_PERIOD_S = 1.0
+LOOK_PERIOD_S = 1.0
 
 
 class Reconciler:
@@ -62,13 +63,26 @@ class Reconciler:
         slots = _slots(found) if found is not None else [Slot("vacant", 0, None)] * group.slots
         await self._settler.settle_found(group, index, slots[index])
 
-    async def look_at_unrewarded(self) -> None:
-        """Look for rewards that were posted over HTTP; the proxy fails episodes that get none in time."""
+    async def look_for_changes(self) -> None:
+        """Look, at most once a second, for what others did to groups in progress over HTTP.
+
+        The agents of a dropped group are ended, and rewards are noted; the proxy fails episodes that get none
+        in time.
+        """
         now = asyncio.get_running_loop().time()
-        waiting = self._groups.unrewarded()
-        if not waiting or now < self._next_look_s:
+        if self._groups.is_idle or now < self._next_look_s:
             return
-        self._next_look_s = now + UNREWARDED_PERIOD_S
+        self._next_look_s = now + LOOK_PERIOD_S
+        registered = self._groups.registered()  # read before the store, which has a row of each
+        untrained = {group.id for group in self._store.untrained_groups()}
+        for group in registered:
+            if group.id not in untrained:
+                logger.warning("group %s was completed or dropped by another process", group.id)
+                await self._settler.release(group)
+        if waiting := self._groups.unrewarded():
+            await self._look_at_unrewarded(waiting)
+
+    async def _look_at_unrewarded(self, waiting: Iterable[GroupRun]) -> None:
         pending = self._open_groups()
         for group in waiting:
             if group.id not in pending:  # complete, or dropped by another process

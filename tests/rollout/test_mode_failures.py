@@ -1,0 +1,265 @@
+"""What becomes of an episode, its group and everything else when an agent fails, in each mode of running one.
+
+One run for each mode has a group for each way to fail: the first attempt of each group misbehaves, and the
+others succeed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from failing_agents import FLOOD, chat
+from time_limits import LONGEST_S, TimeLimits
+
+from areal_agents.client import AsyncClient
+from areal_agents.process_control import RUN_MARK, end_leftovers
+from areal_agents.proxy.episodes.sessions import NO_MODEL_CALL
+from areal_agents.rollout.config import DataConfig, RolloutConfig
+from areal_agents.rollout.runner import run
+
+HERE = Path(__file__).parent
+ADMIN_KEY = "admin-key-of-the-tests"
+LIMIT_S = 30.0
+RUN = "the log of the test's rollout process"
+NO_CALL = "the agent made no model call; does its client use ep.base_url and ep.api_key?"
+# The status of the attempt that misbehaves, and what its error contains; {exit} depends on the mode.
+ENDS = {
+    "raises": ("failed", "boom"),
+    "exits": ("failed", "{exit}"),
+    "hangs": ("truncated", None),
+    "dropped": ("aborted", "its group no longer needs it"),
+    "floods": ("finished", None),
+    "forks": ("finished", None),
+    "sockets": ("finished", None),
+    "silent": ("failed", NO_CALL),
+}
+_COMMAND = shlex.join([sys.executable, str(HERE / "failing_agents.py")])
+_NODE = shlex.join(["node", str(HERE / "failing_agent.mjs")])
+MODES = {
+    "async function": (f"{HERE / 'failing_agents.py'}:as_coroutine", "the agent called sys.exit(3)"),
+    "function in a worker": (f"{HERE / 'failing_agents.py'}:in_a_worker", "died (exit status 3)"),
+    "command": ({"command": _COMMAND}, "exited with status 3"),
+    "node": ({"command": _NODE}, "exited with status 3"),
+}
+without_node = pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+
+
+class LimitsOfHangs(TimeLimits):
+    """The time limit of an attempt of the group "hangs" expires when that attempt says that it waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_waiting: Callable[[int], bool]) -> None:
+        super().__init__(monkeypatch, lambda: False)
+        self._is_waiting = is_waiting
+
+    def timeout(self, delay_s: float) -> asyncio.Timeout:
+        task = asyncio.current_task()
+        group, _, index = task.get_name().rstrip("]").partition("[") if task else ("", "", "")
+        if group != "hangs@0":
+            return asyncio.timeout(LONGEST_S)
+        return self.limit_until(lambda: self._is_waiting(int(index)))
+
+
+def waiting(served: Any, group: str) -> set[int]:
+    """The places of a group whose attempts have said that they wait."""
+    said = {path.name.removeprefix("waiting-") for path in served.folder.glob("waiting-*")}
+    found = served.store.episodes(group_id=group) if said else []
+    return {episode.index for episode in found if episode.id in said}
+
+
+async def until(reached: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not reached():
+            await asyncio.sleep(0.02)
+
+
+def connections(url: str) -> tuple[int, int]:
+    """The open connections of this process to a proxy: those that the proxy has, and those of the rollout."""
+    port = int(url.rsplit(":", 1)[1])
+    found = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
+    return sum(each.laddr.port == port for each in found), sum(each.raddr.port == port for each in found)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=without_node if mode == "node" else ()) for mode in MODES]
+)
+async def test_an_agent_that_fails_in_any_way(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    agent, exit_error = MODES[mode]
+    temporary = scripted.folder / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv(RUN_MARK, RUN)
+    LimitsOfHangs(monkeypatch, lambda index: index in waiting(scripted, "hangs@0"))
+    tasks = scripted.folder / "tasks.jsonl"
+    tasks.write_text("\n".join(json.dumps({"id": id, "folder": str(scripted.folder)}) for id in ENDS))
+    children = psutil.Process().children(recursive=True)
+
+    async def drop() -> None:
+        await until(lambda: len(waiting(scripted, "dropped@0")) == 2)
+        async with AsyncClient(scripted.url, ADMIN_KEY) as client:
+            await client.drop_group("dropped@0", "by hand")
+
+    def are_ended(_step: int) -> bool:  # the agents of the dropped group, while the run continues
+        left = scripted.store.episodes(group_id="dropped@0")
+        return len(left) == 2 and all(found.status != "open" for found in left)
+
+    groups = len(ENDS)
+    config = RolloutConfig(groups=groups, group_size=2, concurrency=2 * groups, workers=5, max_staleness=0)
+    async with asyncio.timeout(LIMIT_S), scripted.trainer(groups=groups, steps=1, may_train=are_ended):
+        dropping = asyncio.create_task(drop())
+        await run(
+            store=scripted.store,
+            proxy_url=scripted.url,
+            admin_key=ADMIN_KEY,
+            agent=agent,
+            data=DataConfig(path=str(tasks)),
+            rollout=config,
+            evaluation=None,
+            steps=1,
+        )
+        await dropping
+
+    for how, (status, error) in ENDS.items():
+        check_group(scripted, how, status, error and error.format(exit=exit_error))
+    assert scripted.store.group_counts()["trained"] == groups  # one of the second epoch for the dropped one
+    assert not scripted.store.episodes(status="open")
+
+    child = int((scripted.folder / "child").read_text())
+    if mode == "async function":  # its children end with the rollout process, as those of a run do
+        assert is_running(child)
+        end_leftovers(RUN_MARK, RUN)
+    await until(lambda: not is_running(child))
+    left = [found for found in psutil.Process().children(recursive=True) if found not in children]
+    assert not [found for found in left if found.status() != psutil.STATUS_ZOMBIE]
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
+    assert not list(temporary.iterdir())
+    # The proxy closes what an agent leaves open. An async function's own ends, of clients that it did not
+    # close, stay open as long as the rollout process.
+    of_agents = 1000 if mode == "async function" else 0
+    await until(lambda: connections(scripted.url) <= (0, of_agents))
+    assert generations(scripted) == 0
+
+
+OUTSIDE = {
+    "raises": ("failed", "boom"),
+    "exits": ("failed", "idle for"),
+    "hangs": ("truncated", None),
+    "dropped": ("aborted", "by hand"),
+    "floods": ("finished", None),
+    "sockets": ("finished", None),
+    "silent": ("failed", NO_MODEL_CALL),
+}
+
+
+@pytest.mark.parametrize("how", OUTSIDE)
+async def test_a_program_outside_of_the_run_that_fails(serve_scripted: Any, how: str) -> None:
+    """It opens episodes over HTTP. The proxy can end its episodes and its streams, but not the program."""
+    with serve_scripted(idle_timeout_s=3.0 if how == "exits" else 3600.0) as served:
+        async with AsyncClient(served.url, ADMIN_KEY) as client:
+            await fail_outside(client, served, how)
+        assert not served.store.episodes(status="open")
+        assert served.store.group_counts()["dropped" if how == "dropped" else "complete"] == 1
+        await until(lambda: connections(served.url) == (0, 0))
+
+
+async def fail_outside(client: AsyncClient, served: Any, how: str) -> None:
+    """Play a group of two, the first episode of which fails; check its end, and complete the group."""
+    group = f"{how}@0"
+
+    async def opened(index: int, **limits: float) -> Any:
+        return await client.open_episode({"id": how}, group=group, group_size=2, index=index, limits=limits)
+
+    async def ask(episode: Any, text: str = "Hi") -> int:
+        response = await http.post(
+            f"{episode.base_url}/chat/completions", json=chat(text), headers=key_of(episode)
+        )
+        return response.status_code
+
+    def key_of(episode: Any) -> dict[str, str]:
+        return {"Authorization": f"Bearer {episode.api_key}"}
+
+    async with httpx.AsyncClient(trust_env=False, timeout=LIMIT_S, limits=httpx.Limits()) as http:
+        episode = await opened(0, **({"time_s": 0.2} if how == "hangs" else {}))
+        status, error = OUTSIDE[how]
+        if how != "silent":
+            assert await ask(episode) == 200
+        if how == "raises":
+            await client.fail(episode.id, "boom")
+        elif how == "silent":
+            assert (await client.finish(episode.id, rewards=[{"reward": 1.0}]))["status"] == "failed"
+        elif how == "exits":  # it says nothing more
+            await until(lambda: served.store.episode_row(episode.id).status != "open")
+        elif how == "hangs":  # and calls again after its time
+            async with asyncio.timeout(LIMIT_S):
+                while await ask(episode) == 200:
+                    await asyncio.sleep(0.05)
+            await client.finish(episode.id)
+        elif how == "dropped":
+            await client.drop_group(group, "by hand")
+            await client.fail(episode.id, "by hand", aborted=True)
+        elif how == "floods":
+            assert set(await asyncio.gather(*(ask(episode, f"Call {n}") for n in range(FLOOD)))) == {200}
+        elif how == "sockets":
+            body = chat("slowly", stream=True)
+            stream = http.stream(
+                "POST", f"{episode.base_url}/chat/completions", json=body, headers=key_of(episode)
+            )
+            response = await stream.__aenter__()
+            await anext(response.aiter_bytes())
+            assert generations(served) == 1
+        if status == "finished":
+            await client.finish(episode.id, rewards=[{"reward": 1.0}])
+        assert generations(served) == 0
+        assert await ask(episode) == 409  # it is sealed
+        if how != "dropped":
+            for index in (0, 1) if status == "failed" else (1,):
+                other = await opened(index)
+                assert await ask(other) == 200
+                await client.finish(other.id, rewards=[{"reward": 1.0}])
+    found = served.store.episodes(group_id=group)[0]
+    assert found.status == status
+    assert found.error == error or (found.error or "").startswith(error or ".")
+
+
+def generations(served: Any) -> int:
+    """The number of generations that run in the engine."""
+    with httpx.Client(trust_env=False) as http:
+        return http.get(f"{served.engine_url}/server_info").json()["running"]
+
+
+def check_group(served: Any, how: str, status: str, error: str | None) -> None:
+    """Compare the attempts of a group with what they must be: one or two misbehaved, the others succeeded."""
+    attempts = served.store.episodes(group_id=f"{how}@0")
+    if how == "dropped":
+        assert [(found.status, found.error) for found in attempts] == [(status, error)] * 2
+        return
+    live = [found for found in attempts if found.status in ("finished", "truncated")]
+    assert len(live) == 2 and all(found.score is not None for found in live), attempts
+    if status == "failed":
+        (failed,) = [found for found in attempts if found not in live]
+        assert failed.status == status and error in failed.error, failed.error
+        return
+    assert len(attempts) == 2
+    turns = sorted(len(served.store.load_episode(found.id).turns) for found in attempts)
+    if how == "floods":
+        assert turns == [1, FLOOD + 1]
+    if status == "truncated":
+        (cut,) = [found for found in attempts if found.status == status]
+        assert cut.score == 0.25
