@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import signal
 import tempfile
 import time
@@ -20,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from areal_agents.errors import SandboxError
+from areal_agents.folders import remove_folder
 from areal_agents.sandbox.cgroups import CgroupHome
 
 PREFIX = "areal-agents-sandbox-"  # of the names of cgroups
@@ -65,8 +65,10 @@ class SandboxHome:
 
     def close(self) -> None:
         """Remove the folder; its sandboxes have ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self.lock)
+        try:
+            remove_folder(self.folder)
+        finally:
+            os.close(self.lock)
 
 
 def remove_leftovers(base: Path) -> int:
@@ -87,8 +89,7 @@ def remove_leftovers(base: Path) -> int:
             parents = folder / _PARENTS
             if parents.exists():
                 _remove_cgroups(json.loads(parents.read_text()), f"{PREFIX}{folder.name}-")
-            _make_removable(folder)
-            shutil.rmtree(folder)
+            remove_folder(folder)
             removed += 1
         finally:
             os.close(lock)
@@ -110,11 +111,3 @@ def _remove_cgroups(parents: Iterable[str], prefix: str) -> None:
                 time.sleep(0.01)
             else:
                 break
-
-
-def _make_removable(folder: Path) -> None:
-    """Give this user the permissions that removing needs; overlays make folders without any."""
-    for path, names, _ in os.walk(folder):
-        for name in names:
-            if not (inner := Path(path) / name).is_symlink():
-                inner.chmod(0o700)

@@ -26,9 +26,10 @@ import time
 _NEW_MOUNTS, _NEW_USERS, _NEW_NETWORK = 0x20000, 0x10000000, 0x40000000  # CLONE_*
 _NO_SUID, _NO_DEVICES = 2, 4  # MS_*
 _PRIVATE, _RECURSIVE = 0x40000, 0x4000
-_SUBREAPER, _NO_NEW_PRIVILEGES = 36, 38  # PR_SET_*
+_PARENT_DEATH_SIGNAL, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 36, 38  # PR_SET_*
 _GET_FLAGS, _SET_FLAGS = 0x8913, 0x8914  # SIOC*IFFLAGS
 _UP, _RUNNING = 0x1, 0x40
+_DETACH = 2  # MNT_DETACH
 _REMOVE_S = 5.0  # longest wait in seconds until the kernel lets an emptied cgroup be removed
 _CANNOT_EXECUTE = 126
 
@@ -212,7 +213,7 @@ def _become(sock, command, fds, cgroups):
         resource.setrlimit(resource.RLIMIT_FSIZE, (command["file_bytes"],) * 2)
     _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     # The parent dies with its socket; if it is killed, the kernel kills this process with it.
-    _check(_libc.prctl(1, signal.SIGKILL, 0, 0, 0))
+    _check(_libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
     for number in range(1, signal.NSIG):
         if number not in (signal.SIGKILL, signal.SIGSTOP) and signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -294,11 +295,12 @@ def _remove(request):
                 time.sleep(0.005)
     if request["namespaces"]:
         for name in request["copies"]:
-            _libc.umount2(os.path.join(request["scratch"], name).encode(), 2)
+            _libc.umount2(os.path.join(request["scratch"], name).encode(), _DETACH)
     if not request["disk_bytes"] or not request["namespaces"]:
+        # The owner removes what is left, such as folders without permissions, with its own folder.
         shutil.rmtree(request["scratch"], ignore_errors=True)
     else:
-        _libc.umount2(request["scratch"].encode(), 2)
+        _libc.umount2(request["scratch"].encode(), _DETACH)
         os.rmdir(request["scratch"])
 
 

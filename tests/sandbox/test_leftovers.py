@@ -15,6 +15,7 @@ from areal_agents.sandbox.bubblewrap import Bubblewrap
 from areal_agents.sandbox.home import PREFIX, remove_leftovers
 from areal_agents.sandbox.local import Local, LocalIsolation
 from areal_agents.sandbox.process import Process
+from areal_agents.sandbox.sandbox import Limits, SandboxSpec
 from tests.sandbox.conftest import needs, spec_for
 
 OWNER = """
@@ -85,6 +86,17 @@ async def test_the_next_start_removes_leftovers_and_no_living_sandbox(tmp_path: 
     assert (await sandbox.run(["true"], timeout_s=20)).status == 0
     await other.close()
     await living.close()
+    assert not [*tmp_path.iterdir()]
+
+
+async def test_a_sandbox_that_hides_its_files_is_removed(tmp_path: Path) -> None:
+    """As root this cannot fail, because permissions do not hold for root."""
+    local: Local = Process()
+    isolation = LocalIsolation(local, base=tmp_path)
+    sandbox = await isolation.start(SandboxSpec(limits=Limits(None, None, None, None)))
+    script = "mkdir -p hidden/deep && chmod 0 hidden . .."
+    assert (await sandbox.run(["/bin/sh", "-c", script], timeout_s=20)).status == 0
+    await isolation.close()
     assert not [*tmp_path.iterdir()]
 
 
