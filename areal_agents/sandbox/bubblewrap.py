@@ -191,7 +191,7 @@ def _readable(spec: SandboxSpec) -> list[Path]:
     """Return the folders to show: the named ones and, without an image, those of this Python."""
     own = [] if spec.image else [Path(sys.prefix), Path(sys.base_prefix)]
     wanted = dict.fromkeys(path.absolute() for path in (*own, *spec.readable))
-    return [path for path in wanted if path.exists() and not path.is_relative_to("/usr")]
+    return [path for path in wanted if not path.is_relative_to("/usr")]
 
 
 def _path(spec: SandboxSpec) -> str:

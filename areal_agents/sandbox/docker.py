@@ -58,6 +58,7 @@ _WITH_FORWARDER = (
     'command -v python3 >/dev/null || { echo "an image for agents needs python3" >&2; exit 127; }; '
     'rm -f /tmp/.areal-agents-ready; python3 -c "$AREAL_AGENTS_FORWARD" </dev/null >/dev/null 2>&1 & '
     "n=0; until [ -e /tmp/.areal-agents-ready ] || [ $n -ge 200 ]; do sleep 0.05; n=$((n+1)); done; "
+    '[ -e /tmp/.areal-agents-ready ] || { echo "nothing forwards to the model after 10 s" >&2; exit 126; }; '
     'unset AREAL_AGENTS_FORWARD; exec "$@"'
 )
 

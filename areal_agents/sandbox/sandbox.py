@@ -69,6 +69,8 @@ class SandboxSpec:
     def __post_init__(self) -> None:
         if self.folder is not None and not self.folder.is_dir():
             raise ValueError(f"the folder {self.folder} does not exist")
+        if missing := [path for path in self.readable if not path.exists()]:
+            raise ValueError(f"readable: {missing[0]} does not exist")
         for path in (*self.writable, *((self.workdir,) if self.workdir else ())):
             if not path.startswith("/") or ".." in Path(path).parts:
                 raise ValueError(f"a path inside a sandbox must be absolute and without '..', got {path!r}")

@@ -250,6 +250,8 @@ def test_an_agent_without_its_program_or_with_wrong_settings_is_not_loaded(
         load_agent({"cli": "codex", "max_turns": 3})
     with pytest.raises(AgentError, match="agent: prompts: Extra inputs"):
         load_agent({"cli": "codex", "prompts": "x"})
+    with pytest.raises(AgentError, match="agent: readable: /none does not exist"):
+        load_agent({"cli": "codex", "isolation": "bubblewrap", "readable": ["/none"]})
 
 
 def test_a_prompt_is_made_of_the_fields_of_the_task(tmp_path: Path) -> None:
@@ -432,3 +434,23 @@ async def test_a_cancelled_episode_leaves_nothing(tiny: dict[str, Any], tmp_path
         await running
     await agent.close()
     assert os.listdir(tmp_path / "tmp") == []
+
+
+async def test_a_cancelled_episode_in_a_sandbox_is_not_an_error_of_its_agent(
+    tiny: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also if what it left is too large to be copied."""
+    agent = load_agent(tiny | {"workdir": "", "isolation": "process"})
+    script = (
+        "import os, pathlib, sys, time\nos.truncate(os.open('large', os.O_CREAT | os.O_WRONLY), 65 << 20)\n"
+    )
+    (tmp_path / "agent.py").write_text(script + "pathlib.Path(sys.argv[1]).touch(); time.sleep(300)")
+    running = asyncio.create_task(agent.run({"instruction": "x"}, EPISODE))
+    async with asyncio.timeout(60):
+        while not (tmp_path / "seen.json").exists():
+            await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await agent.close()
+    assert [str(path) for path in (tmp_path / "tmp").glob("*/*")] == []

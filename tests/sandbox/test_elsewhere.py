@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -62,6 +63,21 @@ def test_docker_knows_every_option() -> None:
         argv = ["docker", "--host", "unix:///nowhere.sock", *words]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
         assert done.returncode != 0 and "Cannot connect to the Docker daemon" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_a_command_does_not_start_without_its_way_to_the_model() -> None:
+    argv = run_arguments("box", ["echo", "started"], [], workdir="/workspace", forwards=True)
+    shell = argv[argv.index("box") + 1 :]
+    environment = {**os.environ, "AREAL_AGENTS_FORWARD": "raise SystemExit"}
+    done = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (126, "")
+    assert done.stderr == "nothing forwards to the model after 10 s\n"
+
+
+def test_a_folder_to_show_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="readable: .*/none does not exist"):
+        SandboxSpec(readable=(tmp_path, tmp_path / "none"))
 
 
 async def test_without_an_engine_docker_is_refused() -> None:

@@ -8,6 +8,7 @@ prints is in the log of its episode.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
+from areal_agents.folders import remove_folder
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.cli.config import DEFAULT_CONTEXT, CliAgentConfig
 from areal_agents.rollout.agents.cli.prepare import Launch, folder_of_task, make_home, of_task, prepare
@@ -24,6 +26,8 @@ from areal_agents.rollout.agents.cli.program import find_program
 from areal_agents.rollout.agents.cli.sandboxed import SandboxedPrograms
 from areal_agents.rollout.agents.cli.seam import load_seam
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
+
+logger = logging.getLogger(__name__)
 
 HOME, WORK = "home", "work"
 _TAIL = 2000  # characters of the output in an error
@@ -44,7 +48,8 @@ class CliAgent:
         inherited: the variables from which the agent gets what concerns the machine.
 
         Raises:
-            AgentError: the seam is not valid, or its program is missing or too old.
+            AgentError: the seam is not valid, its program is missing or too old, or a path of `readable`
+                does not exist.
         """
         self._config = config
         self._seam = load_seam(config.cli)
@@ -52,6 +57,10 @@ class CliAgent:
             raise AgentError(
                 f"agent.max_turns: {config.cli} has no option for it; set rollout.limits.max_turns instead"
             )
+        try:
+            config.spec()
+        except ValueError as error:
+            raise AgentError(f"agent: {error}") from None
         self._inherited = inherited
         self._program = find_program(self._seam, config.executable, inherited)
         self._logs = EpisodeLogs(logs)
@@ -71,7 +80,7 @@ class CliAgent:
                 await self._run_in_sandbox(self._sandboxes, prompt, ep, source, folder / WORK)
         finally:
             # Also after a cancellation: what a killed process wrote must not remain.
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder / HOME, ignore_errors=True))
+            await asyncio.shield(asyncio.to_thread(_remove, folder / HOME))
 
     def workdir_of(self, episode: str) -> Path | None:
         """Return the folder in which an episode's agent worked; None before it ran and after `release`."""
@@ -82,7 +91,7 @@ class CliAgent:
         """Remove the folder of an episode, if there is one."""
         folder = self._folders.pop(episode, None)
         if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(_remove, folder)
 
     async def _run(self, prompt: str, ep: Episode, home: Path, work: Path) -> None:
         launch = self._launch(prompt, ep, home, work)
@@ -157,3 +166,11 @@ def _copy(source: Path | None, target: Path) -> None:
         target.mkdir()
     else:
         shutil.copytree(source, target, symlinks=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder. A failure is logged: the episode has its result, and the run goes on."""
+    try:
+        remove_folder(folder)
+    except OSError as error:
+        logger.error("the folder %s of an episode cannot be removed: %s", folder, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
+import logging
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from areal_agents.errors import AgentError, SandboxError
 from areal_agents.rollout.agents.cli.prepare import Launch
 from areal_agents.sandbox.isolations import open_isolation
 from areal_agents.sandbox.sandbox import Finished, Isolation, Sandbox, SandboxSpec
+
+logger = logging.getLogger(__name__)
 
 MOST_LEFT = 1 << 26  # bytes that are copied out
 _COPY_S = 60.0  # time limit in seconds of each command besides the program
@@ -58,7 +61,7 @@ class SandboxedPrograms:
                 for name, text in how.files.items():
                     await sandbox.write(str(home / name), text.encode())
                 try:
-                    return await sandbox.run(
+                    finished = await sandbox.run(
                         [str(program), *how.arguments],
                         timeout_s=None,  # the time limit of the episode cancels it
                         environment=how.environment,
@@ -67,8 +70,14 @@ class SandboxedPrograms:
                         model_url=ep.base_url,
                         log=log,
                     )
-                finally:
-                    await _copy_out(sandbox, left)
+                except asyncio.CancelledError:
+                    try:
+                        await _copy_out(sandbox, left)
+                    except SandboxError as error:  # must not take the place of the cancellation
+                        logger.warning("episode %s: %s", ep.id, error)
+                    raise
+                await _copy_out(sandbox, left)
+                return finished
             finally:
                 await sandbox.end()
         except SandboxError as error:
