@@ -125,8 +125,8 @@ class Harbor:
                 self._folders = tempfile.TemporaryDirectory(prefix="areal-agents-harbor-")
             folder = Path(self._folders.name) / task.id
             if not folder.exists():
-                unfinished = folder.with_name(f"{task.id}.unfinished")
-                unfinished.mkdir(exist_ok=True)
+                # A new one each time: a cancelled episode leaves a thread that is still copying into its own.
+                unfinished = Path(tempfile.mkdtemp(prefix=f"{task.id}.", dir=self._folders.name))
                 await asyncio.to_thread(task.recipe.copy_into, unfinished)
                 unfinished.rename(folder)
             return folder
@@ -151,9 +151,9 @@ def _spec(task: HarborTask, folder: Path) -> SandboxSpec:
     """Return what a sandbox of a task is started from."""
     limits = Limits()
     if task.memory_mb is not None:
-        limits = replace(limits, memory_mb=int(task.memory_mb))
+        limits = replace(limits, memory_mb=task.memory_mb)
     if task.cpus is not None:
-        limits = replace(limits, cpus=float(task.cpus))
+        limits = replace(limits, cpus=task.cpus)
     return SandboxSpec(
         folder=folder, workdir=task.recipe.workdir, environment=task.recipe.environment, limits=limits
     )

@@ -6,6 +6,7 @@ followed without Docker; any other line is named as the reason why not.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -95,14 +96,15 @@ class HarborTask:
         environment, verifier = (_table(folder, settings, name) for name in ("environment", "verifier"))
         agent = _table(folder, settings, "agent")
         recipe = _followed(folder, environment)
+        memory_mb = _number(folder, environment, "memory_mb")
         return cls(
             folder,
             instruction,
-            _number(folder, agent, "timeout_sec", AGENT_TIMEOUT_S),
-            _number(folder, verifier, "timeout_sec", VERIFIER_TIMEOUT_S),
+            _number(folder, agent, "timeout_sec") or AGENT_TIMEOUT_S,
+            _number(folder, verifier, "timeout_sec") or VERIFIER_TIMEOUT_S,
             {name: str(value) for name, value in _table(folder, verifier, "env").items()},
-            environment.get("memory_mb"),
-            environment.get("cpus"),
+            math.ceil(memory_mb) if memory_mb is not None else None,
+            _number(folder, environment, "cpus"),
             recipe,
         )
 
@@ -149,10 +151,11 @@ def _table(folder: Path, settings: Mapping[str, Any], name: str) -> Mapping[str,
     return table
 
 
-def _number(folder: Path, table: Mapping[str, Any], name: str, default: float) -> float:
+def _number(folder: Path, table: Mapping[str, Any], name: str) -> float | None:
+    """Return a number above 0; None if the table does not have it."""
     value = table.get(name)
     if value is None:
-        return default
+        return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise TaskEnvironmentError(f"the task {folder}: {name} must be a number above 0, got {value!r}")
     return float(value)

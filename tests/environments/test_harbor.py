@@ -185,6 +185,8 @@ def test_copies_follow_the_rules_of_docker(tmp_path: Path) -> None:
         ("[[steps]]\nname = 'one'\n", "has steps, which is not supported"),
         ("[environment]\ngpus = 1\n", "environment.gpus"),
         ("[agent]\ntimeout_sec = -1\n", "timeout_sec must be a number above 0, got -1"),
+        ("[environment]\nmemory_mb = '4G'\n", "memory_mb must be a number above 0, got '4G'"),
+        ("[environment]\ncpus = 0\n", "cpus must be a number above 0, got 0"),
         ("[agent\n", "cannot be read"),
         ("[environment.env]\nKEY = '${KEY}'\n", "variables of this machine in environment.env"),
     ],
