@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 END_TIMEOUT_S = 20.0  # longest wait for an evaluation to end
 
 _PROVIDER = "areal-agents"
+_WORDS = ("C", "I", "P", "N")  # scores: correct, incorrect, partially correct, no answer
 _AT_ONCE = 100_000  # samples and calls: how many episodes play is not Inspect's to decide
 
 
@@ -133,14 +134,9 @@ class InspectTask:
                 + (f", not {wanted}" if wanted else "; name one: score=")
             )
         value = values[wanted]
-        if not isinstance(value, str | bool | int | float):
-            raise TaskEnvironmentError(f"{self._line.text!r}: the score {wanted} is no number: {value!r}")
-        if isinstance(value, str) and value not in _WORDS:
+        if value not in _WORDS if isinstance(value, str) else not isinstance(value, bool | int | float):
             raise TaskEnvironmentError(f"{self._line.text!r}: the score {wanted} is no number: {value!r}")
         return float(value_to_float()(value))
-
-
-_WORDS = ("C", "I", "P", "N")  # correct, incorrect, partially correct, no answer
 
 
 def _name(sample: Any, number: int) -> str:

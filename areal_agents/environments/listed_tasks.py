@@ -75,7 +75,8 @@ class ListedTasks:
         named = {str(name) for name in given}
         if unknown := sorted(named - set(ids)):
             raise TaskEnvironmentError(
-                f"{self._line.text!r} has no task {', '.join(unknown[:5])} to hold out; a task is {ids[:3]}"
+                f"{self._line.text!r} has no task {', '.join(unknown[:5])} to hold out; the first tasks are "
+                f"{', '.join(ids[:3])}"
             )
         return named
 

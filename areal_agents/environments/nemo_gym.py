@@ -45,15 +45,16 @@ class NemoGym:
         self._own, _ = SCHEMES["nemo-gym"].take(line)
         self._line = line
         self._model = Model()
-        self._rows = _rows_of(line, Path(self._own["rows"])) if self._own["rows"] else None
+        rows = _rows_of(line, Path(self._own["rows"])) if self._own["rows"] else None
+        self._tasks = ListedTasks(line, self._own, rows) if rows is not None else None
 
     def tasks(self, split: Split) -> list[dict[str, Any]]:
         """Return the rows of a split."""
-        if self._rows is None:
+        if self._tasks is None:
             raise TaskEnvironmentError(
                 f"{self._line.text!r}: a server has no rows; name a JSONL file, rows=, or data.path"
             )
-        return ListedTasks(self._line, self._own, self._rows).of(split)
+        return self._tasks.of(split)
 
     async def play(self, task: Mapping[str, Any], ep: Episode) -> float:
         """Play a session, and return the reward that the server gives."""

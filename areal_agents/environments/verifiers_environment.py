@@ -14,7 +14,6 @@ import importlib.util
 import itertools
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +39,7 @@ def open(line: EnvironmentLine) -> Environment:
     """Open an environment. Raises TaskEnvironmentError if it cannot be loaded."""
     own, settings = SCHEMES["verifiers"].take(line)
     name = _importable(line.name)
-    module = re.sub("-", "_", name.rpartition("/")[2].partition("@")[0]).lower()
+    module = name.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
     try:
         is_older = importlib.util.find_spec(module) is not None and hasattr(
             importlib.import_module(module), "load_environment"
@@ -164,7 +163,7 @@ class _Serving:
         self.environment, self._name = environment, name
         self.taken = self.playing = 0  # episodes
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_wanted = asyncio.Event()
+        self._ending = asyncio.Event()
         self._task = asyncio.create_task(self._serve(), name=f"environment {name}")
 
     @property
@@ -174,7 +173,7 @@ class _Serving:
 
     async def end(self) -> None:
         """End the servers."""
-        self._is_wanted.set()
+        self._ending.set()
         if not (await asyncio.wait({self._task}, timeout=END_TIMEOUT_S))[0]:
             logger.error("the servers of %s did not end within %g s", self._name, END_TIMEOUT_S)
             self._task.cancel()
@@ -183,7 +182,7 @@ class _Serving:
         try:
             async with self.environment.serving():
                 self.ready.set_result(None)
-                await self._is_wanted.wait()
+                await self._ending.wait()
         except Exception as error:
             if self.ready.done():
                 logger.exception("the servers of %s failed", self._name)
