@@ -37,7 +37,8 @@ class CommandAgentConfig(SandboxConfig):
         return command
 
 
-# How a configuration names an agent: "module:function" or "file.py:function", a command, or an environment.
+# How a configuration names an agent: "module:function" or "file.py:function", a command, a command-line agent
+# or an environment.
 AgentSpec = str | CommandAgentConfig | Mapping[str, Any]
 
 

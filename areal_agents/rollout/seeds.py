@@ -1,4 +1,4 @@
-"""Seeds of episodes, from the run's seed and the identity of the episode; and what else decides tasks."""
+"""Derives the seeds of episodes from the run's seed, and fixes that of hashes where tasks are made."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def editor_of_tests(workdir: str, home: Path) -> CliAgent:
         home: a folder for the description of the program.
     """
     seam = home / "test_editor.toml"
-    # JSON's strings are strings of TOML
+    # A string of JSON is also a string of TOML.
     seam.write_text(
         f"""program = "python"
 install = "it comes with Python"

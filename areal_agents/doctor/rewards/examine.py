@@ -168,7 +168,7 @@ class _Table:
     async def play(
         self, url: str, tasks: Sequence[Task], players: Sequence[Player], say: Callable[[str], None]
     ) -> list[list[Grade]]:
-        """Return the grades of each player, and end the agent."""
+        """Return the grades of each player, and end the agents."""
         grades: list[list[Grade]] = [[] for _ in players]
         try:
             async with AsyncClient(url) as client:
@@ -180,6 +180,8 @@ class _Table:
                             of_player.append(await self._grade(client, task, player))
         finally:
             await self.agent.close()
+            if self.editor is not None:
+                await self.editor.close()
         return grades
 
     async def _grade(self, client: AsyncClient, task: Task, player: Player) -> Grade:

@@ -25,11 +25,8 @@ from areal_agents.proxy.dialects.replayed import Group, MessageMemo, joined_repl
 
 Fields = dict[str, Any]
 
-_ROLES = {
-    "user": "user",
-    "function": "user",
-    "model": "assistant",
-}  # older clients send results as "function"
+# Older clients send results as "function".
+_ROLES = {"user": "user", "function": "user", "model": "assistant"}
 _TEXT_TYPES = ("text/plain",)
 _JSON_TYPE = "application/json"
 _ANY_JSON = Grammar("json_schema", '{"anyOf": [{"type": "object"}, {"type": "array"}]}')
@@ -118,9 +115,9 @@ def _canonical(fields: Fields, context: ReadContext, *, counting: bool) -> Model
     if not counting and messages[-1].role == "assistant":
         unsupported("the last content must have the role user; prefill is not supported", "contents")
     config = generation_config(fields)
-    wants_thoughts(fields)
+    wants_thoughts(fields)  # refused here if it is no flag; the answer's writer reads it
     _refuse_other_modalities(config)
-    tools, options = _tools(fields.get("tools")), reading.template_options(fields_of_template(fields))
+    tools, options = _tools(fields.get("tools")), reading.template_options(_template_fields(fields))
     calls, named = _tool_choice(fields, tools)
     return ModelRequest(
         messages=messages,
@@ -137,7 +134,7 @@ def _canonical(fields: Fields, context: ReadContext, *, counting: bool) -> Model
     )
 
 
-def fields_of_template(fields: Fields) -> Fields:
+def _template_fields(fields: Fields) -> Fields:
     """Return the options of the chat template under the names that all dialects have for them."""
     names = {"chatTemplateKwargs": "chat_template_kwargs", "enableThinking": "enable_thinking"}
     return {name: fields[given] for given, name in names.items() if given in fields}
@@ -173,7 +170,7 @@ def _top_k(config: Fields) -> int | None:
         return None
     if not value.is_integer():
         refuse(f"topK must be an integer, got {value}", "topK")
-    return max(int(value), 0) if value == -1 else int(value)
+    return 0 if value == -1 else int(value)
 
 
 def _output(config: Fields) -> Grammar | None:
