@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,7 +146,10 @@ def node_environment(folder: Path) -> Environment:
 
 
 def _install_once(folder: Path, requirements: Path, install: Callable[[Path], None]) -> None:
-    """Call `install` unless `folder` holds what `requirements` names; one process at a time."""
+    """Call `install` unless `folder` holds what `requirements` names; one process at a time.
+
+    Raise CommandFailed if another process has not finished in time.
+    """
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
     stamp = folder / _STAMP
     with _locked(folder.with_name(f"{folder.name}.lock")):
@@ -161,7 +165,16 @@ def _install_once(folder: Path, requirements: Path, install: Callable[[Path], No
 def _locked(file: Path) -> Iterator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + INSTALL_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    why = f"another process has {file} locked for {INSTALL_TIMEOUT_S:g} s"
+                    raise CommandFailed(why) from None
+                time.sleep(0.2)
         yield
 
 

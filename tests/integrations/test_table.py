@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ensurepip
+import fcntl
 import os
 import sys
 import time
@@ -191,6 +192,17 @@ def test_an_environment_is_made_again_only_when_its_requirements_change(environm
     requirements = environments.groups / "bare.txt"
     requirements.write_text(f"# changed\n{requirements.read_text()}")
     assert environments.prepared(case) == made and not kept.exists()
+
+
+def test_a_locked_environment_is_not_waited_for_without_end(
+    environments: Environments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("integrations.environments.INSTALL_TIMEOUT_S", 0.5)
+    environments.folder.mkdir(exist_ok=True)
+    with (environments.folder / "bare.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(CommandFailed, match=r"another process has .*bare\.lock locked for 0\.5 s"):
+            environments.prepared(Case("openai_sdk", "pip", "bare"))
 
 
 def test_an_unknown_name_and_a_missing_pin_are_refused(environments: Environments) -> None:
