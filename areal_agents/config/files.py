@@ -254,15 +254,13 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
         for key in ("workdir", "image"):
             if isinstance(agent.get(key), str):
                 agent[key] = _absolute(agent[key], base, always=key == "workdir")
-        if isinstance(agent.get("readable"), list):
-            agent["readable"] = [_absolute(str(path), base, always=True) for path in agent["readable"]]
     if isinstance(agent, dict) and isinstance(agent.get("cli"), str):
         for key in ("cli", "executable", "workdir"):
             value = agent.get(key)
             if isinstance(value, str) and (key == "workdir" or "/" in value or value.endswith(".toml")):
                 agent[key] = _absolute(value, base, always=True)
-        if isinstance(agent.get("readable"), list):
-            agent["readable"] = [_absolute(str(path), base, always=True) for path in agent["readable"]]
+    if isinstance(agent, dict) and isinstance(agent.get("readable"), list):
+        agent["readable"] = [_absolute(str(path), base, always=True) for path in agent["readable"]]
     return out
 
 

@@ -27,6 +27,10 @@ class SandboxLimits(Settings):
         "too; null: on the disk, without a limit. With process it limits each file.",
     )
 
+    def limits(self) -> Limits:
+        """Return them as a sandbox is started with them."""
+        return Limits(**self.model_dump())
+
 
 class SandboxConfig(Settings):
     """Where a command runs."""
@@ -82,5 +86,5 @@ class SandboxConfig(Settings):
             folder=Path(self.workdir) if self.workdir else None,
             image=self.image,
             readable=tuple(Path(path) for path in self.readable),
-            limits=Limits(**self.limits.model_dump()),
+            limits=self.limits.limits(),
         )

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from areal_agents.core.settings import Settings
 from areal_agents.errors import AgentError
 from areal_agents.sandbox.config import SandboxLimits
-from areal_agents.sandbox.sandbox import Limits, SandboxSpec
+from areal_agents.sandbox.sandbox import SandboxSpec
 
 DEFAULT_CONTEXT = 32_768  # tokens that an agent is told where nothing is known of the engine
 
@@ -74,7 +74,7 @@ class CliAgentConfig(Settings):
         return SandboxSpec(
             folder=folder,
             readable=tuple(Path(path) for path in self.readable),
-            limits=Limits(**self.limits.model_dump()),
+            limits=self.limits.limits(),
         )
 
     @classmethod
