@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -178,6 +179,14 @@ def test_googles_schemas_become_json_schema() -> None:
     }
     assert list(found["properties"]) == ["b", "a", "type"]
     assert json_schema(found) == found
+
+
+@pytest.mark.parametrize("count", ["9" * 5_000, "-1", "٣", "2.5", ""])
+def test_a_count_that_is_no_64_bit_integer_stays_as_it_is(count: str) -> None:
+    schema = {"type": "ARRAY", "items": {}, "minItems": count}
+    config = {"responseMimeType": "application/json", "responseSchema": schema}
+    output = read(generationConfig=config).output
+    assert output is not None and json.loads(output.text) == {**schema, "type": "array"}
 
 
 def test_a_signature_names_its_turn_in_either_alphabet() -> None:

@@ -131,7 +131,8 @@ def _mark_as_retry(request: Request) -> None:
     """Mark a request as a retry, because a worker that died may have recorded a sample for it."""
     headers = [(name, value) for name, value in request.scope["headers"] if name != _RETRY_COUNT]
     count = request.headers.get(_RETRY_COUNT.decode(), "")
-    headers.append((_RETRY_COUNT, count.encode() if count.isdecimal() and int(count) else b"1"))
+    is_retry = count.isdecimal() and len(count) < 10 and int(count) > 0  # as a worker reads it
+    headers.append((_RETRY_COUNT, count.encode() if is_retry else b"1"))
     request.scope["headers"] = headers
 
 

@@ -254,7 +254,7 @@ def _call(match: re.Match[str]) -> ParsedToolCall:
         return ParsedToolCall(match.group(0), status=ToolCallParseStatus.UNCLOSED_BLOCK)
     try:
         call = json.loads(inside)
-    except json.JSONDecodeError:
+    except ValueError:  # not JSON, or a number of more digits than Python reads
         return ParsedToolCall(match.group(0), status=ToolCallParseStatus.INVALID_JSON)
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None

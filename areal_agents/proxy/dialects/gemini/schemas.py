@@ -6,8 +6,10 @@ that may be strings. A schema that is already JSON Schema stays as it is.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+_INT64 = re.compile(r"[0-9]{1,19}")  # Google's form of a count
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 # `format` of a number says how it is stored, and "enum" repeats that there is an enum.
 _STORAGE = ("int32", "int64", "float", "double", "enum")
@@ -37,7 +39,7 @@ def json_schema(schema: Any) -> Any:
             value = [json_schema(one) for one in value]
         elif name in _SCHEMA_MAPS and isinstance(value, dict):
             value = {key: json_schema(one) for key, one in value.items()}
-        elif name in _COUNTS and isinstance(value, str) and value.isdecimal():
+        elif name in _COUNTS and isinstance(value, str) and _INT64.fullmatch(value):
             value = int(value)
         elif name == "type":
             if value == "TYPE_UNSPECIFIED":
