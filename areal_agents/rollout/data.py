@@ -184,8 +184,8 @@ def _task(row: Any, number: int, id_column: str) -> Task:
     if not isinstance(row, Mapping):
         raise DataError(f"row {number} must be a dict or a Task, got {type(row).__name__}")
     try:
-        json.dumps(row, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        json.dumps(row, allow_nan=False, ensure_ascii=False).encode()  # a lone surrogate has no UTF-8
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"row {number} cannot be written as JSON, as every task must be: {error}") from error
     task_id = row.get(id_column)
     if task_id is None and id_column != "id":

@@ -69,6 +69,11 @@ def test_every_field_of_a_csv_file_is_a_string(tmp_path: Path) -> None:
         ("tasks.jsonl", '{"a": 1}\n5\n', "row 1 must be a dict or a Task, got int"),
         ("tasks.jsonl", "\n \n", "has no tasks"),
         ("tasks.jsonl", '{"a": NaN}', "row 0 cannot be written as JSON"),
+        (
+            "tasks.jsonl",
+            '{"a": 1}\n{"a": "\\ud800"}',
+            "row 1 cannot be written as JSON.*surrogates not allowed",
+        ),
         ("tasks.jsonl", '{"a": ' + "[" * 100_000, "line 1 is not valid JSON"),
         ("tasks.json", '[{"a": 1},', "tasks.json is not valid JSON"),
         ("tasks.json", "[]", "has no tasks"),
