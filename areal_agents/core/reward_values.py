@@ -25,8 +25,11 @@ def checked_reward(value: Any) -> float | dict[str, float]:
 
 def _finite(value: Any, what: str) -> float:
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise AgentError(f"{what} must be a number, got {value!r}")
-    number = float(value)
+        raise AgentError(f"{what} must be a number, got {value!r:.200}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:  # an array of several numbers, or 10**400
+        raise AgentError(f"{what} must be a number that a float can hold: {error}") from None
     if not math.isfinite(number):
         raise AgentError(f"{what} must be finite, got {number}")
     return number

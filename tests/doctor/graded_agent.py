@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ async def ask_and_insist(task: dict[str, Any], ep: Episode) -> float:
     if not said:
         raise ValueError("the model said nothing")
     return float(said == task["answer"])
+
+
+async def ask_and_wait(task: dict[str, Any], ep: Episode) -> None:
+    await ask(task, ep)
+    await asyncio.Event().wait()
 
 
 def exact(episode: FinishedEpisode) -> float:
@@ -72,6 +78,11 @@ def moody(episode: FinishedEpisode) -> float:
 async def slow(episode: FinishedEpisode) -> float:
     await asyncio.sleep(0.3)
     return exact(episode)
+
+
+def endless(episode: FinishedEpisode) -> float:
+    threading.Event().wait()
+    return 1.0
 
 
 def tests_of_the_folder(episode: FinishedEpisode) -> float:

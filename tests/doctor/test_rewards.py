@@ -99,6 +99,17 @@ def test_a_grader_that_fails_on_what_it_cannot_read() -> None:
     assert report.facts.failures == 39 and report.facts.best_form == "\\boxed{…}"
 
 
+@pytest.mark.parametrize(
+    ("reward", "agent", "limit_s"), [("endless", "ask", 60.0), ("exact", "ask_and_wait", 0.3)]
+)
+def test_what_never_ends_is_played_three_times(reward: str, agent: str, limit_s: float) -> None:
+    report = examined(reward, agent=agent, time_s=0.3, limits=LimitsConfig(time_s=limit_s))
+    first = report.findings[0]
+    assert (report.verdict, first.severity, report.facts.episodes) == ("cannot", "error", 3)
+    assert first.what.startswith("No further episodes were played: 3 episodes one after another took all of")
+    assert "No task holds its answer" not in str(report.findings)
+
+
 @pytest.mark.parametrize(("question", "named"), [("{}?", False), ("{}? Write \\boxed{{…}}.", True)])
 def test_a_form_that_the_prompt_does_not_name(question: str, named: bool) -> None:
     report = examined("boxed_or_nothing", tasks=tasks_with(question=question))

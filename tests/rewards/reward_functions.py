@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -34,6 +36,27 @@ async def hangs(episode: FinishedEpisode) -> float:
 def sleeps(episode: FinishedEpisode) -> float:
     time.sleep(1.0)
     return 1.0
+
+
+def waits_forever(episode: FinishedEpisode) -> float:
+    threading.Event().wait()
+    return 1.0
+
+
+def exits(episode: FinishedEpisode) -> float:
+    sys.exit("no such file")
+
+
+async def exits_in_the_loop(episode: FinishedEpisode) -> float:
+    sys.exit("no such file")
+
+
+def interrupts(episode: FinishedEpisode) -> float:
+    raise KeyboardInterrupt
+
+
+def gives_too_much(episode: FinishedEpisode) -> int:
+    return 10**400
 
 
 def by_rank(episodes: Sequence[FinishedEpisode]) -> list[float]:

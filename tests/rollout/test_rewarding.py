@@ -51,6 +51,10 @@ async def test_a_function_rewards_an_episode(served: Any, name: str, rewards: di
         ("gives_nothing", "a reward must be a number, got None"),
         ("hangs", r"did not return within 0.3 s \(reward.time_s\)"),
         ("sleeps", r"did not return within 0.3 s \(reward.time_s\)"),
+        ("exits", "exits failed: SystemExit: no such file"),
+        ("exits_in_the_loop", "exits_in_the_loop failed: SystemExit: no such file"),
+        ("interrupts", "interrupts failed: .*KeyboardInterrupt"),
+        ("gives_too_much", "a reward must be a number that a float can hold"),
     ],
 )
 async def test_a_function_that_fails_fails_the_episode(served: Any, name: str, message: str) -> None:
@@ -63,6 +67,21 @@ async def test_a_function_that_fails_fails_the_episode(served: Any, name: str, m
     assert (outcome.status, served.store.episode_row(opened.id).status) == ("failed", "failed")
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(outcome.error)
+
+
+def test_functions_that_never_return_hold_up_neither_others_nor_the_end_of_the_loop() -> None:
+    state = {"id": "e", "task": {"input": {}}, "turns": [], "rewards": [], "limit_reached": None}
+    episode = finished_episode(state, truncated=False)
+
+    async def rewards() -> tuple[list[Any], Any]:
+        hung = function("waits_forever", time_s=0.2)
+        # More than the threads of the event loop's pool, of which there are at most 32.
+        lost = await asyncio.gather(*(hung.of_episode(episode) for _ in range(33)), return_exceptions=True)
+        return lost, await function("by_length", time_s=20).of_episode(episode)
+
+    lost, reward = asyncio.run(rewards())  # ends the pool, and waits for its threads
+    assert all(isinstance(error, RewardError) and "within 0.2 s" in str(error) for error in lost)
+    assert reward == 0.0
 
 
 def test_an_absent_function_is_named() -> None:

@@ -8,6 +8,7 @@ not know whose they are.
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from areal_agents.testing import Script, ScriptedApp, ScriptedCall, ScriptedRepl
 
 _CONTEXT_LENGTH = 262_144
 NO_REWARD = "no reward was given"
+GIVE_UP_AFTER = 3  # episodes one after another that took all of their time
 
 
 def examine_rewards(
@@ -90,14 +92,15 @@ def examine_rewards(
             observed = ObservedProxy("", store)
             with serving(observed, url, renderer, proxy):
                 loaded = load_agent(agent, workers=1)
-                table = _Table(loaded, editor, stage, function, limits, proxy.truncated_reward)
+                reward_time_s = reward.time_s if reward is not None else math.inf
+                table = _Table(loaded, editor, stage, function, limits, reward_time_s, proxy.truncated_reward)
                 grades = asyncio.run(table.play(observed.url, tasks[:most_tasks], players, say))
     played = tuple(
         PlayerGrades(player.name, player.what, player.knows, player.guesses, tuple(of_player))
         for player, of_player in zip(players, grades, strict=True)
     )
     facts = facts_of(played, group_size=group_size)
-    return RewardReport(played, facts, findings_of(played, facts, reward))
+    return RewardReport(played, facts, findings_of(played, facts, reward, given_up=table.given_up))
 
 
 class _Stage:
@@ -154,22 +157,33 @@ def _total(value: RewardValue) -> float:
     return float(sum(value.values())) if isinstance(value, Mapping) else float(value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Table:
-    """What all players play with."""
+    """What all players play with.
+
+    Attributes:
+        given_up: why no further episodes were played; "" if all were.
+    """
 
     agent: Agent
     editor: Agent | None  # changes the tests of a task's folder
     stage: _Stage
     function: _TimedFunction | None
     limits: LimitsConfig
+    reward_time_s: float
     truncated_reward: float
+    given_up: str = ""
 
     async def play(
         self, url: str, tasks: Sequence[Task], players: Sequence[Player], say: Callable[[str], None]
     ) -> list[list[Grade]]:
-        """Return the grades of each player, and end the agents."""
+        """Return the grades of each player, and end the agents.
+
+        An agent or a reward function that hangs would take hours, so after `GIVE_UP_AFTER` such episodes no
+        further ones are played.
+        """
         grades: list[list[Grade]] = [[] for _ in players]
+        late = 0
         try:
             async with AsyncClient(url) as client:
                 for number, task in enumerate(tasks, 1):
@@ -177,12 +191,23 @@ class _Table:
                     for player, of_player in zip(players, grades, strict=True):
                         if (script := player.script(task)) is not None:
                             self.stage.enter(player, script)
-                            of_player.append(await self._grade(client, task, player))
+                            of_player.append(grade := await self._grade(client, task, player))
+                            late = late + 1 if self._took_all_its_time(grade) else 0
+                            if late == GIVE_UP_AFTER:
+                                self.given_up = (
+                                    f"{late} episodes one after another took all of their time, the last one "
+                                    f"{grade.episode_s:.1f} s"
+                                )
+                                return grades
         finally:
             await self.agent.close()
             if self.editor is not None:
                 await self.editor.close()
         return grades
+
+    def _took_all_its_time(self, grade: Grade) -> bool:
+        reward_was_late = grade.grader_failed and (grade.grade_s or 0.0) >= self.reward_time_s
+        return reward_was_late or grade.episode_s >= self.limits.time_s
 
     async def _grade(self, client: AsyncClient, task: Task, player: Player) -> Grade:
         limits, function = self.limits, self.function

@@ -17,11 +17,12 @@ _SHOWN = 3  # tasks and errors that a finding names
 
 
 def findings_of(
-    players: Sequence[PlayerGrades], facts: RewardFacts, reward: RewardConfig | None
+    players: Sequence[PlayerGrades], facts: RewardFacts, reward: RewardConfig | None, *, given_up: str = ""
 ) -> list[Finding]:
-    """Return all findings, the worst first."""
+    """Return all findings, the worst first. `given_up` says why no further episodes were played."""
     order: dict[Severity, int] = {"error": 0, "remark": 1, "note": 2}
     found = [
+        *_given_up(given_up),
         *_failures(players),
         *_right_answer(players, facts),
         *_free(players, facts),
@@ -29,6 +30,16 @@ def findings_of(
         *_grading(players, facts, reward),
     ]
     return sorted(found, key=lambda finding: order[finding.severity])
+
+
+def _given_up(reason: str) -> Iterator[Finding]:
+    if reason:
+        yield Finding(
+            "error",
+            f"No further episodes were played: {reason}.",
+            "Give what the agent and the reward function wait for (servers, programs, loops) a time limit "
+            "of its own. If they only need longer, raise reward.time_s and rollout.limits.time_s.",
+        )
 
 
 def _failures(players: Sequence[PlayerGrades]) -> Iterator[Finding]:
@@ -59,6 +70,8 @@ def _failures(players: Sequence[PlayerGrades]) -> Iterator[Finding]:
 def _right_answer(players: Sequence[PlayerGrades], facts: RewardFacts) -> Iterator[Finding]:
     best = _named(players, facts.best_form)
     if best is None:
+        if any(player.knows for player in players):
+            return  # the episodes with the right answer failed, which is a finding of its own
         yield Finding(
             "note",
             "No task holds its answer, so nothing is known about what the right answer earns.",
