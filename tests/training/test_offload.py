@@ -81,10 +81,10 @@ def has_gradient(models: Models) -> bool:
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """A wrong moment or gradient differs by about the learning rate, 1e-2; rounding by 4e-6 on some CPUs."""
+    """Wrong moments change weights by about the learning rate, 1e-2; rounding by up to 3e-5."""
     assert got.keys() == want.keys()
     for name, tensor in want.items():
-        torch.testing.assert_close(got[name], tensor, atol=2e-5, rtol=1e-5, msg=name)
+        torch.testing.assert_close(got[name], tensor, atol=2e-4, rtol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("none", "all"), ("all", "none"), ("all", "optimizer")])
