@@ -360,7 +360,14 @@ def doctor(
     answer: Annotated[
         str | None, typer.Option(help="With --rewards: the field of a task that holds its answer.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of the agent, in seconds.")] = 120.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="Time limit of the agent, in seconds; that of a configuration whose agent is examined holds "
+            "if it is shorter.",
+        ),
+    ] = 120.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Also print the report as one JSON object, on the last line.")
     ] = False,
@@ -376,10 +383,13 @@ def doctor(
     from areal_agents.config.models import model_folder
     from areal_agents.doctor import examine, read_task, show
     from areal_agents.launch.examined import agent_of_run
+    from areal_agents.launch.signals import interruptible
 
     if rewards:
         if config is None or command or agent or reward:
-            raise typer.BadParameter("--rewards takes the agent and its rewards from --config")
+            raise typer.BadParameter(
+                "--rewards takes the agent and its rewards from --config, as they are in the file"
+            )
         _doctor_of_rewards(config, tasks=tasks, answer=answer, timeout_s=timeout, as_json=as_json)
         return
     loaded = load_config(config, weights=False) if config else None
@@ -389,14 +399,16 @@ def doctor(
         given, first = agent_of_run(loaded)
         given |= {"reward": reward or given["reward"]}
         told = first if told is None else told
-    report = examine(
-        **given,
-        task=told or {},
-        model=Path(model_folder(model, Path.cwd())) if model else None,
-        engine_url=engine_url,
-        volatile=loaded.proxy.volatile if loaded is not None else {},
-        timeout_s=timeout,
-    )
+        timeout = min(timeout, loaded.rollout.limits.time_s)
+    with interruptible():
+        report = examine(
+            **given,
+            task=told or {},
+            model=Path(model_folder(model, Path.cwd())) if model else None,
+            engine_url=engine_url,
+            volatile=loaded.proxy.volatile if loaded is not None else {},
+            timeout_s=timeout,
+        )
     show(report, Console(soft_wrap=True))
     if as_json:
         print(orjson.dumps(report.to_dict()).decode())
@@ -411,22 +423,24 @@ def _doctor_of_rewards(
 
     from areal_agents.config import load_config
     from areal_agents.doctor.rewards import examine_rewards, show_rewards
+    from areal_agents.launch.signals import interruptible
     from areal_agents.rollout.data import load_tasks
 
     loaded = load_config(path, weights=False)
     progress = Console(stderr=True, soft_wrap=True)
-    report = examine_rewards(
-        load_tasks(loaded.data, seed=loaded.seed).epoch(0),
-        most_tasks=tasks,
-        agent=loaded.agent,
-        reward=loaded.reward,
-        limits=loaded.rollout.limits,
-        proxy=loaded.proxy.model_copy(update={"admin_key": None, "project_keys": (), "port": 0}),
-        group_size=loaded.rollout.group_size,
-        answer_field=answer,
-        timeout_s=timeout_s,
-        say=lambda text: progress.print(text, markup=False, highlight=False),
-    )
+    with interruptible():
+        report = examine_rewards(
+            load_tasks(loaded.data, seed=loaded.seed).epoch(0),
+            most_tasks=tasks,
+            agent=loaded.agent,
+            reward=loaded.reward,
+            limits=loaded.rollout.limits,
+            proxy=loaded.proxy.model_copy(update={"admin_key": None, "project_keys": (), "port": 0}),
+            group_size=loaded.rollout.group_size,
+            answer_field=answer,
+            timeout_s=timeout_s,
+            say=lambda text: progress.print(text, markup=False, highlight=False),
+        )
     show_rewards(report, Console(soft_wrap=True))
     if as_json:
         print(orjson.dumps(report.to_dict()).decode())

@@ -43,10 +43,13 @@ def findings_of(seen: Observed, facts: Facts) -> list[Finding]:
 
 
 def _all(seen: Observed, facts: Facts) -> Iterator[Finding]:
+    if not seen.requests:  # why it failed explains best why it did not call
+        yield from _ended(seen, facts)
     yield from _reached(seen, facts)
     yield from _constrained(seen, facts)
     yield from _refusals(seen, facts)
-    yield from _ended(seen, facts)
+    if seen.requests:
+        yield from _ended(seen, facts)
     yield from _episode(seen, facts)
     yield from _changing(facts)
     yield from _branches(facts)

@@ -14,6 +14,7 @@ and is refused: `grader` names another model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import tempfile
@@ -221,6 +222,7 @@ class _Evaluation(inspect_ai.SampleSource):
     def __init__(self, line: EnvironmentLine, task: Any, options: Mapping[str, Any]) -> None:
         self._line, self._options = line, options
         self._samples: dict[tuple[str, int], _Sample] = {}
+        self._submitted: set[Future[_Sample]] = set()  # waiting for the thread
         self._epochs: dict[str, int] = {}
         self._context: contextvars.Context | None = None
         self._wake: asyncio.Event | None = None
@@ -243,13 +245,17 @@ class _Evaluation(inspect_ai.SampleSource):
         await asyncio.wrap_future(self._ready)
         assert self._loop is not None
         submitted: Future[_Sample] = Future()
-        self._loop.call_soon_threadsafe(self._submit, sample, ep, submitted)
-        running = await asyncio.wrap_future(submitted)
+        self._submitted.add(submitted)
+        submitted.add_done_callback(self._submitted.discard)
         try:
+            self._loop.call_soon_threadsafe(self._submit, sample, ep, submitted)
+        except RuntimeError as error:  # its loop is closed
+            raise TaskEnvironmentError(f"{self._line.text!r} is closed") from error
+        try:
+            running = await asyncio.wrap_future(submitted)
             return await asyncio.wrap_future(running.done)
         except asyncio.CancelledError:
-            if not self.has_ended:
-                self._loop.call_soon_threadsafe(running.cancel)
+            submitted.add_done_callback(self._cancel)
             raise
 
     async def end(self) -> None:
@@ -259,6 +265,12 @@ class _Evaluation(inspect_ai.SampleSource):
         await asyncio.to_thread(self._thread.join, END_TIMEOUT_S)
         if not self.has_ended:
             logger.error("the evaluation of %s did not end within %g s", self._line.text, END_TIMEOUT_S)
+
+    def _cancel(self, submitted: Future[_Sample]) -> None:
+        """Cancel a sample whose episode was cancelled, as soon as it is known."""
+        if not submitted.cancelled() and submitted.exception() is None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed, and the sample has ended with it
+                self._loop.call_soon_threadsafe(submitted.result().cancel)
 
     # The rest runs on the thread.
 
@@ -286,6 +298,8 @@ class _Evaluation(inspect_ai.SampleSource):
         await running.model.api.aclose()
 
     def _submit(self, sample: Any, ep: Episode, submitted: Future[_Sample]) -> None:
+        if not submitted.set_running_or_notify_cancel():
+            return  # the episode was cancelled
         if self._is_closing or self._context is None or self._wake is None:
             submitted.set_exception(TaskEnvironmentError(f"{self._line.text!r} is closed"))
             return
@@ -317,6 +331,9 @@ class _Evaluation(inspect_ai.SampleSource):
         ended = TaskEnvironmentError(f"the evaluation of {self._line.text!r} failed: {fault}")
         if not self._ready.done():
             self._ready.set_exception(ended)
+        for submitted in list(self._submitted):
+            if not submitted.done():
+                submitted.set_exception(ended)
         for running in self._samples.values():
             if not running.done.done():
                 running.done.set_exception(ended)

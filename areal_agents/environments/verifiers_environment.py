@@ -177,6 +177,7 @@ class _Serving:
         if not (await asyncio.wait({self._task}, timeout=END_TIMEOUT_S))[0]:
             logger.error("the servers of %s did not end within %g s", self._name, END_TIMEOUT_S)
             self._task.cancel()
+            await asyncio.wait({self._task}, timeout=END_TIMEOUT_S)
 
     async def _serve(self) -> None:
         try:
@@ -187,7 +188,14 @@ class _Serving:
             if self.ready.done():
                 logger.exception("the servers of %s failed", self._name)
             else:
-                self.ready.set_exception(TaskEnvironmentError(f"{self._name!r}: {describe(error)}"))
+                self._not_ready(describe(error))
+        finally:
+            if not self.ready.done():
+                self._not_ready("it was ended before it was ready")
+
+    def _not_ready(self, reason: str) -> None:
+        self.ready.set_exception(TaskEnvironmentError(f"{self._name!r}: {reason}"))
+        self.ready.exception()  # retrieved, so that asyncio does not log it where no episode waits
 
 
 class OlderEnvironment:

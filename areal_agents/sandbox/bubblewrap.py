@@ -100,8 +100,6 @@ class Bubblewrap:
         yield from ("--uid", user, "--gid", user, "--unshare-pid", "--unshare-ipc", "--unshare-uts")
         yield from ("--unshare-cgroup-try", "--hostname", "sandbox")
         yield from ("--bind", str(scratch / "root"), "/") if spec.image else _host_programs()
-        for path in _readable(spec):
-            yield from ("--ro-bind", str(path), str(path))
         yield from ("--proc", "/proc", "--dev", "/dev")
         for switch in self._covered:
             yield from ("--ro-bind", switch, switch)
@@ -109,6 +107,8 @@ class Bubblewrap:
         for name in _GENERATED if spec.image else ("",):
             yield from ("--ro-bind", str(etc / name), f"/etc/{name}")
         yield from ("--bind", str(scratch / "tmp"), "/tmp", "--bind", str(scratch / "home"), HOME)
+        for path in _readable(spec):  # some may be in /tmp
+            yield from ("--ro-bind", str(path), str(path))
         workdir = self.workdir(spec, scratch)
         in_image = spec.image and spec.workdir and spec.folder is None
         for path in (*spec.writable, *((workdir,) if in_image else ())):

@@ -30,12 +30,12 @@ from areal_agents.sandbox.relay import MODEL_PORT, Relay, relayed_url
 from areal_agents.sandbox.sandbox import KEPT_OUTPUT, Finished, Mount, SandboxSpec
 
 WORKDIR = "/workspace"
-LABEL = "areal-agents.owner"  # of every container; its value is the owner's process id and start time
+LABEL = "areal-agents.owner"  # of every container; its value is the owner's pid namespace, pid and start time
 _SOCKETS = "/run/areal-agents"  # folder of the relay's socket inside
 _CLI_S = 120.0  # time limit of one call of docker in seconds
 _PIPE_S = 1.0
 _WAIT = "trap : TERM; while :; do sleep 3600 & wait $!; done"
-_KILL_ALL = "kill -9 -1"
+_KILL_ALL = "kill -9 -1 2>/dev/null; exit 0"  # kill fails where nothing is left
 # Forwards 127.0.0.1:MODEL_PORT to the unix socket; says "ready" when it listens.
 _FORWARD = f"""
 import socket, threading
@@ -114,7 +114,7 @@ class DockerIsolation:
 
     def __init__(self, program: str) -> None:
         self._program = program
-        self._owner = f"{os.getpid()}-{_started_at(os.getpid())}"
+        self._owner = f"{_machine()}-{os.getpid()}-{_started_at(os.getpid())}"
         self._sandboxes: set[DockerSandbox] = set()
 
     @classmethod
@@ -175,8 +175,8 @@ class DockerIsolation:
         )
         for line in listed.decode().splitlines():
             name, owner = line.split()
-            pid, started = owner.split("-")
-            if _started_at(int(pid)) != started:
+            machine, pid, started = owner.split("-")
+            if machine == _machine() and _started_at(int(pid)) != started:
                 await docker(self._program, ["rm", "--force", name])
 
 
@@ -239,7 +239,11 @@ class DockerSandbox:
                     Log(log) if log is not None else None,
                 )  # fmt: skip
             finally:
-                await docker(self._program, ["exec", self._name, "/bin/sh", "-c", _KILL_ALL], may_fail=True)
+                all_killed = await self._kill_all()
+            if not all_killed:
+                raise SandboxError(
+                    "what the command left running could not be killed; its container is removed"
+                )
             for mount in mounts:
                 await self._copy_out(mount)
         return Finished(ended.status, ended.stdout.output(), ended.stderr.output(), ended.timed_out)
@@ -264,6 +268,15 @@ class DockerSandbox:
         await docker(self._program, ["rm", "--force", self._name], may_fail=True)
         shutil.rmtree(self._sockets)
         self._ended(self)
+
+    async def _kill_all(self) -> bool:
+        """Kill what a command left running; if that cannot be done, end the container with it."""
+        try:
+            await docker(self._program, ["exec", self._name, "/bin/sh", "-c", _KILL_ALL])
+        except SandboxError:
+            await self.end()
+            return False
+        return True
 
     async def _listen(self, model_url: str, stack: contextlib.AsyncExitStack) -> None:
         path = self._sockets / "model"
@@ -352,6 +365,12 @@ def _unpack(data: bytes, folder: Path) -> None:
     """Unpack an archive that a container made; no member can lie outside the folder."""
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         archive.extractall(folder, filter="data")
+
+
+def _machine() -> str:
+    """Return what tells this pid namespace from others that use the same engine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    return boot + os.readlink("/proc/self/ns/pid").partition("[")[2].rstrip("]")
 
 
 def _started_at(pid: int) -> str:

@@ -1,8 +1,9 @@
 """The folder of the sandboxes of one owner, and the removal of what killed owners left.
 
-The folder holds a lock file that the owner and its keepers have locked. A folder whose lock is free is one
-whose owner and keepers are all dead, for example by kill -9 at once; the next start removes it and its
-cgroups.
+The folder holds a lock file that the owner and its keepers have locked. A folder whose lock is free or
+missing is one whose owner and keepers are all dead, for example by kill -9 at once; the next start removes it
+and its cgroups. Folders are made and removed only under the lock of the folder above them, so that none is
+taken for a dead one while it is being made.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import secrets
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from areal_agents.errors import SandboxError
@@ -24,6 +25,7 @@ from areal_agents.sandbox.cgroups import CgroupHome
 
 PREFIX = "areal-agents-sandbox-"  # of the names of cgroups
 _LOCK, _PARENTS = "lock", "cgroups.json"
+_BASE_S = 60.0  # longest wait in seconds for other processes that make or remove folders
 _KILL_S = 5.0  # longest wait in seconds for killed processes to leave a cgroup
 
 
@@ -48,12 +50,13 @@ class SandboxHome:
         status = base.lstat()
         if status.st_uid != os.getuid() or base.is_symlink() or status.st_mode & 0o022:
             raise SandboxError(f"{base} is not a folder that only this user can write; remove it")
-        remove_leftovers(base)
-        folder = base / f".{secrets.token_hex(6)}"  # hidden from others' search until it is locked
-        folder.mkdir(mode=0o700)
-        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return cls(folder.rename(base / folder.name[1:]), lock)
+        with _alone_in(base):
+            remove_leftovers(base)
+            folder = base / secrets.token_hex(6)
+            folder.mkdir(mode=0o700)
+            lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return cls(folder, lock)
 
     def new_name(self, cgroups: CgroupHome | None) -> str:
         """Return an unused name for the folder and the cgroups of a sandbox; record where cgroups are."""
@@ -66,21 +69,36 @@ class SandboxHome:
     def close(self) -> None:
         """Remove the folder; its sandboxes have ended."""
         try:
-            remove_folder(self.folder)
+            with _alone_in(self.folder.parent):
+                remove_folder(self.folder)
         finally:
             os.close(self.lock)
+
+
+@contextmanager
+def _alone_in(base: Path) -> Iterator[None]:
+    """Hold the lock of the folder of all sandboxes. Raises SandboxError if others hold it for too long."""
+    deadline = time.monotonic() + _BASE_S
+    held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise SandboxError(f"{base} is in use by another process for {_BASE_S:g} s") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(held)
 
 
 def remove_leftovers(base: Path) -> int:
     """Remove the folders and cgroups of dead owners; return how many owners that were."""
     removed = 0
     for folder in base.iterdir():
-        if folder.name.startswith("."):
-            continue
-        try:
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # another start removes it
-            continue
+        lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

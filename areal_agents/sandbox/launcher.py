@@ -219,7 +219,10 @@ def _become(sock, command, fds, cgroups):
             signal.signal(number, signal.SIG_DFL)
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
-    os.closerange(3, max(fds) + 1)
+    # Nothing else is for the command, above all not the owner's lock.
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            os.set_inheritable(fd, fd <= 2)
     command["doing"] = f"cannot run {command['argv'][0]}"
     if command["folder"]:
         os.chdir(command["folder"])

@@ -37,6 +37,7 @@ class Relay:
         self._port = parts.port or (443 if self._tls else 80)
         self._open: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
+        self._is_closed = False
 
     async def start(self, listener: socket.socket) -> None:
         """Accept connections from `listener`, which is closed with the relay."""
@@ -44,6 +45,7 @@ class Relay:
 
     async def close(self) -> None:
         """Close every connection."""
+        self._is_closed = True  # also for connections that were accepted, and that nothing forwards yet
         if self._server is not None:
             self._server.close()
         for task in self._open:
@@ -53,7 +55,7 @@ class Relay:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._open) >= MOST_CONNECTIONS:
+        if self._is_closed or len(self._open) >= MOST_CONNECTIONS:
             writer.transport.abort()
             return
         self._open.add(task)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import time
 from pathlib import Path
 
@@ -39,6 +40,21 @@ async def test_variables_of_the_owner_do_not_reach_a_command(
     if isolation.name == "process":  # /proc of this machine is open to it
         done = await sandbox.run(["env"], timeout_s=20)
     assert "xyzzy" not in done.stdout.text()
+
+
+async def test_a_command_has_no_descriptor_of_its_keeper(isolation_name: str) -> None:
+    """However high the numbers of the owner's are: its lock is passed to the keepers by number."""
+    held = [os.dup(0) for _ in range(40)]
+    opened = await open_isolation(isolation_name, spec_for(isolation_name))
+    try:
+        sandbox = await opened.start(spec_for(isolation_name))
+        done = await sandbox.run([*SHELL, "ls -l /proc/self/fd"], timeout_s=20)
+    finally:
+        for fd in held:
+            os.close(fd)
+        await opened.close()
+    numbers = {line.split(" -> ")[0].split()[-1] for line in done.stdout.text().splitlines()[1:]}
+    assert numbers == {"0", "1", "2", "3"}, done.stdout.text()  # 3 is the listing itself
 
 
 async def test_a_sandbox_works_in_a_copy(isolation: Isolation, tmp_path: Path) -> None:

@@ -80,9 +80,10 @@ async def test_the_next_start_removes_leftovers_and_no_living_sandbox(tmp_path: 
     (dead / "x" / "closed").mkdir(parents=True)
     (dead / "x").chmod(0)
     (dead / "lock").touch()
+    (tmp_path / "ba9876543210").mkdir()  # its owner was killed before it had the lock
     local: Local = Process()
     other = LocalIsolation(local, base=tmp_path)
-    assert not dead.exists()
+    assert not dead.exists() and not (tmp_path / "ba9876543210").exists()
     assert (await sandbox.run(["true"], timeout_s=20)).status == 0
     await other.close()
     await living.close()

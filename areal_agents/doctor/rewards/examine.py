@@ -23,7 +23,6 @@ from areal_agents.doctor.rewards.facts import facts_of
 from areal_agents.doctor.rewards.findings import findings_of
 from areal_agents.doctor.rewards.players import Player, answer_of, players_for
 from areal_agents.doctor.rewards.report import Grade, PlayerGrades, RewardReport
-from areal_agents.doctor.scripted_model import tools_in
 from areal_agents.doctor.serving import ObservedProxy, serving
 from areal_agents.doctor.tiny_model import write_tiny_model
 from areal_agents.errors import ConfigError, RewardError
@@ -110,18 +109,15 @@ class _Stage:
         self._script: Script | None = None
         self._marks: tuple[str, ...] = ()
         self.names_form = False
-        self.offers_tools = False
 
     def enter(self, player: Player, script: Script) -> None:
         """Begin an episode."""
         self._script, self._marks = script, player.marks
-        self.names_form = self.offers_tools = False
+        self.names_form = False
 
     def __call__(self, call: ScriptedCall) -> ScriptedReply | str:
         assert self._script is not None, "an agent calls the model only in its episodes"
-        prompt = call.prompt_text
-        self.names_form |= all(mark in prompt for mark in self._marks)
-        self.offers_tools |= bool(tools_in(prompt))
+        self.names_form |= all(mark in call.prompt_text for mark in self._marks)
         return self._script(call)
 
 
@@ -142,13 +138,15 @@ class _TimedFunction(RewardFunction):
         """See RewardFunction.of_episode."""
         started = time.perf_counter()
         try:
-            value = await super().of_episode(episode)
+            try:
+                value = await super().of_episode(episode)
+            finally:
+                self.seconds = time.perf_counter() - started
+            again = await super().of_episode(episode)
         except RewardError:
             self.failed = True
             raise
-        finally:
-            self.seconds = time.perf_counter() - started
-        if (again := await super().of_episode(episode)) != value:
+        if again != value:
             self.again = _total(again)
         return value
 
@@ -233,6 +231,5 @@ class _Table:
             again=function.again if function is not None else None,
             grade_s=function.seconds if function is not None else None,
             episode_s=taken,
-            offers_tools=self.stage.offers_tools,
             names_form=self.stage.names_form,
         )

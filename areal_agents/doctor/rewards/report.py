@@ -22,7 +22,6 @@ class Grade:
             first; None otherwise.
         grade_s: seconds that the reward function took; None without a reward function.
         episode_s: seconds that the whole episode took.
-        offers_tools: whether the agent offered tools.
         names_form: whether a prompt of the episode has the characters that the player's form puts around the
             answer.
     """
@@ -34,7 +33,6 @@ class Grade:
     again: float | None = None
     grade_s: float | None = None
     episode_s: float = 0.0
-    offers_tools: bool = False
     names_form: bool = False
 
 
