@@ -267,7 +267,8 @@ print(len(refused))
             stop.set()
             thread.join()
         assert int(done.stdout.text()) >= 600 - 128, done
-        assert most - before < 2 * 128 + 200
+        # two for each that is forwarded, one for each of the others until it is closed; unbounded: 1200
+        assert most - before < 2 * 128 + (600 - 128) + 50
         async with asyncio.timeout(LIMIT_S):  # connections are closed by the event loop's next rounds
             while len(os.listdir("/proc/self/fd")) > before:
                 await asyncio.sleep(0.01)
