@@ -288,11 +288,19 @@ def test_a_served_agent_is_rewarded_and_trained(folder: Path, served: str) -> No
     assert (there / "runs/from-store/final/config.json").exists()
 
 
+# What the agent of this page does, with the key of the answer.
+CALL = """KEY=$(python -c 'import json, sys; print(json.load(sys.stdin)["key"])' <<< "$ANSWER")
+curl -s localhost:PORT/e/$KEY/v1/chat/completions -H "$JSON" \\
+  -d '{"model": "policy", "max_tokens": 4, "messages": [{"role": "user", "content": "?"}]}' >/dev/null"""
+
+
 def test_an_episode_over_plain_http(folder: Path, served: str) -> None:
     for script in (text("README.md", "ID=episode-…"), text("docs/protocol.md", "ID=episode-…")):
         lines = script.replace("8000", served).replace("finish\n", "finish >/dev/null\n").splitlines()
         first = next(n for n, line in enumerate(lines) if "/episodes -H" in line)
         lines[first] = "ANSWER=$(" + lines[first].partition("   #")[0] + ")"
+        works = next(n for n, line in enumerate(lines) if line.startswith("# … the agent"))
+        lines[works] = CALL.replace("PORT", served)
         identified = [
             """ID=$(python -c 'import json, sys; print(json.load(sys.stdin)["id"])' <<< "$ANSWER")"""
             if line.startswith("ID=")

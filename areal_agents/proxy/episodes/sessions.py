@@ -270,12 +270,21 @@ class Sessions:
         self._by_key[session.row.key_hash] = session
         return session
 
+    async def _was_called(self, episode_id: str) -> bool:
+        """Whether the model was called in an episode without turns: a call is running, or met a limit."""
+        session = self._by_id.get(episode_id)
+        if session is not None:
+            return session.limit_reached is not None or session.ledger.running_calls > 0
+        row = await asyncio.to_thread(self._store.episode_row, episode_id)
+        return row.limit_reached is not None
+
     async def seal(self, episode_id: str, status: SealedStatus, **how: Any) -> EpisodeState:
         """End an episode, first in the store with the arguments of `Store.seal`, and return its state.
 
-        An episode that would be finished or truncated is failed instead, without the rewards in `how`, if it
-        has no model call (with `require_turn` NoTurn is raised), or if a call was lost and its retry was
-        never answered, even if the agent handled the error.
+        An episode that would be finished or truncated is failed instead, without the rewards in `how`, if the
+        model was never called, or if a call was lost and its retry was never answered, even if the agent
+        handled the error. With `require_turn`, NoTurn is raised if no call was recorded, also if one was
+        refused because of a limit or is running.
         """
         session = self._by_id.get(episode_id)
         is_success = status in ("finished", "truncated")
@@ -288,7 +297,9 @@ class Sessions:
         except NoTurn:
             if how.get("require_turn"):
                 raise
-            state = await asyncio.wrap_future(self._store.seal(episode_id, "failed", error=NO_MODEL_CALL))
+            if not await self._was_called(episode_id):
+                status, how = "failed", {"error": NO_MODEL_CALL}
+            state = await asyncio.wrap_future(self._store.seal(episode_id, status, **how))
         if self._loading:
             self._sealed_meanwhile[episode_id] = state.status  # a load may have read the earlier status
         session = self._by_id.get(episode_id)
