@@ -157,7 +157,7 @@ _EXACT: tuple[Case, ...] = (
 )
 
 _IN_HARBOR = (
-    "it is no program of its own: Harbor runs it in the container of a task, and drives tmux there; run "
+    "it is not a program of its own: Harbor runs it in the container of a task, and drives tmux there; run "
     "Harbor as the command"
 )
 _CLI: tuple[Case, ...] = (

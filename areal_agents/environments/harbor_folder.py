@@ -196,7 +196,7 @@ def _followed(folder: Path, settings: Mapping[str, Any]) -> Recipe:
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """Put the values of known variables into a text."""
+    """Replace the known variables in a string by their values."""
     return _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], found[0]), text)
 
 

@@ -35,7 +35,7 @@ from areal_agents.errors import AgentError, TaskEnvironmentError
 from areal_agents.user_functions import describe
 
 CONNECT_TIMEOUT_S = 60.0
-CAPACITY_TIMEOUT_S = 1800.0  # longest wait for a session of a server that has no more of them
+CAPACITY_TIMEOUT_S = 1800.0  # longest wait in seconds for a server whose sessions are all in use
 LARGEST_MESSAGE_MB = 32.0
 
 _CAPACITY = "CAPACITY_REACHED"
@@ -141,7 +141,7 @@ class OpenEnv:
                 schema = answer.json()["action"]
         except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
             raise TaskEnvironmentError(
-                f"{self._line.text!r} has no schema of actions at {url}/schema: {describe(error)}"
+                f"{self._line.text!r} describes no actions at {url}/schema: {describe(error)}"
             ) from error
         if not isinstance(schema, dict):
             raise TaskEnvironmentError(f"{self._line.text!r}: the schema of actions is {schema!r}")

@@ -300,7 +300,7 @@ def _remove(request):
         for name in request["copies"]:
             _libc.umount2(os.path.join(request["scratch"], name).encode(), _DETACH)
     if not request["disk_bytes"] or not request["namespaces"]:
-        # The owner removes what is left, such as folders without permissions, with its own folder.
+        # What cannot be removed here, such as folders without permissions, is removed by the owner.
         shutil.rmtree(request["scratch"], ignore_errors=True)
     else:
         _libc.umount2(request["scratch"].encode(), _DETACH)

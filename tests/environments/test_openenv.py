@@ -126,7 +126,7 @@ def test_a_server_that_lies_fails_the_episode_with_the_reason(stack: Stack, pyth
     [
         ("{python} {file} nothing {{port}}", "ended with status 1: there is no kind nothing"),
         ("no-such-program", "cannot start no-such-program: No such file"),
-        ("http://127.0.0.1:9", "has no schema of actions at http://127.0.0.1:9/schema: ConnectError"),
+        ("http://127.0.0.1:9", "describes no actions at http://127.0.0.1:9/schema: ConnectError"),
     ],
 )
 def test_what_cannot_be_reached_is_named(name: str, fault: str, stack: Stack, python: str) -> None:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Notice(NamedTuple):
-    """`request` has new tokens or has finished, as of one step; the request itself goes on."""
+    """After one step, `request` has new tokens or has `finished`; later steps do not change the notice."""
 
     request: Request
     finished: bool

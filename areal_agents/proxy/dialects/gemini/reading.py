@@ -508,7 +508,7 @@ def _text(part: Fields, where: str) -> str | None:
     if kind in _DATA:
         unsupported(f"a {kind} is not supported in a content of this role", f"{where}.{kind}")
     if kind is None:
-        refuse("a part must have a text, a functionCall or a functionResponse", where)
+        refuse("a part must have text, a functionCall or a functionResponse", where)
     return unsupported(f"this model accepts only text, got a part with {shown(kind)}", f"{where}.{kind}")
 
 

@@ -169,7 +169,7 @@ def _copy(source: Path | None, target: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder. A failure is logged: the episode has its result, and the run goes on."""
+    """Remove a folder. A failure is logged: the episode has its result, and the run continues."""
     try:
         remove_folder(folder)
     except OSError as error:

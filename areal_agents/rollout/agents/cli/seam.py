@@ -107,7 +107,7 @@ class Seam(Settings):
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """Return a text of a seam with the values of its placeholders. A value is not filled in again."""
+    """Return a string of a seam with its placeholders replaced. Values are not searched for placeholders."""
     return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
