@@ -76,6 +76,12 @@ def train(
             help="Print the configuration with the origin of each value, and start nothing.",
         ),
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show only what is unusual, and the results.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write what happens as JSON, one object for each line.")
+    ] = False,
 ) -> None:
     """Train an agent: start the engine, proxy, rollout and trainer processes, and end them with the run."""
     if dry_run:
@@ -83,21 +89,25 @@ def train(
 
         print(annotated(config, overrides or ()), end="")
         return
+    if quiet and as_json:
+        raise typer.BadParameter("--quiet and --json are two forms of the same output; give one of them")
     require("torch", "training")
     from areal_agents.config import load_config
     from areal_agents.launch.joining import join
     from areal_agents.launch.nodes import nodes_of
+    from areal_agents.launch.report.report import Form
     from areal_agents.launch.run_folder import RunFolder
     from areal_agents.launch.train import train as run
 
-    console = Console()
+    console = Console(stderr=as_json)
     loaded = load_config(config, overrides or ())
     nodes = nodes_of(loaded.trainer, os.environ)
     try:
         if nodes.rank:
             join(loaded, nodes, console=console, fresh=fresh)
         else:
-            run(loaded, console=console, fresh=fresh, ablate_tool=ablate_tool)
+            form: Form = "json" if as_json else "quiet" if quiet else "auto"
+            run(loaded, console=console, fresh=fresh, ablate_tool=ablate_tool, form=form)
     except Interrupted:
         has_checkpoint = RunFolder(Path(loaded.run_dir)).has_checkpoint
         since = " from the last checkpoint" if has_checkpoint else ""

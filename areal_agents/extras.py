@@ -20,7 +20,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "uvloop", "yaml",
     ),
     "train": (
-        "cloudpickle", "datasets", "llvmlite", "matplotlib", "numba", "peft", "safetensors", "tensorboard",
+        "cloudpickle", "datasets", "llvmlite", "matplotlib", "numba", "peft", "psutil", "safetensors",
+        "tensorboard",
         "torch", "transformers", "xgrammar",
     ),
     "gpu": ("bitsandbytes", "liger_kernel"),

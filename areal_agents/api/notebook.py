@@ -14,8 +14,8 @@ from rich.text import Text
 from areal_agents.config import Config
 from areal_agents.errors import ConfigError
 from areal_agents.inspection.sources import store_of_run
-from areal_agents.launch.live_view import PANEL_WIDTH, progress_panel
 from areal_agents.launch.progress import MetricsFile, RunProgress, read_progress
+from areal_agents.launch.report.panel import PANEL_WIDTH, progress_panel
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.summary import Summary
 

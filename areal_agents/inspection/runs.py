@@ -10,8 +10,8 @@ from typing import Any
 
 from areal_agents.errors import ConfigError
 from areal_agents.inspection.sources import config_of_run, read_json
-from areal_agents.launch.live_view import describe_step
 from areal_agents.launch.progress import MetricsFile
+from areal_agents.launch.report.describe import describe_step
 from areal_agents.launch.run_folder import RunFolder
 
 PERIOD_S = 0.5

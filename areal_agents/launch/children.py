@@ -156,6 +156,10 @@ class Children:
         code = child.process.poll()
         return code is not None and child.due is None and not _may_restart(child, code)
 
+    def pids(self) -> dict[str, int]:
+        """Return the process id of each child by its name."""
+        return {name: child.process.pid for name, child in self._children.items()}
+
     def stop(self) -> None:
         """End every process, and return when all have exited.
 

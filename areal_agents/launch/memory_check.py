@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-from rich.console import Console
 
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ConfigError
@@ -25,11 +24,14 @@ PLAN_TIMEOUT_S = 600.0
 _REFUSED = re.compile(r"^ConfigError: (.*)", re.DOTALL | re.MULTILINE)  # how the command refuses
 
 
-def check_memory(config: Config, console: Console, nodes: Nodes) -> None:
+def check_memory(config: Config, nodes: Nodes, say: Callable[[str], None]) -> None:
     """Show the plan of a run on this machine's GPUs, and refuse it if it does not fit.
 
     With `trainer.memory_check: warn`, and if the plan cannot be made, it prints a warning instead. A trainer
     that something else starts checks its own memory.
+
+    Args:
+        say: called with the plan and with warnings.
 
     Raises:
         ConfigError: it does not fit, or there are too few GPUs.
@@ -41,7 +43,7 @@ def check_memory(config: Config, console: Console, nodes: Nodes) -> None:
         return
 
     def warn(text: str) -> None:
-        console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+        say(f"warning: {text}")
 
     processes = trainer_gpus(config, machine) + sum(map(len, engine_gpus(config, machine)))
     if (short := shortage(processes)) is not None:
@@ -62,7 +64,7 @@ def check_memory(config: Config, console: Console, nodes: Nodes) -> None:
     shown, said = done.stdout.strip(), done.stderr.strip()
     last = (shown or said or "it said nothing").splitlines()[-1]
     if done.returncode == 0:
-        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        say(shown)
     elif done.returncode == EXIT_UNKNOWN:
         warn(f"{last}; the memory of the run is not checked")
     elif done.returncode == 1 and (refusal := _REFUSED.search(said)):
@@ -72,5 +74,5 @@ def check_memory(config: Config, console: Console, nodes: Nodes) -> None:
     elif config.trainer.memory_check == "refuse":
         raise ConfigError(f"{last} To start it nevertheless, set trainer.memory_check: warn.")
     else:
-        console.print(shown, markup=False, highlight=False, soft_wrap=True)
+        say(shown)
         warn("the run is started although it does not fit, because trainer.memory_check is warn")

@@ -65,6 +65,7 @@ class RunProgress:
 
     Attributes:
         version: the newest published version; -1 before the first.
+        published_at: when it was published, in seconds since the epoch; None before the first.
         groups: the number of groups in each state.
         held_out: every evaluation so far.
         failed: the number of training episodes that have failed.
@@ -73,6 +74,7 @@ class RunProgress:
         agent_errors: the number of training episodes that are scored although their agent raised.
         constrained: the number of constrained turns among the latest training turns.
         turns: the number of these latest turns.
+        sampled_tokens_per_s: the tokens that the engines sampled in the last half minute, per second.
     """
 
     version: int
@@ -84,14 +86,19 @@ class RunProgress:
     agent_errors: int = 0
     constrained: int = 0
     turns: int = 0
+    published_at: float | None = None
+    sampled_tokens_per_s: float = 0.0
 
 
 def read_progress(store: Store) -> RunProgress:
     """Return a snapshot of the run whose store this is."""
     failed = store.failed_episodes()
     constrained, turns = store.constrained_turns()
+    latest = store.latest_version()
     return RunProgress(
-        version=store.max_version(),
+        version=-1 if latest is None else latest.version,
+        published_at=None if latest is None else latest.published_at,
+        sampled_tokens_per_s=store.sampled_tokens_per_s(),
         groups=store.group_counts(),
         held_out=read_held_out(store),
         failed=failed,

@@ -26,12 +26,13 @@ from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.dtypes import check_dtypes
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
-from areal_agents.launch.live_view import LiveView
 from areal_agents.launch.memory_check import check_memory
+from areal_agents.launch.memory_use import MemoryUse
 from areal_agents.launch.nodes import Nodes, nodes_of
 from areal_agents.launch.outside_trainer import OutsideTrainer
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
 from areal_agents.launch.ready import wait_until_ready
+from areal_agents.launch.report.report import Form, Report, report_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.stopping import stop_timeout_s
@@ -51,7 +52,14 @@ REFRESH_S = 0.5
 WITHOUT_TOOL = "after-without-tool"
 
 
-def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool: bool = False) -> Summary:
+def train(
+    config: Config,
+    *,
+    console: Console,
+    fresh: bool = False,
+    ablate_tool: bool = False,
+    form: Form = "auto",
+) -> Summary:
     """Train the run that `config` describes to its last step.
 
     If a run has already ended with the same configuration, only its summary is shown.
@@ -61,6 +69,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         console: the console for progress and results.
         fresh: set an earlier run in the same folder aside instead of resuming it.
         ablate_tool: after training, also evaluate with the agent's tool switched off.
+        form: how the run is shown, see `report_of`.
 
     Raises:
         ConfigError: another process uses the run folder, a port is taken, a tracker is not installed, or an
@@ -78,49 +87,43 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
             f"this is node {nodes.rank}; the run is started on node 0, and joined on the others"
         )
     plan = None if config.data.episodes else _plan(config)
+    report = report_of(config, console, form)
     config = without_place(config)
     folder = RunFolder(Path(config.run_dir))
     if fresh or not has_ended(config, folder):
-        check_memory(config, console, nodes)  # before anything of an earlier run is changed
+        check_memory(config, nodes, report.say)  # before anything of an earlier run is changed
     for earlier in folder.set_aside(config.store.url) if fresh else ():
-        console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
+        report.say(f"the earlier run is kept in {earlier}")
     with folder.locked(config.store.url), interruptible(), chosen_endpoints(config) as endpoints:
         if not ablate_tool and has_ended(config, folder):
-            console.print(
-                f"{folder.root} is finished; raise trainer.steps to continue, or use --fresh to start over",
-                soft_wrap=True,
+            report.say(
+                f"{folder.root} is finished; raise trainer.steps to continue, or use --fresh to start over"
             )
-            return _shown(Summary.read(folder.summary), folder, console)
+            summary = Summary.read(folder.summary)
+            report.result(summary, folder)
+            return summary
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
-        _report_resume(folder, console)
+        _report_resume(folder, report)
         save_config(config, folder.config)
-        _report_plan(config, folder, console, plan, nodes)
-        eval_episodes = config.eval.episodes if config.eval else 0
-        view = LiveView(
-            console,
-            title=f"areal-agents · {config.name}",
-            steps=config.trainer.steps,
-            eval_episodes=eval_episodes,
-            trains_constrained=config.algorithm.train_constrained,
-        )
+        _report_plan(config, folder, report, plan, nodes)
         if config.trial and plan is not None and not folder.metrics.exists():
-            run_trial(folder, say=lambda text: console.print(text, soft_wrap=True), ablate_tool=ablate_tool)
-        with Children(say=view.event) as children:
+            run_trial(folder, say=report.say, ablate_tool=ablate_tool)
+        with Children(say=report.event) as children:
             begun = time.monotonic()
             try:
-                with view:
+                with report:
                     if plan is None:
-                        _run_recorded(config, folder, children, view, nodes)
+                        _run_recorded(config, folder, children, report, nodes)
                         idle = None
                     else:
-                        idle = _run(config, endpoints, folder, children, view, plan, nodes)
+                        idle = _run(config, endpoints, folder, children, report, plan, nodes)
             finally:
                 wall_s = folder.add_wall_s(time.monotonic() - begun)
             without_tool = None
             if ablate_tool:
-                console.print("evaluating with the agent's tool switched off")
+                report.say("evaluating with the agent's tool switched off")
                 without_tool = _evaluate_once(config, folder, children, WITHOUT_TOOL, ablate_tool=True)
-        return _finish(config, folder, console, wall_s=wall_s, engine_idle=idle, without_tool=without_tool)
+        return _finish(config, folder, report, wall_s=wall_s, engine_idle=idle, without_tool=without_tool)
 
 
 def without_place(config: Config) -> Config:
@@ -200,23 +203,22 @@ def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
     return plan
 
 
-def _report_resume(folder: RunFolder, console: Console) -> None:
+def _report_resume(folder: RunFolder, report: Report) -> None:
     metrics = MetricsFile(folder.metrics)
     metrics.update()
     if metrics.rows:
         step = metrics.rows[-1]["step"]
-        message = f"resuming {folder.root}, which has trained {step} steps; use --fresh to start over"
-        console.print(message, soft_wrap=True)
+        report.say(f"resuming {folder.root}, which has trained {step} steps; use --fresh to start over")
 
 
 def _report_plan(
-    config: Config, folder: RunFolder, console: Console, plan: EnginePlan | None, nodes: Nodes
+    config: Config, folder: RunFolder, report: Report, plan: EnginePlan | None, nodes: Nodes
 ) -> None:
     if plan is not None:
-        console.print(plan.describe(folder), soft_wrap=True)
+        report.say(plan.describe(folder))
         proxy = config.proxy.for_engines(config.engine.sequences)
         if proxy.workers > 1:
-            console.print(f"proxy: {proxy.workers} workers", soft_wrap=True)
+            report.say(f"proxy: {proxy.workers} workers")
     ranks = config.trainer.ranks
     trainer = f"trainer: {ranks} rank{'s' if ranks > 1 else ''}"
     if not config.trainer.start:
@@ -226,9 +228,7 @@ def _report_plan(
     colocated = (
         "" if config.engine.colocate == "none" else f", colocated with the engines ({config.engine.colocate})"
     )
-    console.print(
-        f"{trainer}{colocated}; logs of all processes: {folder.log('trainer').parent}", soft_wrap=True
-    )
+    report.say(f"{trainer}{colocated}; logs of all processes: {folder.log('trainer').parent}")
 
 
 @contextmanager
@@ -301,7 +301,7 @@ def _run(
     endpoints: Endpoints,
     folder: RunFolder,
     children: Children,
-    view: LiveView,
+    report: Report,
     plan: EnginePlan,
     nodes: Nodes,
 ) -> float | None:
@@ -312,51 +312,55 @@ def _run(
         first = store.max_version() + 1
     start_serving(config, folder, children, plan)
     if config.engine.colocate != "none":  # an engine measures the memory that is left for it before it serves
-        wait_until_serving(config, endpoints, children, view.stage)
+        wait_until_serving(config, endpoints, children, report.stage)
     # Each process waits for those that it needs, so all of them load at the same time.
     _start_trainer(config, folder, children, nodes)
     rollout = {**threads_for("rollout"), **FIXED_HASHES}
     _start(children, folder, "rollout", "--first-version", str(first), environment=rollout)
-    wait_until_serving(config, endpoints, children, view.stage, view.event)
-    view.stage("waiting for the trainer's first version")
+    wait_until_serving(config, endpoints, children, report.stage, report.event)
+    report.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
     disk_space = disk_space_of(config, folder)
+    memory = MemoryUse(children.pids)
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
-        look_for_trainer = _looking(config, folder, store, view, ended)
+        look_for_trainer = _looking(config, folder, store, report, ended)
         while not (children.finished("rollout") and ended()):
             children.check(may_finish=("rollout", "trainer"))
             look_for_trainer()
             metrics.update()
             busy.follow(len(metrics.rows), config.trainer.steps)
-            view.warn(disk_space.shortage())
-            view.update(metrics.rows, read_progress(store))
+            memory.update()
+            report.warn(disk_space.shortage())
+            report.update(metrics.rows, read_progress(store), memory)
             time.sleep(REFRESH_S)
         children.check(may_finish=("rollout", "trainer"))
         metrics.update()
-        view.update(metrics.rows, read_progress(store))
+        report.update(metrics.rows, read_progress(store), memory)
     return busy.idle_share()
 
 
 def _run_recorded(
-    config: Config, folder: RunFolder, children: Children, view: LiveView, nodes: Nodes
+    config: Config, folder: RunFolder, children: Children, report: Report, nodes: Nodes
 ) -> None:
     """Train on recorded episodes: run the trainer alone, with all cores."""
-    view.stage("reading the recorded episodes")
+    report.stage("reading the recorded episodes")
     _start_trainer(config, folder, children, nodes, alone=True)
     metrics = MetricsFile(folder.metrics)
+    memory = MemoryUse(children.pids)
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
-        look_for_trainer = _looking(config, folder, store, view, ended)
+        look_for_trainer = _looking(config, folder, store, report, ended)
         while not ended():
             children.check(may_finish=("trainer",))
             look_for_trainer()
             metrics.update()
-            view.update(metrics.rows, read_progress(store))
+            memory.update()
+            report.update(metrics.rows, read_progress(store), memory)
             time.sleep(REFRESH_S)
         children.check(may_finish=("trainer",))
         metrics.update()
-        view.update(metrics.rows, read_progress(store))
+        report.update(metrics.rows, read_progress(store), memory)
 
 
 def _trainer_ended(config: Config, folder: RunFolder, children: Children, store: Store) -> Callable[[], bool]:
@@ -382,13 +386,13 @@ def _trainer_ended(config: Config, folder: RunFolder, children: Children, store:
 
 
 def _looking(
-    config: Config, folder: RunFolder, store: Store, view: LiveView, ended: Callable[[], bool]
+    config: Config, folder: RunFolder, store: Store, report: Report, ended: Callable[[], bool]
 ) -> Callable[[], None]:
     """Return a function that ends the run if a trainer that something else starts does not come."""
     if config.trainer.start:
         return lambda: None
     limit_s = config.trainer.join_timeout_s
-    return OutsideTrainer(folder, store.path, limit_s=limit_s, has_ended=ended, say=view.event).check
+    return OutsideTrainer(folder, store.path, limit_s=limit_s, has_ended=ended, say=report.event).check
 
 
 def _check_sandbox(config: Config) -> None:
@@ -479,7 +483,7 @@ def _start_trainer(
 def _finish(
     config: Config,
     folder: RunFolder,
-    console: Console,
+    report: Report,
     *,
     wall_s: float,
     engine_idle: float | None,
@@ -495,13 +499,5 @@ def _finish(
     )
     summary.write(folder.summary)
     plot_rewards(metrics.rows, complete_evaluations(curve), folder.reward_plot)
-    return _shown(summary, folder, console)
-
-
-def _shown(summary: Summary, folder: RunFolder, console: Console) -> Summary:
-    console.print(summary.table())
-    console.print(
-        f"{summary.model_is}: {folder.final_model}\nsummary: {folder.summary}, {folder.reward_plot}",
-        soft_wrap=True,
-    )
+    report.result(summary, folder)
     return summary

@@ -239,6 +239,21 @@ def constrained_turns(connection: sa.Connection, split: Split, latest: int) -> t
     return int(constrained), int(total)
 
 
+def sampled_tokens_per_s(connection: sa.Connection, *, now: float, within_s: float, latest: int) -> float:
+    """Return the tokens that were sampled per second, from the turns that were recorded a moment ago.
+
+    Args:
+        now: seconds since the epoch.
+        within_s: the time that is looked at.
+        latest: the most turns that are read; if they are all younger, their own time is looked at.
+    """
+    query = sa.select(turns.c.created_at, turns.c.sampled_tokens).order_by(turns.c.seq.desc()).limit(latest)
+    found = [(at, tokens) for at, tokens in connection.execute(query) if now - at < within_s]
+    if len(found) == latest:
+        within_s = max(now - min(at for at, _ in found), 1e-3)
+    return sum(tokens for _, tokens in found) / within_s
+
+
 def episodes_with_reward(connection: sa.Connection, name: str, split: Split) -> int:
     """Return how many episodes of the split have a reward of this name."""
     query = (

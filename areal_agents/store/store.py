@@ -310,6 +310,14 @@ class Store:
         with self._database.read() as connection:
             return reads.constrained_turns(connection, split, latest)
 
+    def sampled_tokens_per_s(self, *, within_s: float = 30.0, latest: int = 1000) -> float:
+        """Return the tokens that were sampled per second, from the turns of the last `within_s` seconds.
+
+        At most the `latest` turns are read; if they are all younger, the rate is that of their own time.
+        """
+        with self._database.read() as connection:
+            return reads.sampled_tokens_per_s(connection, now=time.time(), within_s=within_s, latest=latest)
+
     def episodes_with_reward(self, name: str, split: Split = "train") -> int:
         """Return how many episodes of the split have a reward of this name."""
         with self._database.read() as connection:

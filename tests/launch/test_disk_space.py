@@ -14,7 +14,8 @@ from rich.console import Console
 
 from areal_agents.config import load_config
 from areal_agents.launch.disk_space import DiskSpace, disk_space_of
-from areal_agents.launch.live_view import LiveView
+from areal_agents.launch.report.changes import Changes
+from areal_agents.launch.report.lines import LineReport
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.training.publish.config import versions_folder
 
@@ -74,9 +75,10 @@ def test_an_old_folder_that_is_being_removed_is_not_the_newest(
 
 def test_the_user_sees_it_once_and_when_it_is_over() -> None:
     out = io.StringIO()
-    view = LiveView(Console(file=out, width=200), title="t", steps=1, eval_episodes=0)
+    changes = Changes(steps=1, eval_episodes=0, trains_constrained=False)
+    report = LineReport(Console(file=out, width=200), changes)
     for text in (None, "the disk is low", "the disk is lower", None, None):
-        view.warn(text)
+        report.warn(text)
     lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
     assert lines == ["warning: the disk is low", "the warning no longer applies; the run continues"]
 

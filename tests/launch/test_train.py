@@ -143,6 +143,10 @@ def test_a_finished_run_is_shown_again_and_nothing_is_started(finished: tuple[Pa
     assert process.returncode == 0, output
     assert "is finished; raise trainer.steps to continue" in output
     assert output.partition("summary of the run")[2] == earlier.partition("summary of the run")[2]
+    process = start(run_dir, "trainer.steps=3", "--json")
+    events = [json.loads(line) for line in finish(process).splitlines()]
+    assert [event["event"] for event in events] == ["setup", "result"]
+    assert events[1]["summary"] == json.loads(RunFolder(run_dir).summary.read_text())
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 

@@ -172,7 +172,7 @@ def test_a_batch_without_tokens_has_the_same_names() -> None:
 def test_system_metrics_by_hand() -> None:
     result = StepResult(
         statistics(), 0.5, 0, 3, 100, 160, packing_fill=0.9, rank_imbalance=0.02, flops=6e12,
-        seconds={"pack": 0.5, "gradient": 1.5},
+        device_memory_peak=2**30, seconds={"pack": 0.5, "gradient": 1.5},
     )  # fmt: skip
     values = system_metrics(
         result, sampled_tokens=40, step_s=8.0, wait_s=2.0, train_s=4.0, train_cpu_s=3.5,
@@ -191,6 +191,7 @@ def test_system_metrics_by_hand() -> None:
     assert (values["tokens_per_s"], values["sampled_tokens_per_s"]) == (40.0, 5.0)
     assert (values["model_tokens"], values["shared_tokens"]) == (100, 60)
     assert values["train_parts_s"] == {"pack": 0.5, "gradient": 1.5}
+    assert values["device_memory_peak"] == 2**30
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "engines_left_out", "engines_repaired", "trainer_idle", "rollout_idle", "engine_busy_s",
         "tokens_per_s", "sampled_tokens_per_s", "flops", "mfu",
         "microbatches", "model_tokens", "shared_tokens", "packing_fill", "rank_imbalance",
+        "device_memory_peak",
     ),
 }  # fmt: skip
 _SECTION_OF = {name: section for section, names in SECTIONS.items() for name in names}
@@ -302,6 +303,7 @@ def system_metrics(
         "shared_tokens": result.sample_tokens - result.model_tokens,
         "packing_fill": result.packing_fill,
         "rank_imbalance": result.rank_imbalance,
+        "device_memory_peak": result.device_memory_peak,
         "tokens_per_s": result.sample_tokens / train_s if train_s > 0 else None,
         "sampled_tokens_per_s": sampled_tokens / step_s if step_s > 0 else None,
         "flops": result.flops,

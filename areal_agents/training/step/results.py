@@ -79,6 +79,7 @@ class StepResult:
         rank_tokens: model tokens by data rank.
         flops: FLOPs of all passes over all ranks, without what activation checkpointing recomputes.
         seconds: wall-clock time on this rank by part of the step.
+        device_memory_peak: the most bytes that a rank had allocated on its GPU; None on a CPU.
     """
 
     statistics: LossStatistics
@@ -95,6 +96,7 @@ class StepResult:
     rank_tokens: tuple[int, ...] = ()
     flops: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    device_memory_peak: int | None = None
 
     @classmethod
     def nothing(cls) -> StepResult:

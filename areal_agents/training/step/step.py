@@ -20,6 +20,7 @@ from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.metrics.clock import Clock
+from areal_agents.training.metrics.device_memory import peak_memory, start_peak
 from areal_agents.training.model.critic import CriticState
 from areal_agents.training.model.model import Policy
 from areal_agents.training.model.reference import Reference
@@ -175,6 +176,7 @@ class _BatchState:
 
     def __post_init__(self) -> None:
         device = self.ranks.device
+        start_peak(device)
         self.clock = Clock(device)
         trained: list[tuple[nn.Module, torch.optim.Optimizer]] = [(self.policy, self.optimizer)]
         if self.critic is not None:
@@ -265,4 +267,5 @@ class _BatchState:
             rank_tokens=load.rank_tokens,
             flops=load.forward_flops * passes(self.algorithm),
             seconds=dict(self.clock.seconds),
+            device_memory_peak=peak_memory(self.ranks),
         )
