@@ -81,6 +81,17 @@ def end_process(process: subprocess.Popen[bytes] | subprocess.Popen[str], *, gra
                     pipe.close()
 
 
+def mark_of(pid: int, variable: str) -> str | None:
+    """Return the mark that a process got in its environment; None if it has none, or has ended."""
+    try:
+        environment = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:
+        return None
+    name = f"{variable}=".encode()
+    found = [entry for entry in environment.split(b"\0") if entry.startswith(name)]
+    return found[0][len(name) :].decode(errors="replace") if found else None
+
+
 def kill_process(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> int | None:
     """Send SIGKILL to a process, and return what `end_process` returns."""
     process.kill()

@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "lazy_imports": set(),
     "model_folder": {"errors"},
     "process_control": set(),
+    "stacks": {"process_control"},
     "folders": set(),
     "whole_files": set(),
     "sockets": {"errors"},
@@ -50,6 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "process_control",
         "rendering",
         "sockets",
+        "stacks",
         "store",
     },
     "episode": {"core", "errors", "client"},
@@ -96,6 +98,7 @@ ALLOWED: dict[str, set[str]] = {
         "store",
         "testing",
     },
+    "health": {"direct_http", "store"},
     "simulate": {"config", "errors", "launch", "store", "whole_files"},
 }
 # The last module is run by the Python of another environment and never imported.

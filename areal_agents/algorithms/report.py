@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,10 @@ class BatchReport:
         overlong: number of episodes with a length penalty.
         equal_groups: the ids of the equal groups, whose scores or advantages are all the same, including
             those that were left out.
+        tool_calls: number of tool calls in the episodes whose requests offered tools; None if there are none.
+        with_tools: number of these episodes.
+        rewarded_without_tools: of these episodes with a positive score, the share that called no tool; None
+            if there are none.
     """
 
     rewards: tuple[float, ...]
@@ -60,6 +65,9 @@ class BatchReport:
     episode_tokens: tuple[int, ...]
     overlong: int
     equal_groups: tuple[str, ...]
+    tool_calls: int | None = None
+    with_tools: int = 0
+    rewarded_without_tools: float | None = None
 
 
 def batch_report(
@@ -94,7 +102,20 @@ def batch_report(
         episode_tokens=lengths,
         overlong=sum(_is_overlong(length, config) for length in lengths),
         equal_groups=equal_here,
+        **_tool_use(episodes),
     )
+
+
+def _tool_use(episodes: Sequence[RecordedEpisode]) -> dict[str, Any]:
+    """Return the fields of the report about tools. Tools that are written into a prompt are not known."""
+    offered = [episode for episode in episodes if any(turn.tools_id for turn in episode.turns)]
+    calls = [sum(len(turn.reply.tool_calls) for turn in episode.turns) for episode in offered]
+    rewarded = [count for episode, count in zip(offered, calls, strict=True) if episode.score > 0]
+    return {
+        "tool_calls": sum(calls) if offered else None,
+        "with_tools": len(offered),
+        "rewarded_without_tools": rewarded.count(0) / len(rewarded) if rewarded else None,
+    }
 
 
 def _routed(turn: Turn) -> int:

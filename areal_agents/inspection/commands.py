@@ -1,4 +1,4 @@
-"""The commands that show runs and episodes: `runs`, `episodes ls | show | export`, `reward` and `tail`."""
+"""The commands that show runs and episodes: `runs`, `episodes …`, `reward`, `tail` and `diagnose`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ episodes_app = typer.Typer(help="Look at recorded episodes.", no_args_is_help=Tr
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
     app.add_typer(episodes_app, name="episodes")
-    for command in (runs, reward, tail):
+    for command in (runs, reward, tail, diagnose):
         app.command()(command)
 
 
@@ -176,3 +176,18 @@ def tail(
 def _console() -> Console:
     """Return a console that is wide enough for tables if it is not a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="The folder of the run, which may be running.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write.")] = None,
+) -> None:
+    """Say what a run does or waits for, and collect what an issue about it needs in one file.
+
+    The file has the configuration, metrics, logs, packages and, of a running run, the stacks of its
+    processes. Keys and passwords are removed; look through it before you publish it.
+    """
+    from areal_agents.inspection.diagnose import diagnose as write
+
+    path = write(run, out, say=print)
+    print(f"written to {path}; keys and passwords are removed, but look through it before you publish it")

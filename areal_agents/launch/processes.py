@@ -29,6 +29,7 @@ from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.supervision import EXIT_STOPPED, end_with_supervisor
 from areal_agents.model_folder import text_config
 from areal_agents.sockets import allow_many_connections
+from areal_agents.stacks import answer_with_stacks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--evaluates", action="store_true", help="trial: play no episode")
     options = parser.parse_args(arguments)
     end_with_supervisor()
+    rank = os.environ.get("RANK")
+    answer_with_stacks(options.role if rank is None else f"{options.role}-rank{rank}")
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from areal_agents.config import Config, is_saved, save_config
 from areal_agents.errors import ConfigError, SandboxError
+from areal_agents.health.waiting import Waiting
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.children import Children
 from areal_agents.launch.disk_space import disk_space_of
@@ -322,6 +323,7 @@ def _run(
     metrics = MetricsFile(folder.metrics)
     disk_space = disk_space_of(config, folder)
     memory = MemoryUse(children.pids)
+    waiting = Waiting(endpoints.engine_urls, endpoints.proxy_url, groups=config.rollout.groups)
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
         look_for_trainer = _looking(config, folder, store, report, ended)
@@ -331,8 +333,11 @@ def _run(
             metrics.update()
             busy.follow(len(metrics.rows), config.trainer.steps)
             memory.update()
-            report.warn(disk_space.shortage())
-            report.update(metrics.rows, read_progress(store), memory)
+            progress = read_progress(store)
+            begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
+            stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
+            report.warn(disk_space.shortage() or stalled)
+            report.update(metrics.rows, progress, memory)
             time.sleep(REFRESH_S)
         children.check(may_finish=("rollout", "trainer"))
         metrics.update()

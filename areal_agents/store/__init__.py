@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from areal_agents.store.retention_job import Retention
     from areal_agents.store.rewards import DEFAULT_REWARD_NAME
     from areal_agents.store.rows import (
+        Activity,
         EpisodeRow,
         EpisodeState,
         EpisodeSummary,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_REWARD_NAME",
+    "Activity",
     "Conflict",
     "EpisodeRow",
     "EpisodeState",
@@ -70,6 +72,7 @@ __getattr__ = on_first_use(
         "retention_job": ("Retention",),
         "rewards": ("DEFAULT_REWARD_NAME",),
         "rows": (
+            "Activity",
             "EpisodeRow",
             "EpisodeState",
             "EpisodeSummary",

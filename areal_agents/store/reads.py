@@ -16,6 +16,7 @@ from areal_agents.store.errors import NotFound
 from areal_agents.store.rows import (
     GROUP_STATES,
     SCORED,
+    Activity,
     EpisodeRow,
     EpisodeSummary,
     OpenEpisode,
@@ -237,6 +238,23 @@ def constrained_turns(connection: sa.Connection, split: Split, latest: int) -> t
     counts = sa.select(sa.func.count(of_split.c.constrained), sa.func.count()).select_from(of_split)
     constrained, total = connection.execute(counts).one()
     return int(constrained), int(total)
+
+
+def activity(connection: sa.Connection, unrewarded: int) -> Activity:
+    """Return what goes on in the store."""
+    is_open = episodes.c.status == "open"
+    training = sa.select(episodes.c.id, episodes.c.created_at).where(is_open, episodes.c.split == "train")
+    running = connection.execute(training.order_by(episodes.c.seq)).all()
+    held_out = sa.select(sa.func.count()).where(is_open, episodes.c.split == "eval")
+    newest = sa.select(turns.c.created_at).order_by(turns.c.seq.desc()).limit(1)
+    return Activity(
+        open_episodes=len(running),
+        oldest_id=running[0].id if running else None,
+        oldest_opened_at=running[0].created_at if running else None,
+        open_evaluations=int(connection.execute(held_out).scalar_one()),
+        last_turn_at=connection.execute(newest).scalar_one_or_none(),
+        unrewarded=unrewarded,
+    )
 
 
 def sampled_tokens_per_s(connection: sa.Connection, *, now: float, within_s: float, latest: int) -> float:

@@ -169,6 +169,26 @@ class TurnTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Activity:
+    """What goes on in a store; times are in seconds since the epoch.
+
+    Attributes:
+        open_episodes: the number of open training episodes.
+        oldest_id, oldest_opened_at: the one of them that was opened first; None without one.
+        open_evaluations: the number of open held-out episodes.
+        last_turn_at: when the newest turn was recorded; None without one.
+        unrewarded: the number of ended training episodes that wait for a reward.
+    """
+
+    open_episodes: int
+    oldest_id: str | None
+    oldest_opened_at: float | None
+    open_evaluations: int
+    last_turn_at: float | None
+    unrewarded: int
+
+
+@dataclass(frozen=True, slots=True)
 class UntrainedGroup:
     """A training group that is neither trained nor dropped; `is_pending` if it is not complete yet."""
 

@@ -24,6 +24,7 @@ from areal_agents.store.config import Durability
 from areal_agents.store.database import Database, store_path, store_url
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.rows import (
+    Activity,
     EpisodeRow,
     EpisodeState,
     EpisodeSummary,
@@ -309,6 +310,12 @@ class Store:
         """Return how many of the latest turns of the split are constrained, and how many these turns are."""
         with self._database.read() as connection:
             return reads.constrained_turns(connection, split, latest)
+
+    def activity(self) -> Activity:
+        """Return which episodes are open, and when the last model call ended."""
+        unrewarded = len(self.unrewarded_episodes())
+        with self._database.read() as connection:
+            return reads.activity(connection, unrewarded)
 
     def sampled_tokens_per_s(self, *, within_s: float = 30.0, latest: int = 1000) -> float:
         """Return the tokens that were sampled per second, from the turns of the last `within_s` seconds.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from areal_agents.health.rules import findings
 from areal_agents.launch.progress import RunProgress
 from areal_agents.launch.report.describe import (
     describe_agent_errors,
@@ -22,7 +23,7 @@ from areal_agents.launch.report.describe import (
 FAILURES_EVERY_S = 15.0  # failures are reported at most this often
 UNREWARDED_S = 10.0  # after this time without a reward, ended episodes are reported
 
-Kind = Literal["step", "held_out", "failures", "constrained", "unrewarded", "agent_errors"]
+Kind = Literal["step", "held_out", "failures", "constrained", "unrewarded", "agent_errors", "health"]
 ROUTINE: tuple[Kind, ...] = ("step", "held_out")  # what a run reports even if all is well
 
 
@@ -62,6 +63,7 @@ class Changes:
         self._failed, self._failed_at = 0, -FAILURES_EVERY_S
         self._unrewarded_since: float | None = None
         self._reported_unrewarded = False
+        self._findings: set[str] = set()
 
     def since_last(self, rows: Sequence[Mapping[str, Any]], progress: RunProgress) -> Iterator[Change]:
         """Yield what is new in the rows of metrics.jsonl and in the store."""
@@ -82,6 +84,13 @@ class Changes:
             yield Change("agent_errors", describe_agent_errors(progress), values)
         for row in new:
             yield Change("step", describe_step(row, self._steps), row)
+        if new:
+            found = {finding.name: finding for finding in findings(rows)}
+            for name in sorted(found.keys() - self._findings):
+                finding = found[name]
+                values = {"condition": name, "seen": finding.text, "fix": finding.fix}
+                yield Change("health", str(finding), values)
+            self._findings = set(found)
         for evaluation in progress.held_out:
             expected = expected_episodes(rows, progress, self._eval_episodes)
             if evaluation.done >= expected and evaluation.label not in self._evaluations:

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_agents.health.rules import findings
 from areal_agents.launch.memory_use import MemoryUse
 from areal_agents.launch.progress import RunProgress
 from areal_agents.launch.report.describe import (
@@ -172,6 +173,8 @@ def progress_panel(
     if memory is not None and memory.by_role:
         peak = rows[-1].get("device_memory_peak") if rows else None
         body.add_row("memory", describe_memory(memory.by_role, memory.total, peak))
+    for finding in findings(rows):
+        body.add_row(finding.name, Text(str(finding), "red"))
     if progress.unrewarded:
         body.add_row("rewards", describe_unrewarded(progress))
     if progress.failed:

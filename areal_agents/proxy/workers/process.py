@@ -22,6 +22,7 @@ from areal_agents.proxy.server import make_renderer, retention_of, serve_with_en
 from areal_agents.proxy.workers.handover import WorkerSockets
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.orders import READY, Order
+from areal_agents.stacks import answer_with_stacks
 from areal_agents.store import Store, StoreConfig
 
 _END_WITHIN_S = 15.0
@@ -82,6 +83,7 @@ def _read_order() -> Order:
 def main() -> None:
     """Serve as the order says. An expected error is written to standard error as one line."""
     order = _read_order()
+    answer_with_stacks("proxy-worker")
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     try:
         serve_worker(order)

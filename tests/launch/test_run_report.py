@@ -15,6 +15,7 @@ from rich.console import Console
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
+from areal_agents.health.rules import WINDOW
 from areal_agents.launch.memory_use import MemoryUse
 from areal_agents.launch.progress import HeldOut, RunProgress, read_progress
 from areal_agents.launch.report import changes as changes_module
@@ -196,6 +197,20 @@ def test_as_json_every_line_is_an_object() -> None:
     held_out = next(event for event in events if event["event"] == "held_out")
     assert (held_out["label"], held_out["reward"], held_out["done"]) == ("before", 0.5, 1)
     assert next(e for e in events if e["event"] == "progress")["groups"] == {"complete": 2}
+
+
+def test_a_condition_of_the_metrics_is_reported_when_it_begins() -> None:
+    equal = {"groups_solved_some": 0, "groups_solved_all": 0, "skipped_steps": 0}
+    bad, good = [row(n, **equal) for n in range(WINDOW + 2)], row(WINDOW + 2, skipped_steps=0)
+    out = io.StringIO()
+    with LineReport(Console(file=out, width=300), changes(), quiet=True) as report:
+        for rows in (bad[:WINDOW], bad[: WINDOW + 1], bad, [*bad, good], [*bad, good, *bad]):
+            report.update(rows, RunProgress(0, {}))
+    assert out.getvalue().count("all groups had equal scores (no episode succeeds)") == 2
+    console = Console(file=(shown := io.StringIO()), force_terminal=True, width=120, color_system=None)
+    with PanelReport(console, title="t", steps=99, eval_episodes=0) as panel:
+        panel.update(bad, RunProgress(0, {}))
+    assert "equal groups" in shown.getvalue() and "Choose harder or easier tasks" in shown.getvalue()
 
 
 def test_the_rate_of_sampling_is_that_of_the_last_half_minute(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""The report on a run that a user attaches to an issue: what is in it, and what is not."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from areal_agents.cli import app
+from areal_agents.config import load_config, save_config
+from areal_agents.errors import ConfigError
+from areal_agents.inspection.diagnose import HIDDEN, diagnose
+from areal_agents.launch.run_folder import Endpoints, RunFolder
+from areal_agents.store import NewEpisode, Store
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent" / "config.yaml"
+SECRETS = {
+    "of the configuration": "project-key-0123456789",
+    "of the proxy": "admin-abcdefghijklmnop",
+    "of the environment": "plain-words-as-password",
+    "by its form": "sk-proj-ABCDEFGHIJKLMNOP1234",
+    "in a header": "opaque.value/with+signs==",
+    "in a URL": "someone:hunter2hunter2",
+    "by its name": "zzzz-9999-xxxx",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run that has ended after eight steps without a gradient, and whose texts contain secrets."""
+    monkeypatch.setenv("SOME_PASSWORD", SECRETS["of the environment"])
+    folder = RunFolder(tmp_path / "run")
+    folder.log("x").parent.mkdir(parents=True)
+    (folder.root / "lock").touch()
+    key = SECRETS["of the configuration"]
+    settings = [f"run_dir={folder.root}", f'proxy.project_keys=["{key}"]']
+    save_config(load_config(EXAMPLE, settings), folder.config)
+    folder.write_endpoints(Endpoints(("http://127.0.0.1:9",), "127.0.0.1", 9, SECRETS["of the proxy"]))
+    row = {"time": 0.0, "groups_solved_some": 0, "groups_solved_all": 0, "groups_solved_none": 8}
+    rows = [{**row, "step": step, "skipped_steps": 0} for step in range(1, 9)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with Store.open(folder.store) as store:
+        store.open_episode(NewEpisode("e", "hash")).result()
+        store.seal("e", "failed", error=f"refused: api_key={SECRETS['by its name']}").result()
+    folder.log("rollout").write_text(
+        f"asked with {SECRETS['by its form']}\nAuthorization: Bearer {SECRETS['in a header']}\n"
+        f"http://{SECRETS['in a URL']}@host/path\nthe password {SECRETS['of the environment']}\n"
+        f"the admin {SECRETS['of the proxy']}, max_tokens=512\n"
+    )
+    return folder
+
+
+def test_the_file_has_what_an_issue_needs(folder: RunFolder, tmp_path: Path) -> None:
+    said: list[str] = []
+    path = diagnose(folder.root, tmp_path / "out.zip", say=said.append)
+    with zipfile.ZipFile(path) as file:
+        texts = {name.partition("/")[2]: file.read(name).decode() for name in file.namelist()}
+    assert {"summary.txt", "config.json", "machine.txt", "packages.txt", "metrics.jsonl"} < texts.keys()
+    assert texts["summary.txt"].splitlines() == said
+    for part in (
+        "stopped, step 8 of",
+        "health: in the last 5 steps, all groups",
+        "failed episode e: refused",
+    ):
+        assert part in texts["summary.txt"]
+    assert json.loads(texts["config.json"])["trainer"]["steps"] and "torch==" in texts["packages.txt"]
+    assert len(texts["metrics.jsonl"].splitlines()) == 8 and "max_tokens=512" in texts["logs/rollout.log"]
+    assert path.stat().st_mode & 0o077 == 0  # for its owner alone
+
+
+def test_no_secret_is_in_the_file_or_on_the_terminal(folder: RunFolder, tmp_path: Path) -> None:
+    said: list[str] = []
+    path = diagnose(folder.root, tmp_path / "out.zip", say=said.append)
+    with zipfile.ZipFile(path) as file:
+        everything = "\n".join([*said, *(file.read(name).decode() for name in file.namelist())])
+    assert {where for where, secret in SECRETS.items() if secret in everything} == set()
+    assert everything.count(HIDDEN) >= len(SECRETS)
+
+
+def test_the_command_names_the_file_and_refuses_another_folder(folder: RunFolder, tmp_path: Path) -> None:
+    out = tmp_path / "named.zip"
+    done = CliRunner().invoke(app, ["diagnose", str(folder.root), "-o", str(out)])
+    assert done.exit_code == 0 and f"written to {out}" in done.output and out.exists()
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        diagnose(tmp_path, tmp_path / "none.zip")
+    assert not (tmp_path / "none.zip").exists()

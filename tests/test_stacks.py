@@ -1,0 +1,90 @@
+"""A process of a run writes its stacks when it is asked, and no other process is ever signalled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from areal_agents.process_control import RUN_MARK, kill_process
+from areal_agents.stacks import collect_stacks, innermost, stacks_folder
+
+PROGRAM = """
+import asyncio, sys, time
+from areal_agents.stacks import answer_with_stacks
+answer_with_stacks("role")
+print("ready", flush=True)
+async def waits_for_ever():
+    await asyncio.sleep(60)
+def holds_the_thread():
+    time.sleep(60)
+async def main():
+    task = asyncio.create_task(waits_for_ever(), name="episode-7")
+    await asyncio.sleep(60)
+asyncio.run(main()) if sys.argv[1] == "async" else holds_the_thread()
+"""
+
+
+def start(logs: Path, kind: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, kind],
+        env={**os.environ, RUN_MARK: str(logs / "role.log")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_threads_and_tasks_are_written_and_the_process_goes_on(tmp_path: Path) -> None:
+    processes = [start(tmp_path, kind) for kind in ("async", "sync")]
+    try:
+        time.sleep(0.2)  # so that both have begun to wait
+        for _ in range(2):  # each time only what is new
+            found = collect_stacks(tmp_path)
+            assert set(found) == {f"role-{process.pid}" for process in processes}
+            asynchronous, plain = (found[f"role-{process.pid}"] for process in processes)
+            assert "Task episode-7:" in asynchronous and "waits_for_ever" in asynchronous
+            assert plain.count("in holds_the_thread") == 1
+        assert [process.poll() for process in processes] == [None, None]
+    finally:
+        for process in processes:
+            kill_process(process)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def test_a_file_that_a_killed_process_left_signals_no_one(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        stacks_folder(tmp_path).mkdir()
+        (stacks_folder(tmp_path) / f"trainer-{other.pid}.txt").touch()
+        assert collect_stacks(tmp_path) == {}
+        assert other.poll() is None and [*stacks_folder(tmp_path).iterdir()] == []
+    finally:
+        kill_process(other)
+
+
+def test_a_process_without_a_run_writes_nothing(tmp_path: Path) -> None:
+    code = "from areal_agents.stacks import answer_with_stacks; answer_with_stacks('role')"
+    environment = {name: value for name, value in os.environ.items() if name != RUN_MARK}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, timeout=60)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_innermost_frame_of_the_project_is_that_of_the_main_thread() -> None:
+    stacks = """Thread 0x0001 (most recent call first):
+  File "/x/areal_agents/store/database.py", line 1 in _write_loop
+
+Current thread 0x0002 (most recent call first):
+  File "/lib/selectors.py", line 9 in select
+  File "/x/areal_agents/training/control.py", line 88 in any
+  File "/x/areal_agents/training/loop.py", line 7 in run
+
+Task main:
+  File "/x/areal_agents/other.py", line 3, in waits
+"""
+    assert innermost(stacks) == "areal_agents/training/control.py, line 88 in any"
+    assert innermost("the process did not answer") == ""
