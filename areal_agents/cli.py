@@ -14,8 +14,9 @@ from rich.markup import escape
 
 from areal_agents import __version__
 from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.evaluation import commands as evaluation_commands
 from areal_agents.extras import require
-from areal_agents.inspection.commands import add_commands
+from areal_agents.inspection import commands as inspection_commands
 from areal_agents.launch.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look up configuration keys.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
-add_commands(app)
+inspection_commands.add_commands(app)
+evaluation_commands.add_commands(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -163,35 +165,6 @@ def plan(
     found.show(Console())
     if not found.fits:
         raise typer.Exit(1)
-
-
-@app.command("eval")
-def evaluate(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Folder or Hub id of the model to evaluate; default: the config's model."),
-    ] = None,
-    ablate_tool: Annotated[
-        bool, typer.Option("--ablate-tool", help="Evaluate the config's `ablation` agent.")
-    ] = False,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the folder of the evaluation, with its episodes and logs.")
-    ] = False,
-) -> None:
-    """Evaluate a model on the held-out tasks of a config."""
-    require("torch", "evaluation")
-    from areal_agents.config import load_config
-    from areal_agents.launch.train import evaluate as run
-
-    console = Console()
-    changes = [*(overrides or ()), *([f"model={model}"] if model else [])]
-    loaded = load_config(config, changes)
-    score = run(loaded, console=console, ablate_tool=ablate_tool, keep=keep)
-    if keep:
-        console.print(f"the episodes are in {loaded.run_dir}-eval", soft_wrap=True, highlight=False)
-    console.print(f"held-out reward of {loaded.model}: [bold]{score:.3f}[/bold]")
 
 
 @app.command()

@@ -92,7 +92,7 @@ class NotebookView:
             self._metrics.rows,
             progress,
             steps=self._config.trainer.steps,
-            eval_episodes=evaluation.episodes if evaluation else 0,
+            eval_episodes=evaluation.most_episodes if evaluation else 0,
             trains_constrained=self._config.algorithm.train_constrained,
             stage="starting",
             notes=[Text("\n".join(self._lines), "dim", overflow="fold")],

@@ -1,6 +1,7 @@
 """Runs `train` or `evaluate` for a calling process, and ends when that process ends in any way.
 
     python -m areal_agents.api.process train CONFIG [--fresh]
+    python -m areal_agents.api.process evaluate CONFIG {"model": …, "out": …, "by": […]}
 
 Its standard input is a pipe that only the caller holds. It exits with 0 when the run has ended, with 1 after
 an error, which is then in error.txt beside the configuration, and with 130 when it was stopped.
@@ -8,6 +9,7 @@ an error, which is then in error.txt beside the configuration, and with 130 when
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from rich.console import Console
 
 from areal_agents.config import load_config
 from areal_agents.errors import ArealAgentsError
+from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
 from areal_agents.launch import train as programs
+from areal_agents.launch.evaluation import evaluate
 from areal_agents.launch.signals import Interrupted
 from areal_agents.launch.supervision import end_with_supervisor
 
@@ -30,8 +34,11 @@ def main() -> int:
         if program == "train":
             programs.train(config, console=console, fresh="--fresh" in sys.argv[3:])
         else:
-            score = programs.evaluate(config, console=console, keep=True)
-            (path.parent / "score.txt").write_text(repr(score))
+            given = json.loads(sys.argv[3])
+            out = Path(given["out"]) if given["out"] else None
+            policy = policy_of_run(given["model"]) or NamedPolicy(given["model"], Path(config.model))
+            results = evaluate(config, policy, console=console, out=out, by=given["by"])
+            results.write(path.parent / "results.json")
     except ArealAgentsError as error:
         (path.parent / "error.txt").write_text(f"{type(error).__name__}: {error}")
         return 1

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +23,8 @@ from areal_agents.client import Client
 from areal_agents.config import load_config
 from areal_agents.direct_http import openai_client_sync
 from areal_agents.errors import ArealAgentsError, ConfigError, RequestError, RunFailed
+from areal_agents.evaluation.policies import policy_of_run
+from areal_agents.evaluation.results import Results
 from areal_agents.inspection.export import row_of, write_jsonl, write_parquet
 from areal_agents.inspection.sources import matching, opened, read_json, store_of_run
 from areal_agents.launch.progress import MetricsFile, read_held_out
@@ -95,11 +98,13 @@ class Evaluation:
 
     Attributes:
         score: the mean score of all episodes; a failed one counts as 0.
-        by_task: the score of each task, by its id; None if its episode failed.
+        by_task: the mean score of each task, by its id; None if all its episodes failed.
+        results: each attempt; `results.metrics()` has avg@k, pass@k and maj@k with their intervals.
     """
 
     score: float
     by_task: Mapping[str, float | None]
+    results: Results
 
 
 def evaluate(
@@ -109,17 +114,26 @@ def evaluate(
     data: DataLike,
     reward: Callable[..., Any] | str | Mapping[str, Any] | None = None,
     episodes: int | None = None,
+    attempts: int = 1,
+    temperature: float = 0.0,
+    by: Sequence[str] = (),
+    out: str | Path | None = None,
     name: str = "python",
     run_dir: str | Path | None = None,
     timeout_s: float | None = None,
     show: bool = True,
     **settings: Any,
 ) -> Evaluation:
-    """Evaluate a model on tasks, one episode each. `areal-agents eval` is the same program.
+    """Evaluate a model on tasks. `areal-agents eval` is the same program.
 
     Args:
-        agent, model, data, reward, name, run_dir, show, settings: see `train`.
+        agent, data, reward, name, run_dir, show, settings: see `train`.
+        model: see `train`; also RUN@final, RUN@best or RUN@STEP.
         episodes: the number of tasks; default: 128, or as many as the data has.
+        attempts: the number of attempts at each task; more than one needs a `temperature` above 0.
+        temperature: the temperature of sampling; 0 is greedy.
+        by: fields of the tasks by whose values the results are divided.
+        out: a folder that keeps the results and the episodes; an evaluation that was stopped continues in it.
         timeout_s: time limit in seconds; None: no limit.
 
     Raises:
@@ -127,22 +141,27 @@ def evaluate(
         TimeoutError: it did not end in time; its processes have been ended.
     """
     folder = (Path(run_dir) if run_dir is not None else Path("runs") / name).resolve()
-    given = {**settings, "name": name, "model": _model(model), "run_dir": str(folder)}
-    if episodes is not None:
-        given["eval"] = {"episodes": episodes}
+    of_run = policy_of_run(str(model))
+    weights = str(of_run.folder) if of_run is not None else _model(model)
+    given = {**settings, "name": name, "model": weights, "run_dir": str(folder)}
+    count = {} if episodes is None else {"episodes": episodes}
+    given["eval"] = {**settings.get("eval", {}), **count, "attempts": attempts, "temperature": temperature}
     inputs = folder.with_name(folder.name + "-inputs")
     path = write_config(inputs, agent=agent, reward=reward, data=data, eval_data=data, settings=given)
     load_config(path)
-    process = _Process("evaluate", path, show=show)
+    kept = str(Path(out).resolve()) if out is not None else None
+    options = json.dumps({"model": str(model), "out": kept, "by": list(by)})
+    process = _Process("evaluate", path, options, show=show)
     try:
         process.wait(timeout_s)
     finally:
         process.stop()
-    evaluated = RunFolder(Path(f"{folder}-eval"))
-    with store_of_run(evaluated) as store:
-        by_task = {episode.task_id: episode.score for episode in store.episodes(split="eval")}
-    shutil.rmtree(evaluated.root)
-    return Evaluation(float((inputs / "score.txt").read_text()), by_task)
+    results = Results.read(inputs / "results.json")
+    by_task = {
+        task.id: None if all(a.status == "failed" for a in task.attempts) else fmean(task.scores)
+        for task in results.tasks
+    }
+    return Evaluation(fmean(score for task in results.tasks for score in task.scores), by_task, results)
 
 
 class Run:

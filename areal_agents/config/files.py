@@ -215,7 +215,7 @@ def _without(tree: dict[str, Any], name: str) -> dict[str, Any]:
 _PATH_KEYS = (
     ("model",), ("agent",), ("ablation",), ("run_dir",), ("data", "path"), ("data", "episodes"),
     ("reward", "episode"), ("reward", "group"),
-    ("eval", "data", "path"), ("trainer", "critic_model"), ("trainer", "reference_model"),
+    ("eval", "data", "path"), ("eval", "answer"), ("trainer", "critic_model"), ("trainer", "reference_model"),
     ("trainer", "teacher_model"),
     ("engine", "python"), ("store", "retain", "export"), ("trainer", "publish", "folder"),
 )  # fmt: skip

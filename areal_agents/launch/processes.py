@@ -215,9 +215,10 @@ def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
 
 
 async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.evaluation.folder import EvaluationFolder
     from areal_agents.launch.context_length import told_of_context
     from areal_agents.rollout.agents.blocking import BlockingWatch
-    from areal_agents.rollout.runner import evaluate, run
+    from areal_agents.rollout.runner import evaluate, held_out_tasks, run
     from areal_agents.store import Store
 
     agent = told_of_context(config, config.agent)
@@ -250,6 +251,10 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             return
         if config.eval is None:
             raise ConfigError("there is nothing to evaluate on: the config has no eval.data; add it")
+        tasks = held_out_tasks(config.eval)
+        files = EvaluationFolder(folder.root)
+        if files.identity.exists():
+            files.keep_tasks(tasks)
         await evaluate(
             store=store,
             proxy_url=endpoints.proxy_url,
@@ -262,6 +267,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             reward=config.reward,
             logs=folder.episode_logs,
             stop=stop,
+            tasks=tasks,
         )
         if stop.is_set():
             raise SystemExit(EXIT_STOPPED)

@@ -112,14 +112,14 @@ def read_progress(store: Store) -> RunProgress:
 
 def read_held_out(store: Store) -> list[HeldOut]:
     """Return every evaluation in the store, in the order in which they began."""
-    by_label: dict[str, tuple[int, dict[str, EpisodeSummary]]] = {}
+    by_label: dict[str, tuple[int, dict[tuple[str, int], EpisodeSummary]]] = {}
     for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
         if episode.status != "aborted" and "eval" in episode.metadata:
-            # If a task was attempted several times, its last attempt counts.
+            # If an attempt was repeated because it failed, the last episode counts.
             label, step = episode.metadata["eval"], episode.metadata.get("step", 0)
             if label not in by_label or step > by_label[label][0]:
                 by_label[label] = (step, {})  # a run that was extended evaluates "after" again
-            by_label[label][1][episode.task_id] = episode
+            by_label[label][1][episode.task_id, episode.metadata.get("attempt", 0)] = episode
     return [_held_out(label, list(episodes.values())) for label, (_, episodes) in by_label.items()]
 
 

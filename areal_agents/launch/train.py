@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,7 +40,7 @@ from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewa
 from areal_agents.launch.trial import run_trial
 from areal_agents.proxy.config import available_cores
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
-from areal_agents.rollout.config import CommandAgentConfig
+from areal_agents.rollout.config import CommandAgentConfig, EvalConfig
 from areal_agents.rollout.seeds import FIXED_HASHES
 from areal_agents.sandbox.isolations import check_isolation
 from areal_agents.store import Store
@@ -79,15 +78,15 @@ def train(
         Interrupted: the user stopped the run; all processes have been ended.
     """
     if ablate_tool:
-        _check_evaluation(config, ablate_tool)
+        check_evaluation(config, ablate_tool)
     check_trackers(config.trainer.trackers)
-    _check_sandbox(config)
+    check_sandbox(config)
     nodes = nodes_of(config.trainer, os.environ)
     if nodes.rank:
         raise ConfigError(
             f"this is node {nodes.rank}; the run is started on node 0, and joined on the others"
         )
-    plan = None if config.data.episodes else _plan(config)
+    plan = None if config.data.episodes else plan_of(config)
     report = report_of(config, console, form)
     config = without_place(config)
     folder = RunFolder(Path(config.run_dir))
@@ -139,40 +138,6 @@ def has_ended(config: Config, folder: RunFolder) -> bool:
     return all(path.exists() for path in left) and is_saved(config, folder.config)
 
 
-def evaluate(config: Config, *, console: Console, ablate_tool: bool = False, keep: bool = False) -> float:
-    """Evaluate the weights in `config.model` on the held-out tasks, and return the mean score.
-
-    The folder of the evaluation is `config.run_dir` with "-eval". It is deleted at the end, unless `keep` is
-    true or the evaluation fails.
-
-    Raises:
-        ConfigError: the configuration has no `eval`, or no `ablation` for `ablate_tool`.
-        AgentError: the agent, the reward function or the data cannot be loaded.
-        ChildDied: a process ended before the evaluation.
-    """
-    _check_evaluation(config, ablate_tool)
-    if config.engine.urls:
-        raise ConfigError(
-            "eval evaluates the weights of `model` in an engine that it starts; leave engine.urls out"
-        )
-    _check_sandbox(config)
-    config = without_trainer(config)
-    plan = _plan(config, trains=False)
-    folder = RunFolder(Path(config.run_dir + "-eval"))
-    folder.set_aside()
-    with folder.locked(), interruptible(), chosen_endpoints(config) as endpoints:
-        save_config(config, folder.config)
-        folder.write_endpoints(endpoints)
-        run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True)
-        with Children() as children:
-            start_serving(config, folder, children, plan)
-            wait_until_serving(config, endpoints, children, console.print)
-            score = _evaluate_once(config, folder, children, "eval", ablate_tool=ablate_tool)
-    if not keep:
-        shutil.rmtree(folder.root)
-    return score
-
-
 def without_trainer(config: Config) -> Config:
     """Return `config` for engines that share no GPU with a trainer, and with a store of its own.
 
@@ -183,7 +148,7 @@ def without_trainer(config: Config) -> Config:
     return config.model_copy(update={"engine": engine, "store": store})
 
 
-def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
+def plan_of(config: Config, *, trains: bool = True) -> EnginePlan:
     """Plan how the engines are started, and log the settings of `engine` that have no effect on them.
 
     Args:
@@ -400,7 +365,7 @@ def _looking(
     return OutsideTrainer(folder, store.path, limit_s=limit_s, has_ended=ended, say=report.event).check
 
 
-def _check_sandbox(config: Config) -> None:
+def check_sandbox(config: Config) -> None:
     """Start a sandbox as the agent's, and run a command in it.
 
     Raises:
@@ -419,18 +384,31 @@ def _check_sandbox(config: Config) -> None:
         raise ConfigError(f"agent: {error}") from error
 
 
-def _check_evaluation(config: Config, ablate_tool: bool) -> None:
+def check_evaluation(config: Config, ablate_tool: bool) -> EvalConfig:
+    """Return the settings of evaluation. Raises ConfigError if there are none, or no agent without tools."""
     if config.eval is None:
         raise ConfigError("there is nothing to evaluate on: the config has no eval.data; add it")
     if ablate_tool and config.ablation is None:
         raise ConfigError(
             "--ablate-tool needs `ablation:` in the config, the agent function with its tools switched off"
         )
+    return config.eval
 
 
 def _evaluate_once(
     config: Config, folder: RunFolder, children: Children, label: str, *, ablate_tool: bool
 ) -> float:
+    name = start_evaluating(folder, children, label, ablate_tool=ablate_tool)
+    while not children.finished(name):
+        children.check(may_finish=("rollout", "trainer", name))
+        time.sleep(REFRESH_S)
+    children.check(may_finish=("rollout", "trainer", name))
+    with Store.open(folder.store_at(config.store.url)) as store:
+        return next(e.reward for e in read_held_out(store) if e.label == label)
+
+
+def start_evaluating(folder: RunFolder, children: Children, label: str, *, ablate_tool: bool) -> str:
+    """Start the process that evaluates what is served; return its name."""
     extra = ["--evaluate", label, *(["--ablate-tool"] if ablate_tool else [])]
     name = f"rollout-{label}"
     children.start(
@@ -439,12 +417,7 @@ def _evaluate_once(
         log=folder.log(name),
         environment={**threads_for("rollout"), **FIXED_HASHES},
     )
-    while not children.finished(name):
-        children.check(may_finish=("rollout", "trainer", name))
-        time.sleep(REFRESH_S)
-    children.check(may_finish=("rollout", "trainer", name))
-    with Store.open(folder.store_at(config.store.url)) as store:
-        return next(e.reward for e in read_held_out(store) if e.label == label)
+    return name
 
 
 def _start(

@@ -110,7 +110,7 @@ def _load(config: Config, *, ablate_tool: bool) -> None:
     """Load everything that the run will evaluate with, some of it hours later. Raises ArealAgentsError."""
     from areal_agents.rollout.agents.agent import load_agent
     from areal_agents.rollout.data import load_tasks
-    from areal_agents.rollout.rewarding import RewardFunction
+    from areal_agents.rollout.rewarding import EpisodeFunction, RewardFunction
 
     load_agent(config.agent)
     if ablate_tool and config.ablation:
@@ -119,6 +119,8 @@ def _load(config: Config, *, ablate_tool: bool) -> None:
         RewardFunction(config.reward)
     if config.eval is not None:
         load_tasks(config.eval.data)
+        if config.eval.answer:
+            EpisodeFunction(config.eval.answer, what="answer function", key="eval.answer", time_s=1.0)
 
 
 def _play(config: Config, folder: RunFolder, task: Task) -> str:

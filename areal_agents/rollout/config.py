@@ -258,7 +258,23 @@ class EvalConfig(Settings):
 
     data: DataConfig
     episodes: int = Field(
-        default=128, ge=1, description="Tasks, with one episode each; at most as many as the data has."
+        default=128, ge=1, description="The number of tasks; at most as many as the data has."
+    )
+    attempts: int = Field(
+        default=1,
+        ge=1,
+        description="Episodes of each task, for avg@k, pass@k and maj@k; more than one needs a temperature "
+        "above 0.",
+    )
+    pass_score: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="The least score with which an episode has passed, for pass@k.",
+    )
+    answer: str = Field(
+        default="",
+        description="A function of a finished episode that returns its answer as a string, or None, for "
+        "maj@k: module:function or file.py:function.",
     )
     every: int | None = Field(
         default=None, ge=1, description="Also evaluate during training, every this many steps."
@@ -267,3 +283,17 @@ class EvalConfig(Settings):
         default=16, ge=1, description="Evaluation episodes at the same time, during training."
     )
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 is greedy.")
+
+    @property
+    def most_episodes(self) -> int:
+        """The most episodes of one evaluation; data with fewer tasks has fewer."""
+        return self.episodes * self.attempts
+
+    @model_validator(mode="after")
+    def _attempts_differ(self) -> EvalConfig:
+        if self.attempts > 1 and self.temperature == 0:
+            raise ValueError(
+                f"attempts is {self.attempts}, but at temperature 0 all attempts at a task are the same; set "
+                "eval.temperature above 0, for example eval.temperature=1"
+            )
+        return self

@@ -1,4 +1,4 @@
-"""Evaluates the policy: runs each held-out task once. These episodes are never trained on."""
+"""Evaluates the policy: plays each held-out task some times. These episodes are never trained on."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ async def evaluate_tasks(
     limits: LimitsConfig,
     retries: int,
     patience: FailureStreak,
+    attempts: int = 1,
     agent_error_reward: float | None = None,
     function: RewardFunction | None = None,
 ) -> None:
-    """Run every task that has no scored episode under this label and step in the store.
+    """Run every task until it has `attempts` scored episodes under this label and step in the store.
 
-    The episodes have split "eval" and metadata {"eval": label, "step": step}. The seeds of sampling depend on
-    `seed` and the task and not on the label, so evaluations differ only by the weights. A task that still
-    fails after `retries` new attempts stays failed; the last attempt at a task is the one that counts.
+    The episodes have split "eval" and metadata {"eval": label, "step": step, "attempt": index}. The seeds of
+    sampling depend on `seed`, the task and the index and not on the label, so evaluations differ only by the
+    weights. An attempt that still fails after `retries` repetitions stays failed; the last episode of an
+    attempt is the one that counts.
 
     Raises:
         AgentError: too many attempts in a row failed.
@@ -56,15 +58,23 @@ async def evaluate_tasks(
     await abort_open(client, store, split="eval", label=label)
     metadata = {"eval": label, **({} if step is None else {"step": step})}
     ended = store.episodes(split="eval", metadata=metadata)
-    scored = {episode.task_id for episode in ended if episode.status in ("finished", "truncated")}
-    waiting = deque(task for task in tasks if task.id not in scored)
+    scored = {
+        (episode.task_id, episode.metadata.get("attempt", 0))
+        for episode in ended
+        if episode.status in ("finished", "truncated")
+    }
+    waiting = deque(
+        (task, index) for index in range(attempts) for task in tasks if (task.id, index) not in scored
+    )
 
-    async def attempt(task: Task, tried: int) -> str | None:
-        sampling = {"temperature": temperature, "base_seed": episode_seed(seed, "eval", task.id, tried)}
+    async def attempt(task: Task, index: int, tried: int) -> str | None:
+        sampling = {
+            "temperature": temperature,
+            "base_seed": episode_seed(seed, "eval", task.id, index, tried),
+        }
+        of_attempt = Attempt(task, "eval", metadata={**metadata, "attempt": index}, sampling=sampling)
         try:
-            opened = await open_attempt(
-                client, Attempt(task, "eval", metadata=metadata, sampling=sampling), limits=limits
-            )
+            opened = await open_attempt(client, of_attempt, limits=limits)
             outcome = await run_rollout(
                 client,
                 agent,
@@ -80,9 +90,9 @@ async def evaluate_tasks(
 
     async def work() -> None:
         while waiting:
-            task = waiting.popleft()
+            task, index = waiting.popleft()
             for tried in range(1, retries + 2):
-                error = await attempt(task, tried)
+                error = await attempt(task, index, tried)
                 patience.note(error)
                 if error is None:
                     break

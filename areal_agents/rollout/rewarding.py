@@ -19,27 +19,56 @@ from areal_agents.rollout.config import RewardConfig
 from areal_agents.user_functions import describe, load_function
 
 
-class RewardFunction:
-    """The reward function of a configuration.
+class EpisodeFunction:
+    """A user's function of finished episodes, with a time limit.
 
     A synchronous function runs in a thread of its own. If it exceeds the time limit, its result is ignored,
     but the thread cannot be ended.
 
     Args:
-        config: names the function.
+        name: module:function or file.py:function.
+        what: what it is, for messages: "reward function".
+        key: the configuration key that names it.
+        time_s: the time limit of a call, in seconds.
 
     Raises:
         RewardError: the function cannot be imported.
     """
 
+    def __init__(self, name: str, *, what: str, key: str, time_s: float) -> None:
+        self.called = f"the {what} {name}"
+        self._time_s = time_s
+        try:
+            self._function: Callable[..., Any] = load_function(name, RewardError)
+        except RewardError as error:
+            raise RewardError(f"{key}: {error}") from error
+
+    async def __call__(self, given: Any) -> Any:
+        """Return what the function returns. Raises RewardError if it fails or exceeds the time limit."""
+        try:
+            async with asyncio.timeout(self._time_s):
+                if inspect.iscoroutinefunction(self._function):
+                    return await self._function(given)
+                value = await _in_own_thread(self._function, given)
+                return await value if inspect.isawaitable(value) else value
+        except RewardError:
+            raise
+        except TimeoutError:
+            raise RewardError(
+                f"{self.called} did not return within {self._time_s:g} s (reward.time_s)"
+            ) from None
+        except (Exception, SystemExit) as error:  # a grader that was a program calls sys.exit
+            raise RewardError(f"{self.called} failed: {describe(error)}") from error
+
+
+class RewardFunction:
+    """The reward function of a configuration. Raises RewardError if it cannot be imported."""
+
     def __init__(self, config: RewardConfig) -> None:
         self.of_groups = bool(config.group)
-        self._name = config.group or config.episode
-        self._time_s = config.time_s
-        try:
-            self._function: Callable[..., Any] = load_function(self._name, RewardError)
-        except RewardError as error:
-            raise RewardError(f"reward: {error}") from error
+        self._call = EpisodeFunction(
+            config.group or config.episode, what="reward function", key="reward", time_s=config.time_s
+        )
 
     async def of_episode(self, episode: FinishedEpisode) -> RewardValue:
         """Return the reward of one episode; a function of groups gets a group of one. Raises RewardError."""
@@ -52,32 +81,16 @@ class RewardFunction:
         values = await self._call(list(episodes))
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(episodes):
             raise RewardError(
-                f"the reward function {self._name} must return a list of {len(episodes)} rewards, one for "
+                f"{self._call.called} must return a list of {len(episodes)} rewards, one for "
                 f"each episode, got {values!r:.200}"
             )
         return [self._checked(value) for value in values]
-
-    async def _call(self, given: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._time_s):
-                if inspect.iscoroutinefunction(self._function):
-                    return await self._function(given)
-                value = await _in_own_thread(self._function, given)
-                return await value if inspect.isawaitable(value) else value
-        except RewardError:
-            raise
-        except TimeoutError:
-            raise RewardError(
-                f"the reward function {self._name} did not return within {self._time_s:g} s (reward.time_s)"
-            ) from None
-        except (Exception, SystemExit) as error:  # a grader that was a program calls sys.exit
-            raise RewardError(f"the reward function {self._name} failed: {describe(error)}") from error
 
     def _checked(self, value: Any) -> RewardValue:
         try:
             return checked_reward(value)
         except AgentError as error:
-            raise RewardError(f"the reward function {self._name}: {error}") from None
+            raise RewardError(f"{self._call.called}: {error}") from None
 
 
 async def _in_own_thread(function: Callable[[Any], Any], given: Any) -> Any:

@@ -99,9 +99,14 @@ async def evaluate(
     reward: RewardConfig | None = None,
     logs: Path | None = None,
     stop: asyncio.Event | None = None,
+    tasks: Sequence[Task] | None = None,
 ) -> None:
-    """Evaluate the weights that are served now. Arguments and errors are those of `run`."""
-    tasks = held_out_tasks(evaluation)
+    """Evaluate the weights that are served now. Arguments and errors are those of `run`.
+
+    Args:
+        tasks: the held-out tasks, if they are loaded already.
+    """
+    tasks = held_out_tasks(evaluation) if tasks is None else tasks
     latest = store.latest_version()
     async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward) as runner:
         await _unless_stopped(
@@ -228,6 +233,7 @@ class _RolloutRunner:
             limits=self._rollout.limits,
             retries=self._rollout.retries,
             patience=self._patience,
+            attempts=self._evaluation.attempts,
             agent_error_reward=self._rollout.reward_of_agent_errors,
             function=self._function,
         )

@@ -23,7 +23,7 @@ from areal_agents.store import Store
 from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.recorded import RecordedGroups
 from areal_agents.training.batches.source import BatchSource, Recorded, RolledOut
-from areal_agents.training.checkpoint.best import HELDOUT, BestMetric
+from areal_agents.training.checkpoint.best import BestMetric, metric_name
 from areal_agents.training.checkpoint.checkpoint import Checkpoints
 from areal_agents.training.checkpoint.export import facts_of, write_final
 from areal_agents.training.checkpoint.resuming import resume
@@ -146,7 +146,7 @@ def run(
             downweight_stale=on_stale == "downweight",
             gradients_on_host=config.offload == "all",
         )
-        best = BestMetric(config.best_metric or (HELDOUT if evaluates else "reward_mean"), store)
+        best = BestMetric(metric_name(config.best_metric, evaluates=evaluates), store)
         checkpoints = _checkpoints(config, group, run_dir, model_path, best, store)
         at_the_end.callback(checkpoints.close)
         publisher = None

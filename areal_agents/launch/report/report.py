@@ -62,7 +62,7 @@ def report_of(config: Config, console: Console, form: Form) -> Report:
     """
     changes = Changes(
         steps=config.trainer.steps,
-        eval_episodes=config.eval.episodes if config.eval else 0,
+        eval_episodes=config.eval.most_episodes if config.eval else 0,
         trains_constrained=config.algorithm.train_constrained,
     )
     if form == "json":
@@ -72,7 +72,7 @@ def report_of(config: Config, console: Console, form: Form) -> Report:
             console,
             title=f"areal-agents · {config.name}",
             steps=config.trainer.steps,
-            eval_episodes=config.eval.episodes if config.eval else 0,
+            eval_episodes=config.eval.most_episodes if config.eval else 0,
             trains_constrained=config.algorithm.train_constrained,
         )
     return LineReport(console, changes, quiet=form == "quiet")

@@ -24,7 +24,7 @@ from areal_agents.user_functions import describe, load_function
 
 def main(spec: str) -> None:
     """Serve episodes of the function that `spec` names until standard input ends."""
-    requests, answers = _own_streams()
+    requests, answers = own_streams()
     lock = threading.Lock()
 
     def send(message: dict[str, Any]) -> None:
@@ -38,7 +38,7 @@ def main(spec: str) -> None:
         send({"error": str(error)})
         return
     send({"ready": True})
-    for request in _until_the_parent_ends(requests):
+    for request in until_the_parent_ends(requests):
         send(_attempt(function, request, send))
 
 
@@ -59,7 +59,7 @@ def _attempt(
         return {"error": describe(error)}
 
 
-def _own_streams() -> tuple[TextIO, TextIO]:
+def own_streams() -> tuple[TextIO, TextIO]:
     """Return the pipes to the parent; give the agent an empty input, and send its output to stderr."""
     requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -69,7 +69,7 @@ def _own_streams() -> tuple[TextIO, TextIO]:
     return requests, answers
 
 
-def _until_the_parent_ends(requests: TextIO) -> Any:
+def until_the_parent_ends(requests: TextIO) -> Any:
     """Yield the requests. The process exits when the pipe closes, even in the middle of an episode."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 

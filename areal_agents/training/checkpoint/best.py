@@ -16,6 +16,15 @@ from areal_agents.store import Store
 HELDOUT = "heldout"
 
 
+def metric_name(given: str, *, evaluates: bool) -> str:
+    """Return the metric that `trainer.best_metric` names; "" is the held-out reward if there is one.
+
+    Args:
+        evaluates: whether the run evaluates while it trains.
+    """
+    return given or (HELDOUT if evaluates else "reward_mean")
+
+
 @dataclass(frozen=True, slots=True)
 class BestMetric:
     """The metric by which checkpoints are compared; larger is better.
@@ -48,11 +57,12 @@ class BestMetric:
 def heldout_reward(store: Store, step: int) -> float | None:
     """Return the mean score of the newest finished evaluation that began by `step`; None without one.
 
-    An evaluation is finished when none of its episodes is open and it has as many tasks as the previous one;
-    while it runs or after an interruption, it has fewer. A failed episode counts as 0, and a task with
-    several attempts counts by the last one. The evaluation of the initial weights belongs to no checkpoint.
+    An evaluation is finished when none of its episodes is open and it has as many attempts as the previous
+    one; while it runs or after an interruption, it has fewer. A failed episode counts as 0, and an attempt
+    that was repeated counts by its last episode. The evaluation of the initial weights belongs to no
+    checkpoint.
     """
-    scores: dict[int, dict[str, float]] = {}
+    scores: dict[int, dict[tuple[str, int], float]] = {}
     going_on: set[int] = set()
     for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
         at = episode.metadata.get("step", 0)
@@ -61,11 +71,12 @@ def heldout_reward(store: Store, step: int) -> float | None:
         if episode.status == "open":
             going_on.add(at)
         failed = episode.status == "failed"
-        scores.setdefault(at, {})[episode.task_id] = 0.0 if failed else episode.score or 0.0
-    newest: dict[str, float] = {}
-    tasks_before = 0
-    for at, of_tasks in sorted(scores.items()):
-        if at > 0 and at not in going_on and len(of_tasks) >= tasks_before:
-            newest = of_tasks
-        tasks_before = len(of_tasks)
+        attempt = episode.task_id, episode.metadata.get("attempt", 0)
+        scores.setdefault(at, {})[attempt] = 0.0 if failed else episode.score or 0.0
+    newest: dict[tuple[str, int], float] = {}
+    attempts_before = 0
+    for at, of_attempts in sorted(scores.items()):
+        if at > 0 and at not in going_on and len(of_attempts) >= attempts_before:
+            newest = of_attempts
+        attempts_before = len(of_attempts)
     return math.fsum(newest.values()) / len(newest) if newest else None

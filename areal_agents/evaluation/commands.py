@@ -1,0 +1,134 @@
+"""The commands `eval`, `eval compare` and `rescore`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+from rich.console import Console
+
+from areal_agents.extras import require
+
+_DEFAULT = "run"
+
+
+class _EvalGroup(typer.core.TyperGroup):
+    """Runs `eval CONFIG …` as `eval run CONFIG …`, unless the first word is a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the default command unless another one, or help, is asked for."""
+        return super().parse_args(ctx, self._with_command(args))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See `parse_args`."""
+        return super().resolve_command(ctx, self._with_command(args))
+
+    def _with_command(self, args: list[str]) -> list[str]:
+        named = not args or args[0] in self.commands or args[0] == "--help"
+        return args if named else [_DEFAULT, *args]
+
+
+eval_app = typer.Typer(
+    cls=_EvalGroup,
+    no_args_is_help=True,
+    help="Evaluate a policy: `areal-agents eval CONFIG` is short for `areal-agents eval run CONFIG`.",
+)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to a command line."""
+    app.add_typer(eval_app, name="eval")
+
+
+@eval_app.command(_DEFAULT)
+def run(
+    config: Annotated[Path, typer.Argument(help="The YAML configuration file.", metavar="CONFIG")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings that override the file, for example eval.episodes=500.", metavar="KEY=VALUE"
+        ),
+    ] = None,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="What to evaluate: a model folder, a Hub id, or weights of a run as RUN@final, RUN@best or "
+            "RUN@STEP; default: the config's model."
+        ),
+    ] = None,
+    attempts: Annotated[
+        int | None, typer.Option("-k", min=1, help="Attempts at each task; the same as eval.attempts.")
+    ] = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(help="Divide the results by this field of the tasks; may be given several times."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the results, the episodes and the logs; an evaluation that was stopped "
+            "continues in it. Default: nothing is kept."
+        ),
+    ] = None,
+    ablate_tool: Annotated[
+        bool, typer.Option("--ablate-tool", help="Evaluate the config's `ablation` agent.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
+) -> None:
+    """Evaluate a model on the held-out tasks of a config."""
+    require("torch", "evaluation")
+    from areal_agents.config import load_config
+    from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
+    from areal_agents.evaluation.show import show_results
+    from areal_agents.launch.evaluation import evaluate
+
+    changes = [*(overrides or ()), *([f"eval.attempts={attempts}"] if attempts else [])]
+    policy = policy_of_run(model) if model else None
+    if policy is not None:
+        changes.append(f"model={policy.folder}")
+    elif model:
+        changes.append(f"model={model}")
+    loaded = load_config(config, changes)
+    policy = policy or NamedPolicy(model or loaded.model, Path(loaded.model))
+    console = Console(stderr=as_json)
+    results = evaluate(loaded, policy, console=console, out=out, by=by or (), ablate_tool=ablate_tool)
+    if as_json:
+        print(json.dumps(asdict(results.metrics())))
+        return
+    show_results(results, _wide())
+    if out is not None:
+        console.print(f"results: {out / 'results.json'}", soft_wrap=True, highlight=False)
+
+
+@eval_app.command()
+def compare(
+    first: Annotated[
+        Path, typer.Argument(help="Results of an evaluation: its folder, or results.json.", metavar="A")
+    ],
+    second: Annotated[Path, typer.Argument(help="The results to compare with them.", metavar="B")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare two evaluations, paired by task, and test whether they differ."""
+    from areal_agents.evaluation.comparison import compare_files
+    from areal_agents.evaluation.show import show_comparison
+
+    a, b, found = compare_files(first, second)
+    if as_json:
+        print(json.dumps(asdict(found)))
+    else:
+        show_comparison(a, b, found, _wide())
+
+
+def _wide() -> Console:
+    """Return a console that is wide enough for tables if it is not a terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+
+
+__all__: Sequence[str] = ("add_commands", "eval_app")

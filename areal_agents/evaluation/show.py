@@ -1,0 +1,83 @@
+"""Prints the results of an evaluation, a comparison of two, and a rescoring as tables."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from areal_agents.evaluation.comparison import Comparison
+from areal_agents.evaluation.estimators import CONFIDENCE
+from areal_agents.evaluation.results import COSTS, Estimate, Metrics, Results
+
+_SHOWN_IDS = 5
+COST_NAMES = {
+    "turns": "turns",
+    "sampled_tokens": "sampled tokens",
+    "prompt_tokens": "prompt tokens",
+    "seconds": "seconds",
+}
+
+
+def show_results(results: Results, console: Console) -> None:
+    """Print the metrics of an evaluation, and those of each slice."""
+    names, found = results.metric_names, results.metrics()
+    table = Table("metric", "value", f"{CONFIDENCE:.0%} interval")
+    for name in names:
+        table.add_row(name, *_cells(found.scores[name]))
+    console.print(f"evaluation of {results.model}", soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
+    costs = ", ".join(f"{found.costs[name]:,.1f} {COST_NAMES[name]}" for name in COSTS)
+    console.print(f"{_counts(found)}; mean of an episode: {costs}", soft_wrap=True, highlight=False)
+    shown = [name for name in names if not name.startswith("pass@") or name == f"pass@{results.attempts}"]
+    for field, slices in results.slices().items():
+        table = Table(field, "tasks", *shown, "failed", *COST_NAMES.values())
+        for value, metrics in slices.items():
+            cells = [_short(metrics.scores[name]) for name in shown]
+            of_costs = [f"{metrics.costs[name]:,.1f}" for name in COSTS]
+            table.add_row(Text(value), str(metrics.tasks), *cells, str(metrics.failed), *of_costs)
+        console.print(table)
+
+
+def show_comparison(first: Results, second: Results, found: Comparison, console: Console) -> None:
+    """Print two evaluations side by side, with the differences and their tests."""
+    console.print(f"A: {first.model}\nB: {second.model}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{found.common} tasks are in both", highlight=False)
+    for name, ids in (("A", found.only_first), ("B", found.only_second)):
+        if ids:
+            more = f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+            text = f"only in {name}, and not compared: {', '.join(ids[:_SHOWN_IDS])}{more}"
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
+    table = Table("metric", "A", "B", "B - A", f"{CONFIDENCE:.0%} interval", "p", "B better, worse", "test")
+    for d in found.differences:
+        bounds = "–" if d.low is None or d.high is None else f"{d.low:+.3f} to {d.high:+.3f}"
+        table.add_row(
+            d.metric, f"{d.first:.3f}", f"{d.second:.3f}", f"{d.second - d.first:+.3f}", bounds, _p(d.p),
+            f"{d.better}, {d.worse}", d.test,
+        )  # fmt: skip
+    for name in COSTS:
+        before, after = found.costs[name]
+        table.add_row(
+            COST_NAMES[name], f"{before:,.1f}", f"{after:,.1f}", f"{after - before:+,.1f}", "", "", "", ""
+        )
+    console.print(table)
+
+
+def _cells(estimate: Estimate) -> tuple[str, str]:
+    if estimate.low is None or estimate.high is None:
+        return f"{estimate.value:.3f}", "–"
+    return f"{estimate.value:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}"
+
+
+def _short(estimate: Estimate) -> str:
+    value, bounds = _cells(estimate)
+    return value if bounds == "–" else f"{value} ({bounds})"
+
+
+def _counts(metrics: Metrics) -> str:
+    failed = f", of which {metrics.failed} failed and count as 0" if metrics.failed else ""
+    return f"{metrics.tasks} tasks, {metrics.episodes} episodes{failed}"
+
+
+def _p(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"

@@ -1,0 +1,191 @@
+"""`areal-agents eval`: starts what an evaluation needs, plays its episodes, and computes its results.
+
+What was played is in the folder of the evaluation, so one that was killed continues when it is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from areal_agents.config import Config, save_config
+from areal_agents.core.rollout import Task
+from areal_agents.errors import ConfigError, RewardError
+from areal_agents.evaluation.folder import EvaluationFolder
+from areal_agents.evaluation.policies import NamedPolicy
+from areal_agents.evaluation.results import Results, field_of_tasks
+from areal_agents.evaluation.scoring import ScoringFunction, score
+from areal_agents.evaluation.stored import SCORED, attempts_of, finished_episodes, is_complete, task_results
+from areal_agents.launch.children import Children
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.signals import interruptible
+from areal_agents.launch.train import (
+    REFRESH_S,
+    check_evaluation,
+    check_sandbox,
+    chosen_endpoints,
+    plan_of,
+    start_evaluating,
+    start_serving,
+    wait_until_serving,
+    without_trainer,
+)
+from areal_agents.launch.trial import run_trial
+from areal_agents.store import Store
+
+LABEL = "eval"
+PROGRESS_S = 30.0
+# Settings that do not change what is evaluated.
+_WITHOUT_EFFECT = ("run_dir", "name", "model", "trainer", "algorithm", "data", "loop", "profile", "trial")
+
+
+def evaluate(
+    config: Config,
+    policy: NamedPolicy,
+    *,
+    console: Console,
+    out: Path | None = None,
+    by: Sequence[str] = (),
+    ablate_tool: bool = False,
+) -> Results:
+    """Evaluate weights on the held-out tasks of a configuration.
+
+    Args:
+        config: the configuration; `config.model` is `policy.folder`.
+        out: the folder of the evaluation, which is kept and in which a second call continues. None: a folder
+            beside that of the run, which is deleted at the end unless the evaluation fails.
+        by: fields of the tasks by whose values the results are divided.
+        ablate_tool: whether the agent's tool is switched off.
+
+    Raises:
+        ConfigError: the configuration has no `eval`, or no `ablation` for `ablate_tool`; or `out` is the
+            folder of another evaluation.
+        AgentError: the agent, the reward function or the data cannot be loaded.
+        ChildDied: a process ended before the evaluation.
+    """
+    evaluation = check_evaluation(config, ablate_tool)
+    if config.engine.urls:
+        raise ConfigError(
+            "eval evaluates the weights of `model` in an engine that it starts; leave engine.urls out"
+        )
+    check_sandbox(config)
+    config = without_trainer(config)
+    folder = RunFolder((out or Path(config.run_dir + "-eval")).resolve())
+    if out is None:
+        folder.set_aside()
+    files = EvaluationFolder(folder.root)
+    files.begin(identity_of(config, model=policy.fingerprint, ablate_tool=ablate_tool))
+    with folder.locked(), interruptible():
+        if not _has_ended(folder, files, evaluation.attempts):
+            model = policy.exported(folder.root / "model")
+            _play(config.model_copy(update={"model": str(model)}), folder, console, ablate_tool=ablate_tool)
+        results = _results(config, policy.name, folder, files, by, console)
+        results.write(files.results)
+    if out is None:
+        shutil.rmtree(folder.root)
+    return results
+
+
+def identity_of(config: Config, *, model: Any, ablate_tool: bool) -> dict[str, Any]:
+    """Return what the results of an evaluation depend on."""
+    tree = {key: value for key, value in config.model_dump(mode="json").items() if key not in _WITHOUT_EFFECT}
+    for name in ("concurrency", "workers"):
+        del tree["rollout"][name]
+    for name in ("host", "port", "public_url", "admin_key", "workers"):
+        del tree["proxy"][name]
+    del tree["eval"]["every"], tree["eval"]["concurrency"], tree["store"]
+    return {"config": tree, "model": model, "ablate_tool": ablate_tool}
+
+
+def _has_ended(folder: RunFolder, files: EvaluationFolder, attempts: int) -> bool:
+    """Whether every attempt has a scored episode already."""
+    if not folder.store.exists():
+        return False
+    with Store.open(folder.store) as store:
+        return is_complete(store, LABEL, files.read_tasks(), attempts)
+
+
+def _play(config: Config, folder: RunFolder, console: Console, *, ablate_tool: bool) -> None:
+    """Play the episodes that are missing."""
+    plan = plan_of(config, trains=False)
+    with chosen_endpoints(config) as endpoints:
+        save_config(config, folder.config)
+        folder.write_endpoints(endpoints)
+        run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True)
+        with Children() as children:
+            start_serving(config, folder, children, plan)
+            wait_until_serving(config, endpoints, children, console.print)
+            name = start_evaluating(folder, children, LABEL, ablate_tool=ablate_tool)
+            shown = time.monotonic()
+            while not children.finished(name):
+                children.check(may_finish=(name,))
+                if time.monotonic() - shown > PROGRESS_S:
+                    shown = time.monotonic()
+                    _say_progress(folder, console)
+                time.sleep(REFRESH_S)
+            children.check(may_finish=(name,))
+
+
+def _say_progress(folder: RunFolder, console: Console) -> None:
+    with Store.open(folder.store) as store:
+        console.print(f"{len(attempts_of(store, LABEL))} episodes have ended")
+
+
+def _results(
+    config: Config,
+    model: str,
+    folder: RunFolder,
+    files: EvaluationFolder,
+    by: Sequence[str],
+    console: Console,
+) -> Results:
+    evaluation = check_evaluation(config, ablate_tool=False)
+    tasks = files.read_tasks()
+    with Store.open(folder.store) as store:
+        answers: Mapping[str, str | None] = {}
+        if evaluation.answer:
+            answers = _answers(store, evaluation.answer, workers=config.rollout.workers, console=console)
+        of_tasks = task_results(
+            store, LABEL, tasks, evaluation.attempts, answers=answers, by=fields_of(tasks, by)
+        )
+    return Results(
+        name=config.name,
+        model=model,
+        attempts=evaluation.attempts,
+        temperature=evaluation.temperature,
+        pass_score=evaluation.pass_score,
+        has_answers=bool(evaluation.answer),
+        tasks=of_tasks,
+    )
+
+
+def fields_of(tasks: Sequence[Task], by: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the values of fields: by the name of the field, then by task id. Raises ConfigError."""
+    inputs = {task.id: task.input for task in tasks}
+    return {name: field_of_tasks(inputs, name) for name in by}
+
+
+def _answers(store: Store, function: str, *, workers: int, console: Console) -> dict[str, str | None]:
+    """Return the answer of each scored episode, by its id. Raises RewardError if none can be read."""
+    ids = [e.id for e in attempts_of(store, LABEL).values() if e.status in SCORED]
+    batches = ([episode] for episode in finished_episodes(store, ids))
+    found = asyncio.run(score(ScoringFunction.answers(function), batches, workers=workers))
+    answers = {
+        id: scored.values[0] if scored.values is not None else None
+        for id, scored in zip(ids, found, strict=True)
+    }
+    errors = [scored.error for scored in found if scored.error is not None]
+    if errors and len(errors) == len(found):
+        raise RewardError(f"eval.answer: no answer could be read; the last error: {errors[-1]}")
+    if errors:
+        console.print(
+            f"the answers of {len(errors)} episodes could not be read and have no vote; the last error: "
+            f"{errors[-1]}"
+        )
+    return answers

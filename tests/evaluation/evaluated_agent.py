@@ -1,0 +1,54 @@
+"""The agent of these tests, with functions that read its episodes.
+
+It notes each episode that it plays. While there is a file `hold`, no more than HELD_AFTER episodes end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from areal_agents import Episode
+from areal_agents.rewards import FinishedEpisode
+
+HERE = Path(__file__).parent
+HELD_AFTER = 4
+
+
+async def agent(task: dict[str, Any], ep: Episode) -> float:
+    """Ask once, and score 1 if the reply has an even number of characters."""
+    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    question: Any = [{"role": "user", "content": task["question"]}]
+    reply = await client.chat.completions.create(model="policy", messages=question, max_tokens=6)
+    played = HERE / "played.txt"
+    while (HERE / "hold").exists() and len(played.read_text().splitlines()) >= HELD_AFTER:
+        await asyncio.sleep(0.02)
+    with open(played, "a") as file:
+        file.write(f"{task['id']}\n")
+    return float(len(reply.choices[0].message.content or "") % 2 == 0)
+
+
+def answer(episode: FinishedEpisode) -> str | None:
+    """The number of characters of the reply, if it has any."""
+    return str(len(episode.answer)) if episode.answer else None
+
+
+def length(episode: FinishedEpisode) -> float:
+    """Another reward than the agent's."""
+    return float(len(episode.answer))
+
+
+def fails_on_t1(episode: FinishedEpisode) -> dict[str, float]:
+    """Fails, ends its process, or hangs, by the task."""
+    if episode.task["id"] == "t1":
+        raise KeyError("no such rubric")
+    if episode.task["id"] == "t2":
+        os._exit(3)
+    if episode.task["id"] == "t3":
+        time.sleep(600)
+    return {"told": episode.rewards.get("return", -1.0), "extra": 0.5}

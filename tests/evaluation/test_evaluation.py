@@ -1,0 +1,241 @@
+"""An evaluation by its command, with the quick-start model: killed, continued, refused, compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from areal_agents.cli import app
+from areal_agents.errors import ConfigError
+from areal_agents.evaluation.comparison import compare
+from areal_agents.evaluation.results import AttemptResult, Results, TaskResult, field_of_tasks
+from areal_agents.store import Store
+
+NAMES = ("Neon", "Tin", "Iron", "Zinc")
+START_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a configuration."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copy(Path(__file__).parent / "evaluated_agent.py", folder / "agent.py")
+    rows = [
+        {"id": f"t{n}", "question": f"What is the symbol of {name}?", "about": {"level": n % 2}}
+        for n, name in enumerate(NAMES)
+    ]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(
+        "model: quickstart\nagent: agent.py:agent\ndata: {path: tasks.jsonl}\n"
+        "eval: {data: {path: tasks.jsonl}, attempts: 3, temperature: 1.0, answer: 'agent.py:answer'}\n"
+    )
+    (folder / "played.txt").touch()
+    return folder
+
+
+def command(project: Path, *more: str) -> list[str]:
+    out = str(project / "out")
+    return [sys.executable, "-m", "areal_agents", "eval", str(project / "config.yaml"), "--out", out, *more]
+
+
+@pytest.fixture(scope="module")
+def evaluated(project: Path) -> Path:
+    """The folder of an evaluation that was killed after a part of its episodes, and then continued."""
+    played = project / "played.txt"
+    (project / "hold").touch()
+    with open(project / "first.log", "wb") as log:
+        first = subprocess.Popen(command(project), cwd=project, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + START_S
+        while len(played.read_text().splitlines()) < 4 or len(_scored(project)) < 4:
+            assert first.poll() is None and time.monotonic() < deadline, (project / "first.log").read_text()
+            time.sleep(0.1)
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait(30)
+    (project / "hold").unlink()
+    before = _scored(project)
+    subprocess.run(
+        command(project, "--by", "about.level"), cwd=project, check=True, timeout=START_S, capture_output=True
+    )
+    after = _scored(project)
+    assert before.items() <= after.items(), "an episode that had ended was played again"
+    return project / "out"
+
+
+def _scored(project: Path) -> dict[str, tuple[str, int]]:
+    """The task and the attempt of each scored episode, by its id."""
+    path = project / "out" / "store.db"
+    if not path.exists():
+        return {}
+    with Store.open(path) as store:
+        found = [e for e in store.episodes(split="eval") if e.status == "finished"]
+    return {e.id: (e.task_id, e.metadata["attempt"]) for e in found}
+
+
+def test_an_evaluation_continues_after_kill_9(evaluated: Path) -> None:
+    scored = Counter(_scored(evaluated.parent).values())
+    assert scored == Counter({(f"t{n}", k): 1 for n in range(4) for k in range(3)})
+    results = Results.read(evaluated)
+    assert [task.id for task in results.tasks] == [
+        t["id"] for t in json.loads((evaluated / "tasks.json").read_text())
+    ]
+    for task in results.tasks:
+        for attempt in task.attempts:
+            assert attempt.status == "finished" and attempt.turns == 1 and attempt.seconds > 0
+            assert 1 <= attempt.sampled_tokens <= 6 and attempt.prompt_tokens > 5
+            assert attempt.answer is None or attempt.score == float(int(attempt.answer) % 2 == 0)
+            assert attempt.versions == (0, 0)
+
+
+def test_metrics_are_those_of_the_attempts(evaluated: Path) -> None:
+    results = Results.read(evaluated)
+    metrics = results.metrics()
+    assert list(metrics.scores) == ["avg@3", "pass@1", "pass@2", "pass@3", "maj@3"]
+    scores = [attempt.score for task in results.tasks for attempt in task.attempts]
+    assert metrics.scores["avg@3"].value == pytest.approx(sum(scores) / 12)
+    solved = sum(any(attempt.score for attempt in task.attempts) for task in results.tasks)
+    assert metrics.scores["pass@3"].value == solved / 4
+    by_level = results.slices()["about.level"]
+    assert {value: found.tasks for value, found in by_level.items()} == {"0": 2, "1": 2}
+    tree = json.loads((evaluated / "results.json").read_text())
+    assert tree["metrics"]["scores"]["pass@3"]["value"] == solved / 4
+
+
+def test_what_has_ended_is_not_played_again(evaluated: Path) -> None:
+    played = (evaluated.parent / "played.txt").read_text()
+    done = subprocess.run(
+        command(evaluated.parent, "--json"), cwd=evaluated.parent, check=True, timeout=60, capture_output=True
+    )
+    assert json.loads(done.stdout)["tasks"] == 4
+    assert (evaluated.parent / "played.txt").read_text() == played
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("eval.attempts=2", "config.eval.attempts"),
+        ("rollout.limits.max_turns=3", "config.rollout.limits.max_turns"),
+        ("--model", "model"),
+        ("eval.temperature=0", "set eval.temperature above 0"),
+    ],
+)
+def test_another_evaluation_is_refused_in_the_folder(evaluated: Path, change: str, named: str) -> None:
+    arguments = ["eval", str(evaluated.parent / "config.yaml"), "--out", str(evaluated)]
+    if change == "--model":
+        other = evaluated.parent / "other"
+        shutil.copytree(Path(__file__).parents[2] / "examples" / "search_agent" / "model", other)
+        weights = next(other.glob("*.safetensors"))
+        weights.write_bytes(weights.read_bytes()[:-1] + b"\x00")
+        arguments += ["--model", str(other)]
+    else:
+        arguments.append(change)
+    with pytest.raises(ConfigError, match=named):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_changed_tasks_are_refused(evaluated: Path) -> None:
+    from areal_agents.core.rollout import Task
+    from areal_agents.evaluation.folder import EvaluationFolder
+
+    files = EvaluationFolder(evaluated)
+    tasks = files.read_tasks()
+    files.keep_tasks(tasks)
+    with pytest.raises(ConfigError, match="the first that differs is t"):
+        files.keep_tasks([Task(tasks[0].id, {"question": "Other?"}), *tasks[1:]])
+    with pytest.raises(ConfigError, match="4 became 3"):
+        files.keep_tasks(tasks[:3])
+
+
+def test_a_folder_of_something_else_is_refused(evaluated: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    arguments = ["eval", str(evaluated.parent / "config.yaml"), "--out", str(tmp_path)]
+    with pytest.raises(ConfigError, match="is not the folder of an evaluation"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("RUN", "say which of its weights: RUN@final"),
+        ("RUN@final", "RUN has no final model"),
+        ("RUN@7", "RUN has no checkpoint of step 7; it has no checkpoint"),
+        ("RUN@best", "RUN has no checkpoint"),
+        ("RUN@last", "expected RUN@final, RUN@best or RUN@STEP"),
+    ],
+)
+def test_weights_that_a_run_does_not_have(evaluated: Path, tmp_path: Path, given: str, message: str) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    arguments = ["eval", str(evaluated.parent / "config.yaml"), "--model", given.replace("RUN", str(run))]
+    with pytest.raises(ConfigError) as raised:
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert message in str(raised.value).replace(str(run), "RUN")
+
+
+def results(scores: dict[str, list[float]], **changes: Any) -> Results:
+    """Results with these scores by task."""
+    count = len(next(iter(scores.values())))
+
+    def attempt(index: int, score: float) -> AttemptResult:
+        return AttemptResult("e", index, "finished", score, {}, 2, 10, 100, 1.5)
+
+    tasks = tuple(
+        TaskResult(id, tuple(attempt(i, score) for i, score in enumerate(found)))
+        for id, found in scores.items()
+    )
+    settings = {"name": "n", "model": "m", "temperature": 1.0, "pass_score": 1.0, "has_answers": False}
+    return Results(**{**settings, **changes}, attempts=count, tasks=tasks)
+
+
+def test_two_evaluations_are_paired_by_task(tmp_path: Path) -> None:
+    before = results({"a": [0.0], "b": [0.0], "c": [1.0], "d": [0.0], "only-before": [1.0]})
+    after = results({"a": [1.0], "b": [1.0], "c": [1.0], "d": [1.0], "only-after": [0.0]})
+    found = compare(before, after)
+    assert (found.common, found.only_first, found.only_second) == (4, ("only-before",), ("only-after",))
+    average = found.differences[0]
+    assert (average.metric, average.first, average.second) == ("avg@1", 0.25, 1.0)
+    assert (average.better, average.worse) == (3, 0)
+    assert average.test == "exact McNemar test" and average.p == 2 / 8
+    # mean 0.75, standard error 0.25, t(0.975; 3) = 3.182446305284263
+    assert (average.low, average.high) == pytest.approx((0.75 - 0.7956115763, 0.75 + 0.7956115763))
+    for name, given in (("a", before), ("b", after)):
+        given.write(tmp_path / f"{name}.json")
+    printed = CliRunner().invoke(
+        app, ["eval", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")], catch_exceptions=False
+    )
+    assert "only in A, and not compared: only-before" in printed.output
+    assert "+0.750" in printed.output and "exact McNemar test" in printed.output
+
+
+def test_numbers_of_attempts_may_differ() -> None:
+    found = compare(results({"a": [0.0], "b": [1.0]}), results({"a": [0.0, 1.0], "b": [1.0, 1.0]}))
+    assert [d.metric for d in found.differences] == ["avg", "pass@1"]
+    assert found.differences[0].second == 0.75
+    assert found.differences[0].test == "paired permutation test"
+
+
+def test_what_cannot_be_compared() -> None:
+    with pytest.raises(ConfigError, match="no task in common"):
+        compare(results({"a": [0.0]}), results({"b": [0.0]}))
+    with pytest.raises(ConfigError, match=r"differ in eval.pass_score"):
+        compare(results({"a": [0.0]}), results({"a": [0.0]}, pass_score=0.5))
+
+
+def test_fields_of_tasks() -> None:
+    tasks = {"a": {"x": {"y": 3}, "z": [1]}, "b": {"x": {"y": "three"}, "z": [1]}}
+    assert field_of_tasks(tasks, "x.y") == {"a": "3", "b": "three"}
+    with pytest.raises(ConfigError, match="task a has no such field; it has x, z"):
+        field_of_tasks(tasks, "level")
+    with pytest.raises(ConfigError, match="got a list in task a"):
+        field_of_tasks(tasks, "z")
