@@ -25,7 +25,7 @@ def describe_step(row: Mapping[str, Any], steps: int) -> str:
 
 def describe_held_out(evaluation: HeldOut) -> str:
     """Return one line about a complete evaluation."""
-    return f"held-out {evaluation.label}: {evaluation.reward:.3f} on {evaluation.done} tasks"
+    return f"held-out {evaluation.label}: {evaluation.reward:.3f} on {evaluation.done} episodes"
 
 
 def describe_failures(progress: RunProgress) -> str:
