@@ -6,8 +6,9 @@ Advantages are computed when a batch is assembled, because they can depend on al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from areal_agents.algorithms.credit.advantages import all_equal
 from areal_agents.algorithms.credit.estimators import GroupEstimator, WithinGroups
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats, episode_rewards
 from areal_agents.algorithms.credit.selection import best_episodes, preference_pair
+from areal_agents.algorithms.credit.trained import Excluded
 from areal_agents.algorithms.demonstrations import best_of_each_group
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.losses.likelihood import SftLoss
@@ -25,11 +27,31 @@ from areal_agents.algorithms.report import BatchReport, batch_report
 from areal_agents.core.completion import TokenIds
 from areal_agents.core.rollout import RecordedEpisode, RolloutGroup
 from areal_agents.core.sample import TrainingSample
-from areal_agents.core.trajectory import Trajectory
+from areal_agents.core.trajectory import Trajectory, Turn
 from areal_agents.errors import TrainingError
 
 # the proxy has the same limit: sums, and distances from a batch's mean, stay within float32
 _LARGEST_REWARD = 1e12
+
+
+Untrained = Excluded | Literal["empty", "equal", "not chosen", "stale"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTurn:
+    """A turn of an episode of the batch.
+
+    Attributes:
+        tokens: number of sampled tokens.
+        untrained: why none of them carries a gradient, before the staleness bound is applied; None if they
+            do. Besides the rules of `TrainedTurns`: "empty": nothing was sampled; "equal": the group is left
+            out because its scores or advantages are all the same; "not chosen": the algorithm does not learn
+            from this episode (SFT, DPO, self-distillation).
+    """
+
+    id: str
+    tokens: int
+    untrained: Untrained | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +68,9 @@ class TrainingData:
         demonstrations: by episode id, the tokens [D] of a better episode of the group, which the teacher of
             self-distillation reads first. With self-distillation, an episode without a demonstration is not
             trained.
+        turns: every turn of each episode, in recording order, by episode id; including those of groups that
+            were left out.
+        uses: how often earlier batches were trained on a group, by group id; absent: never.
     """
 
     samples: tuple[TrainingSample, ...]
@@ -54,6 +79,8 @@ class TrainingData:
     pairs: tuple[tuple[str, str], ...]
     report: BatchReport
     demonstrations: Mapping[str, TokenIds] = field(default_factory=dict)
+    turns: Mapping[str, tuple[BatchTurn, ...]] = field(default_factory=dict)
+    uses: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,14 +131,14 @@ def prepare_group(group: RolloutGroup, config: AlgorithmConfig) -> PreparedGroup
 
 
 def build_training_data(
-    groups: Sequence[RolloutGroup], config: AlgorithmConfig, *, replayed: Collection[str] = ()
+    groups: Sequence[RolloutGroup], config: AlgorithmConfig, *, replayed: Mapping[str, int] | None = None
 ) -> TrainingData:
     """The training data of a batch of groups: `assemble_batch` after `prepare_group`, with their errors."""
     return assemble_batch([prepare_group(group, config) for group in groups], config, replayed=replayed)
 
 
 def assemble_batch(
-    prepared: Sequence[PreparedGroup], config: AlgorithmConfig, *, replayed: Collection[str] = ()
+    prepared: Sequence[PreparedGroup], config: AlgorithmConfig, *, replayed: Mapping[str, int] | None = None
 ) -> TrainingData:
     """Compute the advantages of a batch of groups and set them in the samples of the groups.
 
@@ -119,8 +146,8 @@ def assemble_batch(
     `config.drop_equal_groups`; the statistics of the batch include them.
 
     Args:
-        replayed: the ids of groups that earlier batches were trained on. The report leaves them out, so that
-            every episode is reported once.
+        replayed: how often earlier batches were trained on a group, by its id. The report leaves these groups
+            out, so that every episode is reported once.
 
     Raises:
         ValueError: there are no groups.
@@ -142,16 +169,39 @@ def assemble_batch(
     if config.teacher == "self":
         demonstrations = best_of_each_group(groups, group_scores)
         advantages = {episode_id: advantages[episode_id] for episode_id in demonstrations}
+    left_out = equal if config.drop_equal_groups and not config.is_supervised else frozenset()
     samples = [
         _with_advantages(sample, advantages[rollout.episode.id])
         for known in prepared
-        if config.is_supervised or not (config.drop_equal_groups and known.group.id in equal)
+        if known.group.id not in left_out
         for rollout in known.group.rollouts
         if rollout.episode.id in advantages
         for sample in known.samples(rollout.episode, config)
     ]
-    report = batch_report([group for group in groups if group.id not in replayed], equal, config)
-    return TrainingData(tuple(samples), rewards, group_scores, pairs, report, demonstrations)
+    uses = replayed or {}
+    report = batch_report([group for group in groups if group.id not in uses], equal, config)
+    turns = {
+        rollout.episode.id: _batch_turns(
+            rollout.episode, config, equal=group.id in left_out, chosen=rollout.episode.id in advantages
+        )
+        for group in groups
+        for rollout in group.rollouts
+    }
+    return TrainingData(tuple(samples), rewards, group_scores, pairs, report, demonstrations, turns, uses)
+
+
+def _batch_turns(
+    episode: RecordedEpisode, config: AlgorithmConfig, *, equal: bool, chosen: bool
+) -> tuple[BatchTurn, ...]:
+    def untrained(turn: Turn) -> Untrained | None:
+        if not len(turn.completion):
+            return "empty"
+        excluded = config.trained_turns.excluded(turn, episode)
+        if excluded is not None:
+            return excluded
+        return "equal" if equal else None if chosen else "not chosen"
+
+    return tuple(BatchTurn(turn.id, len(turn.completion), untrained(turn)) for turn in episode.turns)
 
 
 def _with_advantages(sample: TrainingSample, advantages: Floats) -> TrainingSample:

@@ -14,6 +14,7 @@ from pathlib import Path
 from areal_agents.config import Config
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.training.publish.config import versions_folder
+from areal_agents.training.records.files import FOLDER as RECORDS
 
 GB = 1e9
 
@@ -23,8 +24,8 @@ class DiskSpace:
 
     Args:
         folders: the folders that the run writes to; they need not exist yet.
-        kept: the folders of checkpoints and of weights; each needs space for one more entry as large as its
-            newest.
+        kept: the folders of checkpoints, of weights and of records of tokens; each needs space for one more
+            entry as large as its newest.
         min_free_gb: the free space that every disk needs in addition, in GB; 0 disables the check.
     """
 
@@ -49,8 +50,8 @@ class DiskSpace:
             if free < need:
                 return (
                     f"the disk of {path} has {free / GB:.1f} GB free, and the run needs {need / GB:.1f} GB "
-                    "(store.min_free_gb, the next checkpoint and weights); no groups are submitted until "
-                    "there is enough free space"
+                    "(store.min_free_gb, the next checkpoint, weights and records); no groups are submitted "
+                    "until there is enough free space"
                 )
         return None
 
@@ -75,7 +76,11 @@ def disk_space_of(config: Config, folder: RunFolder) -> DiskSpace:
     elsewhere = [] if "://" in str(store) else [Path(store).absolute().parent]
     return DiskSpace(
         [folder.root, *elsewhere],
-        kept=[folder.root / "checkpoints", versions_folder(config.trainer.publish.folder, folder.root)],
+        kept=[
+            folder.root / "checkpoints",
+            folder.root / RECORDS,
+            versions_folder(config.trainer.publish.folder, folder.root),
+        ],
         min_free_gb=config.store.min_free_gb,
     )
 

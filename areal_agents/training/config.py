@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -185,6 +185,11 @@ class TrainerConfig(Settings):
         "evaluates while it trains, else reward_mean.",
     )
     keep_weights: int = Field(default=2, ge=2, description="How many published weight folders are kept.")
+    record_tokens: Literal["all", "none"] | Annotated[int, Field(ge=1)] = Field(
+        default="all",
+        description="Steps of which the run keeps the record of each trained token (advantage, ratio, clip, "
+        "share of the loss; areal-agents why shows it): all, none, or a number of the newest.",
+    )
     trackers: tuple[Tracker, ...] = Field(
         default=("tensorboard",), description="Where metrics go besides metrics.jsonl."
     )

@@ -36,6 +36,8 @@ from areal_agents.training.metrics.step_metrics import (
 )
 from areal_agents.training.model.run_models import Models
 from areal_agents.training.publish.publisher import Publisher
+from areal_agents.training.records.writer import RecordWriter
+from areal_agents.training.step.recording import TrainedTokens
 from areal_agents.training.step.step import StepOptions, StepResult, Stopped, train_batch
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class TrainingLoop:
     """A training run on one rank: its components and its progress.
 
     Attributes:
+        records: writes the tokens of each step; None if they are not recorded.
         source, metrics: exist on the first rank only.
         publisher: exists on every rank, or on none if there are no engines.
         released: the kinds of memory that the engines release while a step is trained.
@@ -81,6 +84,7 @@ class TrainingLoop:
     checkpoints: Checkpoints
     best: BestMetric
     metrics: MetricsWriter | None
+    records: RecordWriter | None
     stop: threading.Event
     seed: int
     progress: TrainingProgress
@@ -160,6 +164,7 @@ class TrainingLoop:
         started, started_cpu = time.monotonic(), time.process_time()
         result = self._optimize(batch, announced)
         train_s, train_cpu_s = time.monotonic() - started, time.process_time() - started_cpu
+        self._record(batch, result)
         swap_wait_s = self._wait_for_swap()
         progress = TrainingProgress(self.progress.step + 1, self.progress.version + 1, announced.position)
         published = None
@@ -216,6 +221,15 @@ class TrainingLoop:
                 stopping=self.stop.is_set,
             )
 
+    def _record(self, batch: Batch | None, result: StepResult) -> None:
+        """Start writing the tokens that this rank trained in the step after `progress`."""
+        if self.records is None:
+            return
+        tokens = result.tokens if result.tokens is not None else TrainedTokens()
+        step, version = self.progress.step + 1, self.progress.version
+        data = None if batch is None else batch.data
+        self.records.write(step, lambda: tokens.rows(step=step, version=version, data=data))
+
     @contextmanager
     def _engines_asleep(self) -> Iterator[None]:
         """Release the memory of engines on the same GPUs within the block, if the configuration says so."""
@@ -242,6 +256,8 @@ class TrainingLoop:
 
     def _save(self) -> None:
         if self.saved_step != self.progress.step:
+            if self.records is not None:
+                self.records.wait()  # every step that a checkpoint contains has its records
             score = self.last.get(self.best.name)
             self.checkpoints.save(self.models.parts, self.progress, score=score)
             self.saved_step = self.progress.step

@@ -36,6 +36,7 @@ from areal_agents.training.metrics.step_metrics import MetricsWriter
 from areal_agents.training.model.model import Policy
 from areal_agents.training.model.run_models import load_models
 from areal_agents.training.publish.publisher import Publisher
+from areal_agents.training.records.writer import RecordWriter, drop_steps_after
 from areal_agents.training.step.step import StepOptions
 from areal_agents.training.step.teacher import EngineTeacher
 
@@ -145,6 +146,7 @@ def run(
             grad_clip=config.grad_clip,
             downweight_stale=on_stale == "downweight",
             gradients_on_host=config.offload == "all",
+            records_tokens=config.record_tokens != "none",
         )
         best = BestMetric(metric_name(config.best_metric, evaluates=evaluates), store)
         checkpoints = _checkpoints(config, group, run_dir, model_path, best, store)
@@ -160,6 +162,12 @@ def run(
         progress = resume(
             run_dir / "checkpoints", models.parts, group, store, publishes=publisher is not None
         )
+        records = None
+        if group.is_first:
+            drop_steps_after(run_dir, progress.step)
+        if config.record_tokens != "none":
+            records = RecordWriter(run_dir, rank=group.rank, keep=config.record_tokens, prunes=group.is_first)
+            at_the_end.callback(records.close)
         if publisher is not None:
             publisher.publish(version=progress.version, step=progress.step)
         source: BatchSource | None = None
@@ -183,7 +191,7 @@ def run(
             config, algorithm, group, models, options,
             source=source, publisher=publisher, released=tuple(released),
             parking=models.parking(group.device) if parks else None, checkpoints=checkpoints, best=best,
-            metrics=metrics, stop=stop, seed=seed, progress=progress,
+            metrics=metrics, records=records, stop=stop, seed=seed, progress=progress,
         )  # fmt: skip
         finished = loop.run()
         if publisher is not None:

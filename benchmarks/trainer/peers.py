@@ -115,7 +115,7 @@ class PaddedLoop:
             return values[:, 1:][mask]
 
         current = logprobs[mask]
-        loss, _ = policy_loss(
+        loss, _, _ = policy_loss(
             current,
             Objective.of(ALGORITHM),
             proximal=current.detach(),

@@ -65,7 +65,7 @@ def evaluate(
     kinds |= dict.fromkeys(("on_policy", "keep", "trained"), torch.bool)
     tensors = {name: torch.as_tensor(a, dtype=kinds.get(name, dtype)) for name, a in arrays.items()}
     objective = Objective.of(algorithm or AlgorithmConfig())
-    loss, statistics = policy_loss(theta, objective, **tensors)
+    loss, statistics, _ = policy_loss(theta, objective, **tensors)
     loss.backward()
     assert theta.grad is not None
     return loss.item(), theta.grad.double().numpy(), statistics.as_dict()

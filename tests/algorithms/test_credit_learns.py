@@ -78,7 +78,7 @@ def loss_of(data: TrainingData, logits: Tensor, config: AlgorithmConfig) -> Tens
         return torch.from_numpy(np.concatenate(arrays))
 
     current = logits.log_softmax(1)[joined("turn_index").long(), joined("token_ids").long()]
-    loss, _ = policy_loss(
+    loss, _, _ = policy_loss(
         current,
         Objective.of(config),
         proximal=current.detach(),

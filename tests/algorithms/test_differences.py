@@ -12,7 +12,7 @@ from areal_agents.algorithms.losses.statistics import POSITIONS
 
 def test_differences_are_summed_by_position_and_by_routing() -> None:
     tokens = 6
-    _, statistics = policy_loss(
+    _, statistics, _ = policy_loss(
         torch.zeros(tokens, requires_grad=True),
         Objective.of(AlgorithmConfig()),
         proximal=torch.zeros(tokens),
@@ -39,7 +39,7 @@ def test_differences_are_summed_by_position_and_by_routing() -> None:
 
 def test_without_positions_all_tokens_are_in_the_first_range_and_none_is_replayed() -> None:
     zeros = torch.zeros(3)
-    _, statistics = policy_loss(
+    _, statistics, _ = policy_loss(
         zeros, Objective.of(AlgorithmConfig()), proximal=zeros, behavior=zeros - 0.5, advantages=zeros,
         loss_weights=zeros, sequence_ids=torch.zeros(3, dtype=torch.int64),
     )  # fmt: skip

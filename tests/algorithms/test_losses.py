@@ -219,7 +219,7 @@ def test_parts_cut_between_sequences_add_up(name: str, seed: int, cuts: set[int]
     for at in parts:
         tensors = {n: torch.tensor(a[at]) for n, a in arrays.items()}
         theta = torch.tensor(t.current[at], requires_grad=True)
-        part, part_statistics = policy_loss(theta, Objective.of(algorithm), **tensors)  # type: ignore[arg-type]
+        part, part_statistics, _ = policy_loss(theta, Objective.of(algorithm), **tensors)  # type: ignore[arg-type]
         part.backward()
         assert theta.grad is not None
         cut_loss, total = cut_loss + part.item(), total + part_statistics

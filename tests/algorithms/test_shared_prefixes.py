@@ -163,7 +163,7 @@ def measured(
     loss, total = torch.zeros((), dtype=torch.float64), LossStatistics.zero()
     for batch in pack(samples, weights=weights, **packing):  # type: ignore[arg-type]
         ids = batch.target_ids
-        part, statistics = policy_loss(
+        part, statistics, _ = policy_loss(
             theta[ids], Objective.of(config),
             proximal=torch.tensor(numbers.proximal)[ids], behavior=batch.behavior_logprobs.double(),
             advantages=batch.advantages.double(), loss_weights=batch.loss_weights.double(),

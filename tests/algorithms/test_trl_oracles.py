@@ -162,7 +162,7 @@ def test_loss_advantages_and_gradient_are_those_of_trl(
 
     weights = algorithm.loss_normalization.weights(samples)
     advantages = [torch.from_numpy(sample.advantages[sample.loss_mask]) for sample in samples]
-    loss, statistics = policy_loss(
+    loss, statistics, _ = policy_loss(
         torch.cat(current),
         Objective.of(algorithm),
         proximal=torch.cat(proximal),

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
+
+Excluded = Literal["truncated", "constrained", "discarded", "aborted", "label", "greedy"]
 
 _GREEDY_BELOW = 1e-5  # engines sample greedily below it: vLLM below 1e-5, SGLang below 1e-6
 
@@ -31,20 +34,28 @@ class TrainedTurns:
 
     def of(self, episode: RecordedEpisode) -> list[Turn]:
         """The turns of an episode that are trained, in recording order."""
-        if episode.status == "truncated" and not self.truncated:
-            return []
-        return [turn for turn in episode.turns if self.includes(turn)]
+        return [turn for turn in episode.turns if self.excluded(turn, episode) is None]
 
     def includes(self, turn: Turn) -> bool:
-        """Whether the sampled tokens of a turn carry a gradient, whatever its episode.
+        """Whether the sampled tokens of a turn carry a gradient, whatever its episode."""
+        return self.excluded(turn) is None
+
+    def excluded(self, turn: Turn, episode: RecordedEpisode | None = None) -> Excluded | None:
+        """The reason why the sampled tokens of a turn carry no gradient; None if they do.
 
         A turn whose call was aborted, or whose client disconnected, is not trained, because the agent never
         received it.
         """
+        if episode is not None and episode.status == "truncated" and not self.truncated:
+            return "truncated"
         if turn.constrained and not self.constrained:
-            return False
-        if turn.discarded or turn.completion.finish_reason == "abort":
-            return False
+            return "constrained"
+        if turn.discarded:
+            return "discarded"
+        if turn.completion.finish_reason == "abort":
+            return "aborted"
         if any(fnmatchcase(turn.label, pattern) for pattern in self.exclude_labels):
-            return False
-        return self.greedy or turn.sampling.temperature >= _GREEDY_BELOW
+            return "label"
+        if not self.greedy and turn.sampling.temperature < _GREEDY_BELOW:
+            return "greedy"
+        return None

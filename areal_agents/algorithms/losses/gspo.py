@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -56,4 +57,5 @@ def gspo(
     """
     detached = log_ratio.detach()
     sequence = sequences.spread(sequences.means(detached))
-    return ppo(sequence + (log_ratio - detached), advantages, clip_low=clip_low, clip_high=clip_high)
+    losses = ppo(sequence + (log_ratio - detached), advantages, clip_low=clip_low, clip_high=clip_high)
+    return replace(losses, ratio=sequence.exp())

@@ -52,6 +52,7 @@ class TokenLosses:
             if the loss has no such bound.
         dual_clipped: [N] bool, the dual clip bounded the loss; None: nowhere.
         unweighted: [N] a term that is added without the off-policy weight, with the gradient; None means 0.
+        ratio: [N] the ratio that the loss compared with its bounds, where it is not the token's own u.
     """
 
     values: Tensor
@@ -59,6 +60,7 @@ class TokenLosses:
     clipped_high: Tensor | None = None
     dual_clipped: Tensor | None = None
     unweighted: Tensor | None = None
+    ratio: Tensor | None = None
 
 
 class LossPart(Part):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses.correction import Correction
+from areal_agents.algorithms.losses.correction import Correction, NoCorrection
 from areal_agents.algorithms.losses.kl import KlInLoss, KlPlace, NoKl, kl_estimate
-from areal_agents.algorithms.losses.loss import LossTokens
+from areal_agents.algorithms.losses.loss import LossTokens, TokenLosses
 from areal_agents.algorithms.losses.ratios import Sequences, log_ratio, masked, widen
 from areal_agents.algorithms.losses.registry import PolicyLoss
 from areal_agents.algorithms.losses.statistics import LossStatistics, measure
@@ -37,6 +37,41 @@ class Objective:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTerms:
+    """The terms of which the loss of each of N tokens is the product, without gradients.
+
+    Attributes:
+        current: [N] logprobs under the weights being trained.
+        proximal: [N] logprobs; None for a loss without a ratio (SFT, DPO, distillation).
+        advantages: [N] as given: 1 for SFT and distillation, the coefficients of the pairs for DPO.
+        ratio: [N] π_θ/π_prox as the loss compared it with its bounds: of the token, or for GSPO of its
+            sequence or turn; None for a loss without a ratio.
+        weight: [N] the off-policy weight as applied, 0 where rejected; None without a correction.
+        clipped: [N] uint8, an index into `CLIPPED`.
+        kept: [N] bool, False where a trust region dropped the token.
+        rejected: [N] bool, where the correction rejected it.
+        loss_weights: [N] c_t.
+        loss: [N] the token's share: the loss of a minibatch is the sum of the shares of its trained tokens.
+        reference: [N] logprobs under the reference policy, None without one.
+    """
+
+    current: Tensor
+    proximal: Tensor | None
+    advantages: Tensor
+    ratio: Tensor | None
+    weight: Tensor | None
+    clipped: Tensor
+    kept: Tensor
+    rejected: Tensor
+    loss_weights: Tensor
+    loss: Tensor
+    reference: Tensor | None
+
+
+CLIPPED = ("no", "low", "high", "dual")
+
+
 def policy_loss(
     current: Tensor,
     objective: Objective,
@@ -57,7 +92,7 @@ def policy_loss(
     positions: Tensor | None = None,
     replayed: Tensor | None = None,
     rerouted: Tensor | None = None,
-) -> tuple[Tensor, LossStatistics]:
+) -> tuple[Tensor, LossStatistics, TokenTerms]:
     """Compute these tokens' share of the loss.
 
         loss = Σ_t c_t k_t (w_t (ℓ_t + γ_t |log u_t|) + β KL_t − α H_t)
@@ -91,7 +126,8 @@ def policy_loss(
             experts; all three for the statistics.
 
     Returns:
-        The loss, a scalar (float32 for half and single precision), and its statistics.
+        The loss, a scalar (float32 for half and single precision), its statistics, and the terms of each
+        token.
 
     Raises:
         ValueError: the shapes differ, or a reference or entropy that the settings need is missing.
@@ -135,14 +171,38 @@ def policy_loss(
             total = total + objective.kl.kl_coefficient * kl
     if objective.entropy_coefficient and entropy is not None:
         total = total - objective.entropy_coefficient * masked(widen(entropy), keep)
-    loss = (loss_weights * masked(total, trained & ~correction.rejected)).sum()
+    shares = loss_weights * masked(total, trained & ~correction.rejected)
     with torch.no_grad():
         statistics = measure(
             weighted, tokens.log_ratio, log_weight, correction, policy, sequences, trained=trained,
             kl=kl, entropy=entropy, on_policy=on_policy, positions=positions, replayed=replayed,
             rerouted=rerouted,
         )  # fmt: skip
-    return loss, statistics
+    has_ratio = objective.loss.uses_advantages
+    ratio = tokens.log_ratio.detach().exp() if policy.ratio is None else policy.ratio
+    terms = TokenTerms(
+        current=current.detach(),
+        proximal=proximal if has_ratio else None,
+        advantages=advantages,
+        ratio=ratio if has_ratio else None,
+        weight=None if isinstance(objective.correction, NoCorrection) else correction.weight,
+        clipped=_clipped(policy, keep),
+        kept=keep,
+        rejected=correction.rejected,
+        loss_weights=loss_weights,
+        loss=shares.detach(),
+        reference=reference,
+    )
+    return shares.sum(), statistics, terms
+
+
+def _clipped(policy: TokenLosses, like: Tensor) -> Tensor:
+    """[N] uint8, which bound took effect at each token; an index into `CLIPPED`."""
+    clipped = torch.zeros_like(like, dtype=torch.uint8)
+    for code, bound in enumerate((policy.clipped_low, policy.clipped_high, policy.dual_clipped), start=1):
+        if bound is not None:
+            clipped = clipped.masked_fill(bound, code)
+    return clipped
 
 
 def _check_shapes(*tensors: Tensor) -> None:

@@ -276,7 +276,7 @@ def _replays(
                 refused[lease] = group
             else:
                 reused[lease] = group
-        again = {group_id for group_id, _ in reused}
+        again = dict(reused.keys())
         data = assemble_batch(_ordered([*taken, *reused.values()]), algorithm, replayed=again)
         bad = refused_samples(data, algorithm, limits=limits, version=version)
         useful = {sample.group_id for sample in data.samples}
@@ -287,7 +287,7 @@ def _replays(
         for (group_id, use), why in refused.items():
             store.drop_group(group_id, why.reason, step=step, use=use)
         if refused:
-            again = {group_id for group_id, _ in reused}
+            again = dict(reused.keys())
             data = assemble_batch(_ordered([*taken, *reused.values()]), algorithm, replayed=again)
     return reused, data
 

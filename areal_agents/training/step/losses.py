@@ -16,7 +16,7 @@ from torch import Tensor
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GaeEstimator
 from areal_agents.algorithms.losses.dpo import DpoCoefficients, dpo_coefficients
-from areal_agents.algorithms.losses.objective import Objective, policy_loss
+from areal_agents.algorithms.losses.objective import Objective, TokenTerms, policy_loss
 from areal_agents.algorithms.losses.observation import observation_loss
 from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.algorithms.losses.value import value_loss
@@ -39,14 +39,15 @@ def policy_share(
     *,
     version: int,
     teacher: Teacher | None = None,
-) -> tuple[Tensor, LossStatistics, Tensor | None]:
+) -> tuple[Tensor, LossStatistics, Tensor | None, TokenTerms]:
     """The policy's loss plus the loss of observations, and the statistics of both.
 
     If there are no proximal logprobs, the current ones, detached, take their place.
 
     Returns:
         The loss; the statistics of the policy's tokens; and for the observations [2] float64, the sum of
-        their cross entropies and their number, or None if there are none.
+        their cross entropies and their number, or None if there are none; and the terms of each token of the
+        policy.
     """
     batch = work.batch
     targets: TopTargets | FullTargets | None = None
@@ -70,7 +71,7 @@ def policy_share(
     if batch.routed_experts is not None:  # -1 where the engine returned no experts
         replayed = (batch.routed_experts[batch.predictor_rows] >= 0).flatten(1).any(1)
         rerouted = rerouted_share(policy.model)
-    loss, statistics = policy_loss(
+    loss, statistics, terms = policy_loss(
         of_policy(current),
         Objective.of(algorithm),
         proximal=of_policy(current).detach() if proximal is None else proximal,
@@ -91,12 +92,12 @@ def policy_share(
         rerouted=None if rerouted is None else of_policy(rerouted[batch.predictor_rows]),
     )
     if batch.observed is None:
-        return loss, statistics, None
+        return loss, statistics, None, terms
     logprobs = current[batch.observed]
     added = observation_loss(logprobs, batch.loss_weights[batch.observed])
     entropies = -logprobs.detach().double().sum()
     counted = torch.stack([entropies, entropies.new_tensor(len(logprobs))])
-    return loss + algorithm.observation_coefficient * added, statistics, counted
+    return loss + algorithm.observation_coefficient * added, statistics, counted, terms
 
 
 def value_share(

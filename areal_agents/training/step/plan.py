@@ -11,8 +11,8 @@ it is equal too. A micro-batch takes its share by the indices of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,20 +33,47 @@ from areal_agents.algorithms.staleness import age_weights
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.step.wire import WireBatch, from_wire, narrow, to_wire
+from areal_agents.training.step.wire import TURN_BITS, WireBatch, from_wire, narrow, to_wire
 
 Floats = npt.NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedTurn:
+    """A turn with a trained token, as its records name it.
+
+    Attributes:
+        use: how often earlier batches were trained on its group.
+        start: position of its first sampled token in the sequence.
+        tokens: number of its sampled tokens.
+        stale: those of them that are not trained because they exceed the staleness bound, by their index in
+            the turn.
+    """
+
+    group_id: str
+    episode_id: str
+    turn_id: str
+    use: int
+    start: int
+    tokens: int
+    stale: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedMicroBatch:
-    """One micro-batch of this rank; `indices` [N] int64 are the indices of its scored tokens in the batch."""
+    """One micro-batch of this rank.
+
+    Attributes:
+        indices: [N] int64, the indices of its scored tokens in the batch.
+        turns: the turns that it trains, by `MicroBatch.turn_ids`; empty unless tokens are recorded.
+    """
 
     batch: MicroBatch
     indices: Tensor
+    turns: Mapping[int, TrainedTurn] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpacked, (to_wire(self.batch), narrow(self.indices))
+        return _unpacked, (to_wire(self.batch), narrow(self.indices), dict(self.turns))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +162,7 @@ def lay_out(
     share_prefixes: bool,
     seed: int,
     downweight_at: int | None = None,
+    names_turns: bool = False,
 ) -> BatchPlan:
     """Cut a batch into minibatches, pack each, and return this rank's part. Collective.
 
@@ -142,6 +170,7 @@ def lay_out(
         data: the batch, on the first rank; None on the others.
         seed: seed of the order of the minibatches.
         downweight_at: the trainer's version if older tokens count less (`staleness.age_weights`), else None.
+        names_turns: whether micro-batches name their turns, because their tokens are recorded.
 
     Raises:
         TrainingError: a sample does not fit a micro-batch.
@@ -151,7 +180,9 @@ def lay_out(
     shares: Sequence[BatchPlan | Exception] | None = None
     if data is not None:
         try:
-            shares = _shares(data, algorithm, packing, seed=seed, downweight_at=downweight_at)
+            shares = _shares(
+                data, algorithm, packing, seed=seed, downweight_at=downweight_at, names_turns=names_turns
+            )
         except (TrainingError, ValueError) as error:
             shares = [error] * ranks.data_count
         shares = [_without_batch(shares[rank // ranks.context_count], rank) for rank in range(ranks.count)]
@@ -202,6 +233,7 @@ def _shares(
     *,
     seed: int,
     downweight_at: int | None,
+    names_turns: bool,
 ) -> list[BatchPlan]:
     """Return the plan of each data rank, on the CPU. That of rank 0 keeps the whole batch."""
     if not data.samples:
@@ -218,7 +250,8 @@ def _shares(
     minibatches: list[list[Minibatch]] = [[] for _ in range(packing.ranks)]
     start = 0
     for part, batches in zip(parts, packed, strict=True):
-        work = _by_rank(part, batches, start, packing.ranks)
+        turns = _trained_turns(part, data) if names_turns else {}
+        work = _by_rank(part, batches, start, packing.ranks, turns)
         tokens = slice(start, start + sum(int(sample.scored_mask.sum()) for sample in part))
         for rank, own in enumerate(work):
             minibatches[rank].append(Minibatch(() if rank else tuple(part), tokens, own))
@@ -251,16 +284,42 @@ def _loss_weights(
 
 
 def _by_rank(
-    part: Sequence[TrainingSample], batches: Sequence[MicroBatch], start: int, ranks: int
+    part: Sequence[TrainingSample],
+    batches: Sequence[MicroBatch],
+    start: int,
+    ranks: int,
+    turns: Mapping[int, Mapping[int, TrainedTurn]] | None = None,
 ) -> list[tuple[PlannedMicroBatch, ...]]:
     """Return the micro-batches of each data rank, with the indices of their tokens; those of `part` begin at
-    `start`."""
+    `start`, and `turns` are their trained turns by sample and `MicroBatch.turn_ids`."""
     counts = [int(sample.scored_mask.sum()) for sample in part]
     starts = start + np.cumsum([0, *counts[:-1]])
-    work = [
-        PlannedMicroBatch(batch, torch.from_numpy(_token_indices(batch, part, starts))) for batch in batches
-    ]
+    work = []
+    for batch in batches:
+        owners = batch.sample_index.unique().tolist() if turns else []
+        named = {turn: name for owner in owners for turn, name in (turns or {})[owner].items()}
+        work.append(PlannedMicroBatch(batch, torch.from_numpy(_token_indices(batch, part, starts)), named))
     return [tuple(work[rank::ranks]) for rank in range(ranks)]
+
+
+def _trained_turns(part: Sequence[TrainingSample], data: TrainingData) -> dict[int, dict[int, TrainedTurn]]:
+    """Name the turns that each sample trains, by the sample's index and by `MicroBatch.turn_ids`."""
+    named: dict[int, dict[int, TrainedTurn]] = {}
+    for index, sample in enumerate(part):
+        edges = np.flatnonzero(np.diff(sample.turn_index)) + 1
+        spans = zip([0, *edges.tolist()], [*edges.tolist(), len(sample)], strict=True)
+        named[index] = {}
+        for start, end in spans:
+            trained, place = sample.loss_mask[start:end], int(sample.turn_index[start])
+            if not trained.any():
+                continue
+            turn = data.turns[sample.episode_id][place]
+            stale = [*np.flatnonzero(~trained).tolist(), *range(end - start, turn.tokens)]
+            named[index][(index << TURN_BITS) + place] = TrainedTurn(
+                sample.group_id, sample.episode_id, turn.id, data.uses.get(sample.group_id, 0),
+                start, turn.tokens, tuple(stale),
+            )  # fmt: skip
+    return named
 
 
 def _placed(work: Sequence[PlannedMicroBatch], ranks: Ranks) -> tuple[PlannedMicroBatch, ...]:
@@ -273,12 +332,14 @@ def _placed(work: Sequence[PlannedMicroBatch], ranks: Ranks) -> tuple[PlannedMic
 
             indices = indices[predicted_here(batch, ranks.context_rank, ranks.context_count)]
             batch = local_share(batch, ranks.context_rank, ranks.context_count, ranks.context_group)
-        placed.append(PlannedMicroBatch(batch.to(ranks.device), indices.to(ranks.device)))
+        placed.append(PlannedMicroBatch(batch.to(ranks.device), indices.to(ranks.device), one.turns))
     return tuple(placed)
 
 
-def _unpacked(wire: WireBatch, indices: npt.NDArray[Any]) -> PlannedMicroBatch:
-    return PlannedMicroBatch(from_wire(wire), torch.from_numpy(indices.astype(np.int64)))
+def _unpacked(
+    wire: WireBatch, indices: npt.NDArray[Any], turns: Mapping[int, TrainedTurn]
+) -> PlannedMicroBatch:
+    return PlannedMicroBatch(from_wire(wire), torch.from_numpy(indices.astype(np.int64)), turns)
 
 
 def _token_indices(

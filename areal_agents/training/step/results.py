@@ -12,6 +12,7 @@ from areal_agents.algorithms.losses.dpo import DpoCoefficients
 from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.proximal_pass import Scores
+from areal_agents.training.step.recording import TrainedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class StepResult:
         flops: FLOPs of all passes over all ranks, without what activation checkpointing recomputes.
         seconds: wall-clock time on this rank by part of the step.
         device_memory_peak: the most bytes that a rank had allocated on its GPU; None on a CPU.
+        tokens: the tokens that this rank trained; None unless they are recorded.
     """
 
     statistics: LossStatistics
@@ -97,6 +99,7 @@ class StepResult:
     flops: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     device_memory_peak: int | None = None
+    tokens: TrainedTokens | None = None
 
     @classmethod
     def nothing(cls) -> StepResult:

@@ -29,6 +29,7 @@ from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.losses import pair_pass, policy_share, value_share
 from areal_agents.training.step.plan import BatchPlan, Minibatch, lay_out
 from areal_agents.training.step.proximal_pass import Scores, gathered, passes, score_batch
+from areal_agents.training.step.recording import TokenRecorder
 from areal_agents.training.step.results import (
     CriticResult,
     DpoResult,
@@ -51,7 +52,8 @@ class StepOptions:
     """The options of a step that do not depend on the algorithm; the names are those of the configuration.
 
     With `downweight_stale` (`rollout.on_stale: downweight`) older tokens count less; `gradients_on_host`
-    (`trainer.offload: all`) says that FSDP keeps gradients in host memory.
+    (`trainer.offload: all`) says that FSDP keeps gradients in host memory; with `records_tokens` the result
+    has the terms of each trained token.
     """
 
     microbatch_tokens: int
@@ -59,6 +61,7 @@ class StepOptions:
     grad_clip: float
     downweight_stale: bool = False
     gradients_on_host: bool = False
+    records_tokens: bool = False
 
 
 def train_batch(
@@ -98,8 +101,9 @@ def train_batch(
         raise ValueError("expected the batch on the first rank, and on no other rank")
     _check(algorithm, ranks, critic, reference, teacher)
     batch = _BatchState(
-        policy, optimizer, critic, teacher, algorithm, ranks, version, stopping, options.gradients_on_host
-    )
+        policy, optimizer, critic, teacher, algorithm, ranks, version, stopping, options.gradients_on_host,
+        TokenRecorder() if options.records_tokens else None,
+    )  # fmt: skip
     with batch.clock.part("pack"):
         plan = lay_out(
             data,
@@ -110,6 +114,7 @@ def train_batch(
             share_prefixes=options.share_prefixes,
             seed=seed,
             downweight_at=version if options.downweight_stale else None,
+            names_turns=options.records_tokens,
         )
     scores = score_batch(
         plan,
@@ -125,10 +130,10 @@ def train_batch(
         seed=seed,
     )
     try:
-        for minibatch in plan.minibatches:
+        for place, minibatch in enumerate(plan.minibatches):
             advantages = batch.advantages(plan, minibatch, scores)
             with batch.clock.part("gradient"):
-                batch.accumulate(minibatch, scores, advantages)
+                batch.accumulate(minibatch, scores, advantages, place=place)
             with batch.clock.part("optimizer"):
                 for learner in batch.learners:
                     learner.step(options.grad_clip)
@@ -172,6 +177,7 @@ class _BatchState:
     version: int
     stopping: Callable[[], bool]
     gradients_on_host: bool
+    recorder: TokenRecorder | None
     pairs: list[DpoCoefficients] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -215,13 +221,13 @@ class _BatchState:
         self.pairs.append(coefficients)
         return advantages
 
-    def accumulate(self, minibatch: Minibatch, scores: Scores, advantages: Tensor) -> None:
-        """Accumulate the gradients of a minibatch."""
+    def accumulate(self, minibatch: Minibatch, scores: Scores, advantages: Tensor, *, place: int) -> None:
+        """Accumulate the gradients of a minibatch; `place` is its number in the batch."""
         scale = self.ranks.count  # FSDP averages over the ranks, but the loss is a sum
         for index, work in enumerate(minibatch.work):
             self.check_stop()
             last = index == len(minibatch.work) - 1
-            loss, statistics, observed = policy_share(
+            loss, statistics, observed, terms = policy_share(
                 self.policy,
                 work,
                 scores,
@@ -232,6 +238,8 @@ class _BatchState:
             )
             self.learners[0].backward(loss * scale, last=last)
             self.statistics += statistics
+            if self.recorder is not None:
+                self.recorder.add(work, terms, scores, minibatch=place)
             if observed is not None:
                 self.observation_sums += observed
             if self.critic is not None:
@@ -268,4 +276,5 @@ class _BatchState:
             flops=load.forward_flops * passes(self.algorithm),
             seconds=dict(self.clock.seconds),
             device_memory_peak=peak_memory(self.ranks),
+            tokens=self.recorder.tokens() if self.recorder is not None else None,
         )

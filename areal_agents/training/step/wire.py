@@ -20,7 +20,7 @@ from areal_agents.algorithms.packing.token_tree import Segment
 
 Array = npt.NDArray[Any]
 
-_TURN_BITS = 32  # a turn id is (sample index << 32) + turn
+TURN_BITS = 32  # a turn id is (sample index << 32) + turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +44,7 @@ def to_wire(batch: MicroBatch) -> WireBatch:
     assert batch.context_group is None, "a process group cannot be sent"
     segments = [(one.start, one.end, one.subtree_end, one.position) for one in batch.segments]
     values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    turns = values.pop("turn_ids") - (batch.sample_index << _TURN_BITS)
+    turns = values.pop("turn_ids") - (batch.sample_index << TURN_BITS)
     images = batch.images
     return WireBatch(
         segments=np.array(segments, np.int32).reshape(-1, 4),
@@ -62,7 +62,7 @@ def from_wire(wire: WireBatch) -> MicroBatch:
     return MicroBatch(
         **arrays,
         segments=tuple(Segment(*row) for row in wire.segments.tolist()),
-        turn_ids=_wide(wire.turns) + (arrays["sample_index"] << _TURN_BITS),
+        turn_ids=_wide(wire.turns) + (arrays["sample_index"] << TURN_BITS),
         sample_tokens=wire.sample_tokens,
         images=None if images is None else ImageRows(*map(torch.from_numpy, images)),
     )
