@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from stored_support import put_group
 from training_support import record_groups
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.core.rollout import Reward
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training import run as trainer
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.publish.config import PublishConfig
-from areal_agents.training.records.files import TurnRecord, read_records, recorded_steps
+from areal_agents.training.records.files import TurnRecord, read_records
 
 
 def train(
