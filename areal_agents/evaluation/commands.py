@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.core
 from rich.console import Console
 
+from areal_agents.errors import ConfigError
 from areal_agents.extras import require
+
+if TYPE_CHECKING:
+    from areal_agents.rollout.config import RewardConfig
 
 _DEFAULT = "run"
 
@@ -44,6 +48,7 @@ eval_app = typer.Typer(
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
     app.add_typer(eval_app, name="eval")
+    app.command()(rescore)
 
 
 @eval_app.command(_DEFAULT)
@@ -124,6 +129,80 @@ def compare(
         print(json.dumps(asdict(found)))
     else:
         show_comparison(a, b, found, _wide())
+
+
+def rescore(
+    where: Annotated[
+        str, typer.Argument(help="A run's folder, that of an evaluation, or a store.", metavar="RUN")
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The reward function, for example reward=rewards.py:score, reward.group=rewards.py:rank or "
+            "reward.time_s=10; default: that of the run.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File for the new rewards, JSON; default: only the summary is printed."),
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="Only episodes of this split: train or eval.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only episodes of the task with this id.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that call the function; default: one for each core.")
+    ] = None,
+) -> None:
+    """Recompute the rewards of stored episodes with a reward function, without a model.
+
+    The rewards in the store stay as they are.
+    """
+    from areal_agents.evaluation.rescoring import rescore as run
+    from areal_agents.evaluation.show import show_rescoring
+    from areal_agents.inspection.sources import stored
+    from areal_agents.proxy.config import available_cores
+
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out: there is no folder {out.parent}")
+    with stored(where) as (store, tree):
+        config = _reward_of(settings or (), tree)
+        found = [e for e in store.episodes(split=split) if task is None or e.task_id == task]
+        rescored = run(
+            store,
+            found,
+            config,
+            source=where,
+            old_function=tree.get("reward") is not None,
+            workers=workers or available_cores(),
+        )
+    show_rescoring(rescored, _wide())
+    if out is not None:
+        rescored.write(out)
+        print(f"new rewards: {out}")
+
+
+def _reward_of(settings: Sequence[str], tree: Mapping[str, Any]) -> RewardConfig:
+    """Return the reward function that settings name, or that of a run. Raises ConfigError without any."""
+    from areal_agents.config.files import with_absolute_paths, with_overrides
+    from areal_agents.rollout.config import RewardConfig
+
+    given = tree.get("reward")
+    base: dict[str, Any] = {}
+    changes = []
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key != "reward" and not key.startswith("reward."):
+            raise ConfigError(f"expected reward=… or a key of it such as reward.time_s=10, got {setting!r}")
+        name = key.removeprefix("reward").removeprefix(".") or "episode"
+        if name in ("episode", "group"):
+            named = with_absolute_paths({"reward": {name: value}}, Path.cwd())
+            given, value = {}, named["reward"][name]
+        changes.append(f"{name}={value}")
+    base = given if isinstance(given, dict) else {"episode": given} if given else {}
+    if not base and not changes:
+        raise ConfigError("the run has no reward function; name one, for example reward=rewards.py:score")
+    return with_overrides(RewardConfig, base, changes)
 
 
 def _wide() -> Console:

@@ -21,6 +21,7 @@ from areal_agents.rollout.config import RewardConfig
 START_TIMEOUT_S = 120.0
 GRACE_S = 5.0  # beyond the function's own time limit, before its process is killed
 ANSWER_TIME_S = 60.0
+END_S = 30.0  # longest wait for the end of a process after a cancellation
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,7 @@ async def score(
     results: dict[int, Scored] = {}
     waiting = enumerate(batches)
 
-    async def work() -> None:
-        worker: _Worker | None = None
+    async def work(worker: _Worker | None) -> None:
         try:
             for number, batch in waiting:  # shared, so that each batch is taken once
                 if worker is None or worker.ended:
@@ -82,12 +82,13 @@ async def score(
                 results[number] = await worker.score(batch)
         finally:
             if worker is not None:
-                await asyncio.shield(worker.end())
+                await worker.end()
 
+    first = await _Worker.start(function)  # alone, so that a function that cannot be loaded ends nothing else
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(max(1, workers)):
-                group.create_task(work())
+            for number in range(workers):
+                group.create_task(work(None if number else first))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [results[number] for number in range(len(results))]
@@ -143,8 +144,14 @@ class _Worker:
         return Scored(tuple(message["values"]))
 
     async def end(self) -> None:
+        """End the process, also if this is cancelled meanwhile."""
         self.ended = True
-        await self._process.end()
+        ending = asyncio.ensure_future(self._process.end())
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:
+            await asyncio.wait({ending}, timeout=END_S)
+            raise
 
 
 def _as_json(episode: FinishedEpisode) -> dict[str, Any]:

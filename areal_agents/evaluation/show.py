@@ -8,7 +8,9 @@ from rich.text import Text
 
 from areal_agents.evaluation.comparison import Comparison
 from areal_agents.evaluation.estimators import CONFIDENCE
+from areal_agents.evaluation.rescoring import Rescoring
 from areal_agents.evaluation.results import COSTS, Estimate, Metrics, Results
+from areal_agents.inspection.show import printable
 
 _SHOWN_IDS = 5
 COST_NAMES = {
@@ -61,6 +63,28 @@ def show_comparison(first: Results, second: Results, found: Comparison, console:
             COST_NAMES[name], f"{before:,.1f}", f"{after:,.1f}", f"{after - before:+,.1f}", "", "", "", ""
         )
     console.print(table)
+
+
+def show_rescoring(found: Rescoring, console: Console) -> None:
+    """Print how the scores of a rescoring differ from the stored ones, and why the function failed."""
+    table = Table("episodes", "old mean", "new mean", f"new - old, {CONFIDENCE:.0%} interval", "p", "changed")
+    if found.mean_old is None or found.mean_new is None:
+        console.print("no episode has both an old and a new score")
+    else:
+        bounds = (
+            "" if found.low is None or found.high is None else f" ({found.low:+.3f} to {found.high:+.3f})"
+        )
+        table.add_row(
+            str(len(found.episodes)), f"{found.mean_old:.3f}", f"{found.mean_new:.3f}",
+            f"{found.mean_new - found.mean_old:+.3f}{bounds}", _p(found.p), str(found.changed),
+        )  # fmt: skip
+        console.print(table)
+    failures = [row for row in found.episodes if row.error is not None]
+    if failures:
+        console.print(f"the function failed on {len(failures)} episodes:", highlight=False)
+        for row in failures[:_SHOWN_IDS]:
+            text = f"  {row.episode} (task {row.task}): {row.error}"
+            console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
 
 
 def _cells(estimate: Estimate) -> tuple[str, str]:

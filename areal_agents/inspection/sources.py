@@ -108,6 +108,25 @@ def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
         yield StoreSource(store, give)
 
 
+@contextmanager
+def stored(where: str) -> Iterator[tuple[Store, dict[str, Any]]]:
+    """Open a store to read it, with the configuration of the run that it belongs to; {} for a store alone.
+
+    Args:
+        where: a run's folder, or a store file.
+
+    Raises:
+        ConfigError: there is no such store.
+    """
+    path = Path(where)
+    folder = RunFolder(path) if path.is_dir() else None
+    if where.startswith(("http://", "https://")):
+        raise ConfigError(f"{where} is a proxy; give the folder of its run, or its store file")
+    with _open(_store_of(folder) if folder is not None else path) as store:
+        has_config = folder is not None and folder.config.is_file()
+        yield store, config_of_run(folder) if folder is not None and has_config else {}
+
+
 def store_of_run(folder: RunFolder) -> Store:
     """Open the store of a run. Raises ConfigError if the run has none (yet)."""
     return _open(_store_of(folder))

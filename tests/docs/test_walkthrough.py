@@ -122,6 +122,7 @@ NOT_RUN = {
         "areal-agents eval config.yaml --model runs/my_agent-seed0@final -k 8",
     ): "tests/evaluation",
     ("docs/evaluating.md", "areal-agents eval compare"): "tests/evaluation",
+    ("docs/evaluating.md", "areal-agents rescore"): "tests/evaluation",
     ("docs/gpus.md", "areal-agents plan config.yaml  "): "tests/launch/test_plan.py",
     ("docs/gpus.md", "areal-agents train config.yaml profile=80gb"): "needs a GPU; tests/test_profiles.py",
     ("docs/gpus.md", "areal-agents train config.yaml profile=node"): "needs GPUs; tests/test_profiles.py",

@@ -49,6 +49,11 @@ def fails_on_t1(episode: FinishedEpisode) -> dict[str, float]:
         raise KeyError("no such rubric")
     if episode.task["id"] == "t2":
         os._exit(3)
-    if episode.task["id"] == "t3":
+    if episode.task["id"] == "t3":  # longer than its time limit
         time.sleep(600)
     return {"told": episode.rewards.get("return", -1.0), "extra": 0.5}
+
+
+def ranks(episodes: list[FinishedEpisode]) -> list[float]:
+    """The number of episodes in the group, for each."""
+    return [float(len(episodes))] * len(episodes)

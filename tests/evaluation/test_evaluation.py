@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from areal_agents.cli import app
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.evaluation.comparison import compare
 from areal_agents.evaluation.results import AttemptResult, Results, TaskResult, field_of_tasks
 from areal_agents.store import Store
@@ -181,6 +181,65 @@ def test_weights_that_a_run_does_not_have(evaluated: Path, tmp_path: Path, given
     with pytest.raises(ConfigError) as raised:
         CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert message in str(raised.value).replace(str(run), "RUN")
+
+
+def rescored(evaluated: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """What `rescore` writes and prints."""
+    file = evaluated.parent / "rescored.json"
+    file.unlink(missing_ok=True)
+    given = ["rescore", str(evaluated), *arguments, "--out", str(file)]
+    printed = CliRunner().invoke(app, given, catch_exceptions=False).output
+    return json.loads(file.read_text()), printed
+
+
+def test_rewards_are_recomputed_without_a_model(evaluated: Path) -> None:
+    before = Results.read(evaluated)
+    found, printed = rescored(evaluated, f"reward={evaluated.parent}/agent.py:length", "--workers", "2")
+    old = {a.episode: a for task in before.tasks for a in task.attempts}
+    assert len(found["episodes"]) == 12 and found["failed"] == 0
+    for row in found["episodes"]:
+        attempt = old[row["episode"]]
+        assert row["old"] == attempt.score and row["new"] == float(attempt.answer or 0)
+    assert found["mean_new"] == pytest.approx(sum(row["new"] for row in found["episodes"]) / 12)
+    assert f"{found['mean_new']:.3f}" in printed
+    with Store.open(evaluated / "store.db") as store:  # the store has the old rewards
+        assert {e.id: e.score for e in store.episodes(split="eval") if e.id in old} == {
+            id: attempt.score for id, attempt in old.items()
+        }
+
+
+def test_calls_that_fail_harm_no_other(evaluated: Path) -> None:
+    reward = f"reward={evaluated.parent}/agent.py:fails_on_t1"
+    found, printed = rescored(evaluated, reward, "reward.time_s=0.5", "--workers", "2")
+    by_task: dict[str, list[Any]] = {}
+    for row in found["episodes"]:
+        by_task.setdefault(row["task"], []).append(row)
+    assert all("KeyError: 'no such rubric'" in row["error"] for row in by_task["t1"])
+    assert all(row["error"] == "the function ended its process" for row in by_task["t2"])
+    assert all("did not return within 0.5 s" in row["error"] for row in by_task["t3"])
+    assert found["failed"] == 9 and "the function failed on 9 episodes" in printed
+    for row in by_task["t0"]:  # the function is told the agent's reward
+        assert row["rewards"] == {"told": row["old"], "extra": 0.5} and row["new"] == row["old"] + 0.5
+
+
+def test_a_function_of_groups_gets_single_episodes_outside_of_groups(evaluated: Path) -> None:
+    found, _ = rescored(evaluated, f"reward.group={evaluated.parent}/agent.py:ranks", "--task", "t0")
+    assert [row["new"] for row in found["episodes"]] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the run has no reward function; name one"),
+        (["reward=missing.py:score"], "there is no file"),
+        (["trainer.steps=1"], "expected reward="),
+        (["reward=agent.py:length", "--split", "train"], "has no finished or truncated episode to rescore"),
+    ],
+)
+def test_what_cannot_be_rescored(evaluated: Path, arguments: list[str], message: str) -> None:
+    given = [a.replace("agent.py", f"{evaluated.parent}/agent.py") for a in arguments]
+    with pytest.raises(ArealAgentsError, match=message):
+        CliRunner().invoke(app, ["rescore", str(evaluated), *given], catch_exceptions=False)
 
 
 def results(scores: dict[str, list[float]], **changes: Any) -> Results:
