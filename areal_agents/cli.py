@@ -18,6 +18,7 @@ from areal_agents.evaluation import commands as evaluation_commands
 from areal_agents.extras import require
 from areal_agents.inspection import commands as inspection_commands
 from areal_agents.launch.signals import Interrupted
+from areal_agents.view import commands as view_commands
 
 if TYPE_CHECKING:
     from areal_agents.inference.config import EmbeddedEngineConfig
@@ -30,6 +31,7 @@ config_app = typer.Typer(help="Look up configuration keys.", no_args_is_help=Tru
 app.add_typer(config_app, name="config")
 inspection_commands.add_commands(app)
 evaluation_commands.add_commands(app)
+view_commands.add_commands(app)
 
 
 def _print_version(wanted: bool) -> None:

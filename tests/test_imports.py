@@ -99,6 +99,16 @@ ALLOWED: dict[str, set[str]] = {
         "testing",
     },
     "health": {"direct_http", "store"},
+    "view": {
+        "browsers",
+        "core",
+        "errors",
+        "inspection",
+        "launch",
+        "rendering",
+        "sockets",
+        "store",
+    },
     "simulate": {"config", "errors", "launch", "store", "whole_files"},
 }
 # The last module is run by the Python of another environment and never imported.

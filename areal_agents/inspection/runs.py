@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,23 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
             config = config_of_run(folder)
         except ConfigError:  # another program's folder
             continue
-        found.append(_state_of(folder, config))
+        metrics = MetricsFile(folder.metrics)
+        metrics.update()
+        found.append(state_of(folder, config, metrics.rows))
     return sorted(found, key=lambda run: -run["started"])
 
 
-def _state_of(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
-    metrics = MetricsFile(folder.metrics)
-    metrics.update()
+def state_of(
+    folder: RunFolder, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the state of a run from its configuration and the rows of its metrics."""
     summary = read_json(folder.summary) or {}
     running = is_running(folder)
     return {
         "name": folder.root.name,
         "started": folder.config.stat().st_mtime,
         "state": "running" if running else "finished" if summary else "stopped",
-        "step": metrics.rows[-1]["step"] if metrics.rows else 0,
+        "step": rows[-1]["step"] if rows else 0,
         "steps": config["trainer"]["steps"],
         "before": summary.get("heldout_before"),
         "after": summary.get("heldout_after"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents.core.rollout import AGENT_ERROR
+from areal_agents.errors import ConfigError
 from areal_agents.store import EpisodeSummary, Store
 
 
@@ -32,7 +33,7 @@ class HeldOut:
 
 
 class MetricsFile:
-    """Follows metrics.jsonl as it grows; an incomplete last line is read next time.
+    """Follows metrics.jsonl as it grows; an incomplete last line is read when it is complete.
 
     A trainer that resumes replaces the file by one without the steps that it repeats; the new file is then
     read from its beginning.
@@ -45,7 +46,7 @@ class MetricsFile:
         self.rows: list[dict[str, Any]] = []
 
     def update(self) -> None:
-        """Bring `rows` up to date."""
+        """Bring `rows` up to date. Raises ConfigError, and changes nothing, if a complete line is broken."""
         if not self._path.exists():
             return
         with open(self._path, "rb") as file:
@@ -55,8 +56,23 @@ class MetricsFile:
             file.seek(self._offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
+        new = [
+            self._parsed(line, number) for number, line in enumerate(whole.splitlines(), len(self.rows) + 1)
+        ]
         self._offset += len(whole)
-        self.rows.extend(json.loads(line) for line in whole.splitlines())
+        self.rows.extend(new)
+
+    def _parsed(self, line: bytes, number: int) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or "step" not in row:
+            raise ConfigError(
+                f"line {number} of {self._path} is not the JSON object of a step; a full disk leaves "
+                "such lines: remove it"
+            )
+        return row
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,11 @@ class RunFolder:
         return self.root / "logs" / f"{process}.log"
 
     @property
+    def process_events(self) -> Path:
+        """One JSON object for each start, death and restart of a process: time, process, event, detail."""
+        return self.root / "logs" / "processes.jsonl"
+
+    @property
     def episode_logs(self) -> Path:
         """The output of the newest episodes of an agent that is a command, each in ID.log."""
         return self.root / "logs" / "episodes"

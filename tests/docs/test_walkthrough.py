@@ -91,6 +91,7 @@ NOT_RUN = {
         '@pytest.mark.parametrize("seed", SEEDS)',
     ): "tests/algorithms adds the loss of this page",
     ("docs/async.md", "areal-agents train"): "tests/launch",
+    ("docs/view.md", "areal-agents view runs/"): "tests/view",
     (
         "docs/benchmarks.md",
         "areal-agents train examples/search_agent/config.yaml --fresh --ablate-tool",

@@ -1,0 +1,133 @@
+"""A store that is only read: no connection of it can write, create or migrate anything.
+
+It is for pages and tools that look at the run of another process. Every read opens the file that is at the
+path at that time, so a store that was deleted or replaced is noticed and never read by mistake.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import orjson
+import sqlalchemy as sa
+
+from areal_agents.errors import StoreError
+from areal_agents.store.schema import SCHEMA_VERSION, metadata, store_meta
+
+_BUSY_TIMEOUT_S = 2.0
+
+
+class ReadOnlyStore:
+    """The store file at a path, which need not exist yet. Thread-safe; it must not be used after a fork."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._opened: tuple[tuple[int, int], sa.Engine] | None = None  # (device, inode) and its engine
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """Open a connection that sees one consistent snapshot.
+
+        Raises:
+            StoreError: there is no store at the path, it has another schema, or it cannot be read now.
+        """
+        try:
+            with self._engine().begin() as connection:
+                yield connection
+        except sa.exc.DBAPIError as error:
+            raise self._explained(error.orig) from error
+
+    def close(self) -> None:
+        """Close every connection. Idempotent; a later read opens the file again."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened[1].dispose()
+                self._opened = None
+
+    def _engine(self) -> sa.Engine:
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            self.close()
+            raise StoreError(f"there is no store {self.path}; it was deleted, or not written yet") from None
+        identity = (status.st_dev, status.st_ino)
+        with self._lock:
+            if self._opened is not None and self._opened[0] == identity:
+                return self._opened[1]
+            if self._opened is not None:
+                self._opened[1].dispose()
+                self._opened = None
+            engine = _engine(self.path)
+            try:
+                with engine.connect() as connection:
+                    self._check(connection)
+            except BaseException:
+                engine.dispose()
+                raise
+            self._opened = (identity, engine)
+            return engine
+
+    def _check(self, connection: sa.Connection) -> None:
+        """Raise StoreError unless the file is a store of this release with every column of its tables."""
+        inspector = sa.inspect(connection)
+        if store_meta.name not in inspector.get_table_names():
+            raise StoreError(f"{self.path} is not a store of areal-agents; give a run's folder or its store")
+        schema = connection.execute(
+            sa.select(store_meta.c.value).where(store_meta.c.key == "schema_version")
+        ).scalar_one_or_none()
+        if schema != str(SCHEMA_VERSION):
+            raise StoreError(
+                f"{self.path} was written with store schema {schema}, and this release reads "
+                f"{SCHEMA_VERSION}; `areal-agents episodes ls {self.path}` migrates the previous schema when "
+                "no process has the store open, and the release that wrote an older one reads it"
+            )
+        for table in metadata.sorted_tables:
+            known = {column["name"] for column in inspector.get_columns(table.name)}
+            if missing := [column.name for column in table.columns if column.name not in known]:
+                raise StoreError(
+                    f"{self.path} was written by an earlier release: {table.name} lacks {missing[0]}; "
+                    f"`areal-agents episodes ls {self.path}` adds the column, after which it can be read here"
+                )
+
+    def _explained(self, error: BaseException | None) -> StoreError:
+        code = error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.Error) else 0
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return StoreError(
+                f"{self.path} is locked by another process, for example a migration or a backup; try again "
+                "when it has ended"
+            )
+        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            return StoreError(f"{self.path} is not a readable SQLite file ({error}); restore it from a copy")
+        return StoreError(f"{self.path} cannot be read: {error}")
+
+
+def _engine(path: Path) -> sa.Engine:
+    address = f"file:{quote(str(path.absolute()))}?mode=ro"
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(address, uri=True, timeout=_BUSY_TIMEOUT_S, check_same_thread=False)
+        connection.isolation_level = None  # the driver must not open transactions by itself
+        connection.execute("PRAGMA query_only=ON")
+        return connection
+
+    engine = sa.create_engine(
+        "sqlite://",
+        creator=connect,
+        poolclass=sa.pool.QueuePool,
+        pool_size=4,
+        max_overflow=-1,
+        json_serializer=lambda value: orjson.dumps(value).decode(),
+        json_deserializer=orjson.loads,
+    )
+
+    @sa.event.listens_for(engine, "begin")
+    def start(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    return engine

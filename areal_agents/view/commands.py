@@ -1,0 +1,49 @@
+"""The command that shows runs in a browser: `view`."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the command of this module to a command line."""
+    app.command()(view)
+
+
+def view(
+    place: Annotated[
+        Path,
+        typer.Argument(help="A folder that has runs, the folder of a run, or a store file.", metavar="WHERE"),
+    ] = Path("runs"),
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 chooses a free one.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key that a reader must give; required unless --host is a loopback address.",
+            envvar="AREAL_AGENTS_ADMIN_KEY",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of the tokenizer, for stores whose run does not name its model or lacks it."
+        ),
+    ] = None,
+) -> None:
+    """Show runs in a browser: curves, timelines, groups, episodes and every token. Nothing is changed."""
+    from areal_agents.view.server import serve
+
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(
+            place,
+            host=host,
+            port=port,
+            key=key,
+            model=model,
+            announce=lambda url: print(f"runs of {place} are shown at {url}/ (Ctrl-C ends it)", flush=True),
+        )

@@ -1,0 +1,168 @@
+"""An episode for the page: its turns as messages, why it forked, and the tokens of its branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from areal_agents.core.rollout import Reward
+from areal_agents.core.trajectory import Turn
+from areal_agents.store import NotFound, pages, reads
+from areal_agents.view.runs import Run
+
+_TOKENS = 6_000  # a part of a branch has whole turns, and ends with the one that exceeds this number
+_DIGITS = 5  # of logprobs, after the point
+
+
+def shown_episode(run: Run, episode_id: str) -> dict[str, Any]:
+    """Return an episode with its turns, rewards and neighbours. Raises NotFound or StoreError."""
+    with run.store.read() as connection:
+        listed = pages.listed_episode(connection, episode_id)
+        row = reads.episode_row(connection, id=episode_id)
+        task = pages.task_of(connection, episode_id)
+        marks = pages.turn_marks(connection, episode_id)
+        turns = pages.kept_turns(connection, episode_id)
+        given = pages.rewards_of(connection, episode_id)
+        before, after = pages.neighbours(connection, listed.seq)
+        group = pages.group_of(connection, listed.group_id) if listed.group_id is not None else None
+        version = pages.batch_version(connection, listed.group_id) if listed.group_id is not None else None
+    return {
+        **asdict(listed),
+        "task": {"id": task.id, "input": task.input},
+        "metadata": row.metadata,
+        "limits": row.limits,
+        "sampling": row.sampling,
+        "is_implicit": row.implicit_key is not None,
+        "rewards": [asdict(reward) for reward in given],
+        "turns": [
+            _shown_turn(turns[turn_id], created_at, given) if kept else _deleted_turn(turn_id, created_at)
+            for turn_id, created_at, kept in marks
+        ],
+        "before": before,
+        "after": after,
+        "group_state": group.state if group else None,
+        "group_episodes": [{"id": e.id, "score": e.score} for e in group.episodes] if group else [],
+        "batch_version": version,
+        "max_staleness": _max_staleness(run),
+        "staleness": _staleness(turns.values(), version),
+    }
+
+
+def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, Any]:
+    """Return the tokens of a branch, from its turn number `start` on.
+
+    A part has whole turns; `next` is the number of the turn with which the next part begins, or None. For a
+    sampled token, the mask says whether the trainer may train on it: "trained", or why it is not.
+
+    Raises:
+        NotFound: the episode or the turn does not exist, or its tokens were deleted.
+    """
+    with run.store.read() as connection:
+        listed = pages.listed_episode(connection, episode_id)
+        turns = pages.kept_turns(connection, episode_id)
+        version = pages.batch_version(connection, listed.group_id) if listed.group_id is not None else None
+        state = pages.group_of(connection, listed.group_id).state if listed.group_id is not None else None
+    path = _path(turns, leaf)
+    texts, parts, count, end = run.texts(), [], 0, start
+    while end < len(path) and count <= _TOKENS:
+        turn = path[end]
+        prompt, sampled = turn.new_prompt_ids.tolist(), turn.completion.token_ids.tolist()
+        found = texts.of([*prompt, *sampled])
+        parts.append(
+            {
+                "turn": turn.id,
+                "number": end,
+                "prompt_tokens": len(prompt),
+                "ids": [*prompt, *sampled],
+                "texts": found,
+                "logprobs": np.round(turn.completion.logprobs.astype(np.float64), _DIGITS).tolist(),
+                "versions": turn.completion.versions.tolist(),
+                "mask": _mask(turn, listed.split, state),
+            }
+        )
+        count += len(prompt) + len(sampled)
+        end += 1
+    return {
+        "parts": parts,
+        "next": end if end < len(path) else None,
+        "turns": len(path),
+        "problem": texts.problem,
+        "batch_version": version,
+        "max_staleness": _max_staleness(run),
+    }
+
+
+def _path(turns: Mapping[str, Turn], leaf: str) -> list[Turn]:
+    """Return the turns from the root to `leaf`. Raises NotFound if one of them is missing."""
+    path: list[Turn] = []
+    wanted: str | None = leaf
+    while wanted is not None:
+        if wanted not in turns:
+            raise NotFound(f"turn {wanted} does not exist, or its tokens were deleted (store.retain)")
+        path.append(turns[wanted])
+        wanted = path[-1].parent
+    return path[::-1]
+
+
+def _mask(turn: Turn, split: str, state: str | None) -> str:
+    """Say whether the sampled tokens of a turn are trained, as far as the store knows."""
+    if split == "eval":
+        return "evaluation"
+    if turn.discarded:
+        return f"discarded: {turn.discarded}"
+    if turn.constrained:
+        return "constrained"
+    if state is None:
+        return "no group"
+    return {"trained": "trained", "dropped": "group dropped"}.get(state, "not trained yet")
+
+
+def _shown_turn(turn: Turn, created_at: float, given: Sequence[Reward]) -> dict[str, Any]:
+    fork, versions = turn.forked_from, turn.completion.versions
+    return {
+        "id": turn.id,
+        "parent": turn.parent,
+        "created_at": created_at,
+        "messages": [message.to_dict() for message in turn.new_messages],
+        "reply": turn.reply.to_dict(),
+        "finish_reason": turn.completion.finish_reason,
+        "prompt_tokens": len(turn.new_prompt_ids),
+        "sampled_tokens": len(turn.completion),
+        "version_min": int(versions.min()) if len(versions) else None,
+        "version_max": int(versions.max()) if len(versions) else None,
+        "mean_logprob": float(turn.completion.logprobs.mean()) if len(turn.completion) else None,
+        "label": turn.label,
+        "constrained": turn.constrained,
+        "discarded": turn.discarded,
+        "overrides": turn.overrides,
+        "temperature": turn.sampling.temperature,
+        "fork": None if fork is None else asdict(fork),
+        "special_tokens_as_text": turn.special_tokens_as_text,
+        "volatile_as_first_seen": turn.volatile_as_first_seen,
+        "rewards": [asdict(reward) for reward in given if reward.target == turn.id],
+        "deleted": False,
+    }
+
+
+def _deleted_turn(turn_id: str, created_at: float) -> dict[str, Any]:
+    return {"id": turn_id, "parent": None, "created_at": created_at, "deleted": True}
+
+
+def _staleness(turns: Iterable[Turn], version: int | None) -> dict[int, int]:
+    """Return the number of sampled tokens by their staleness; {} if they are not trained."""
+    if version is None:
+        return {}
+    found = [turn.completion.versions for turn in turns if len(turn.completion)]
+    if not found:
+        return {}
+    values, counts = np.unique(version - np.concatenate(found), return_counts=True)
+    return {int(value): int(count) for value, count in zip(values, counts, strict=True)}
+
+
+def _max_staleness(run: Run) -> float | None:
+    """Return the bound of the run's configuration; None without one."""
+    bound = (run.config().get("rollout") or {}).get("max_staleness")
+    return bound if isinstance(bound, int | float) and bound != float("inf") else None

@@ -1,0 +1,192 @@
+"""The runs that a page shows, each read from its folder or from a store file alone.
+
+What is read is kept as long as its file has not changed, so a run that is being trained is followed and a
+finished one is read once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.inspection.runs import is_running, state_of
+from areal_agents.inspection.sources import config_of_run, read_json
+from areal_agents.launch.progress import MetricsFile
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.store import NotFound
+from areal_agents.store.read_only import ReadOnlyStore
+from areal_agents.view.texts import TokenTexts
+
+
+class Run:
+    """One run, or a store that belongs to none; `folder` is then None. Thread-safe.
+
+    Attributes:
+        name: the name of the folder or the store file, which is its name in links.
+        model: a folder with the tokenizer, for the texts of tokens; None: that of the configuration.
+    """
+
+    def __init__(self, name: str, folder: RunFolder | None, store: ReadOnlyStore, model: str | None) -> None:
+        self.name = name
+        self.folder = folder
+        self.store = store
+        self._model = model
+        self._lock = threading.Lock()
+        self._metrics = MetricsFile(folder.metrics) if folder is not None else None
+        self._config: tuple[int, dict[str, Any]] | None = None  # the file's time of change, its content
+        self._texts: TokenTexts | None = None
+
+    @classmethod
+    def of_folder(cls, folder: RunFolder, model: str | None = None) -> Run:
+        """Return the run of a folder. Raises ConfigError if it is not a run's."""
+        config = config_of_run(folder)
+        url = (config.get("store") or {}).get("url")
+        return cls(folder.root.name, folder, ReadOnlyStore(_path_of(url) if url else folder.store), model)
+
+    def config(self) -> dict[str, Any]:
+        """Return the configuration, {} of a store alone. Raises ConfigError if it cannot be read."""
+        if self.folder is None:
+            return {}
+        try:
+            changed = self.folder.config.stat().st_mtime_ns
+        except FileNotFoundError:
+            raise ConfigError(f"the folder {self.folder.root} was deleted or renamed") from None
+        with self._lock:
+            if self._config is None or self._config[0] != changed:
+                self._config = (changed, config_of_run(self.folder))
+            return self._config[1]
+
+    def rows(self) -> Sequence[dict[str, Any]]:
+        """Return the metrics of each step. Raises ConfigError if a line of the file is broken."""
+        if self._metrics is None:
+            return []
+        with self._lock:
+            self._metrics.update()
+            return list(self._metrics.rows)
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the summary of a finished run, None before its end."""
+        return read_json(self.folder.summary) if self.folder is not None else None
+
+    def state(self) -> dict[str, Any]:
+        """Return the run in a list: its name, state, steps, held-out rewards and model, or its problem."""
+        out: dict[str, Any] = {"name": self.name, "state": "store", "problem": None}
+        if self.folder is None:
+            return out
+        rows: Sequence[dict[str, Any]] = []
+        try:
+            config = self.config()
+            try:
+                rows = self.rows()
+            except ConfigError as error:
+                out["problem"] = str(error)
+            return {**out, **state_of(self.folder, config, rows), "time": rows[-1]["time"] if rows else None}
+        except (ArealAgentsError, OSError) as error:
+            return {**out, "state": "unreadable", "problem": str(error)}
+
+    def is_running(self) -> bool:
+        """Whether a supervisor runs it."""
+        return self.folder is not None and is_running(self.folder)
+
+    def changed(self) -> tuple[Any, ...]:
+        """Return a value that changes with the metrics, the store and the summary of the run."""
+        paths = [self.store.path, self.store.path.with_name(self.store.path.name + "-wal")]
+        if self.folder is not None:
+            paths += [self.folder.metrics, self.folder.summary]
+        return tuple(map(_mark, paths))
+
+    def texts(self) -> TokenTexts:
+        """Return what turns token ids into texts."""
+        model = self._model or self.config().get("model")
+        with self._lock:
+            if self._texts is None:
+                self._texts = TokenTexts(None if model is None else Path(model))
+            return self._texts
+
+
+class Runs:
+    """The runs at a place: a folder that has runs, the folder of one run, or a store file. Thread-safe.
+
+    `model` is a folder with the tokenizer of the stores that name none.
+    """
+
+    def __init__(self, place: Path, *, model: str | None = None) -> None:
+        self.place = place
+        self._model = model
+        self._lock = threading.Lock()
+        self._runs: dict[str, Run] = {}
+        if not place.exists():
+            raise ConfigError(
+                f"there is no {place}; give the folder that has the runs, a run, or a store file"
+            )
+        if place.is_file():
+            with (store := ReadOnlyStore(place)).read():
+                pass
+            self._only: Run | None = Run(place.name, None, store, model)
+        elif (place / "config.yaml").is_file():
+            self._only = Run.of_folder(RunFolder(place), model)
+        else:
+            self._only = None
+
+    @classmethod
+    def of(cls, run: Run) -> Runs:
+        """Return the place that has only this run."""
+        runs = cls.__new__(cls)
+        runs.place, runs._model, runs._lock, runs._runs, runs._only = (
+            run.store.path,
+            None,
+            threading.Lock(),
+            {},
+            run,
+        )
+        return runs
+
+    def all(self) -> list[Run]:
+        """Return every run, the newest first; folders of other programs are left out."""
+        if self._only is not None:
+            return [self._only]
+        found = []
+        for lock in self.place.glob("*/lock"):
+            try:
+                run = self._run(lock.parent)
+                found.append((-(lock.parent / "config.yaml").stat().st_mtime, run))
+            except (ConfigError, OSError):  # another program's folder, or one that was removed just now
+                continue
+        return [run for _, run in sorted(found, key=lambda pair: (pair[0], pair[1].name))]
+
+    def get(self, name: str) -> Run:
+        """Return a run by its name. Raises NotFound."""
+        if self._only is not None:
+            if name == self._only.name:
+                return self._only
+        elif name not in ("", ".", "..") and "/" not in name and (self.place / name / "lock").exists():
+            with contextlib.suppress(ConfigError):  # another program's folder
+                return self._run(self.place / name)
+        raise NotFound(f"there is no run {name!r} in {self.place}; it was renamed or deleted")
+
+    def _run(self, root: Path) -> Run:
+        with self._lock:
+            run = self._runs.get(root.name)
+        if run is None:
+            run = Run.of_folder(RunFolder(root), self._model)
+            with self._lock:
+                run = self._runs.setdefault(root.name, run)
+        return run
+
+
+def _path_of(url: str) -> Path:
+    return Path(str(sa.make_url(url).database)) if "://" in url else Path(url).expanduser()
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_ino, status.st_size, status.st_mtime_ns)

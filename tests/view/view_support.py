@@ -1,0 +1,194 @@
+"""A small run as `areal-agents train` leaves it, written through the store, and a server of the page."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from areal_agents.core.completion import Completion, SamplingParams
+from areal_agents.core.messages import Message, ToolCall
+from areal_agents.core.rollout import Reward, Task
+from areal_agents.core.trajectory import Fork, Turn
+from areal_agents.rendering import Tokenizer
+from areal_agents.sockets import listen, url_of
+from areal_agents.store import NewEpisode, Store
+from areal_agents.view.runs import Runs
+from areal_agents.view.server import make_server
+
+MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+ATTACK = '<img src=x onerror="window.attacked=1"><script>window.attacked=1</script>'
+STEPS = 3
+
+
+class Writer:
+    """Writes the episodes of a run, with the tokens of a real tokenizer."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._tokenizer = Tokenizer.from_folder(MODEL)
+
+    def turn(
+        self,
+        turn_id: str,
+        asked: list[Message],
+        reply: Message,
+        *,
+        parent: str | None = None,
+        fork: Fork | None = None,
+        versions: tuple[int, int] = (0, 0),
+    ) -> Turn:
+        """A turn whose first half was sampled by the first of `versions`, and its second by the other."""
+        prompt = self._tokenizer.encode("\n".join(message.content for message in asked) + "\n")
+        calls = "".join(call.name + call.arguments for call in reply.tool_calls)
+        sampled = self._tokenizer.encode((reply.content or calls) + " é🎉")
+        half = len(sampled) // 2
+        return Turn(
+            id=turn_id,
+            parent=parent,
+            new_messages=tuple(asked),
+            new_prompt_ids=prompt,
+            completion=Completion(
+                sampled,
+                -np.linspace(0.0, 3.0, len(sampled)).astype(np.float32),
+                [versions[0]] * half + [versions[1]] * (len(sampled) - half),
+                "stop",
+            ),
+            reply=reply,
+            sampling=SamplingParams(max_new_tokens=64),
+            forked_from=fork,
+        )
+
+    def episode(
+        self, episode_id: str, task: Task, turns: list[Turn], score: float | None, **fields: Any
+    ) -> None:
+        """Open an episode, record its turns, and end it with a score, or as failed without one."""
+        group = fields.pop("group", None)
+        error = fields.pop("error", None)
+        new = NewEpisode(
+            episode_id,
+            f"hash of {episode_id}",
+            task,
+            group,
+            fields.pop("size", 2) if group else None,
+            **fields,
+        )
+        self.store.open_episode(new).result()
+        for turn in turns:
+            self.store.add_turn(episode_id, turn).result()
+        if score is None:
+            self.store.seal(episode_id, "failed", error=error).result()
+        else:
+            self.store.set_rewards(episode_id, [Reward("episode", "", "return", score)]).result()
+            self.store.seal(episode_id, "finished").result()
+
+
+def make_run(root: Path, *, name: str = "run") -> Path:
+    """Write the folder of a finished run: three steps of two groups, two evaluations, and an attack."""
+    folder = root / name
+    (folder / "logs").mkdir(parents=True)
+    (folder / "lock").touch()
+    config = {
+        "model": str(MODEL), "trainer": {"steps": STEPS}, "rollout": {"max_staleness": 0}, "agent": ATTACK,
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with Store.open(folder / "store.db") as store:
+        _fill(Writer(store))
+        rows = [_metrics(step) for step in range(1, STEPS + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "summary.json").write_text(
+        json.dumps({"heldout_before": 0.0, "heldout_after": 1.0, "wall_s": 12.5})
+    )
+    return folder
+
+
+def _fill(writer: Writer) -> None:
+    store = writer.store
+    ask = [Message("system", "Answer."), Message("user", "Where is Lyon?")]
+    search = Message("assistant", "", tool_calls=(ToolCall("c1", "search", '{"query": "Lyon"}'),))
+    found = Message("tool", "Lyon is in France.", tool_call_id="c1", name="search")
+    for label, score in (("before", 0.0), ("after", 1.0)):
+        metadata = {"source": "rollout", "eval": label, "step": 0 if label == "before" else STEPS}
+        turn = writer.turn(f"{label}/1", ask, Message("assistant", f"held out {label}"))
+        writer.episode(
+            f"{label}", Task("held-out", {"question": "?"}), [turn], score, split="eval", metadata=metadata
+        )
+        if label == "before":
+            _train(writer, ask, search, found)
+    evil = writer.turn(
+        "evil/1",
+        [Message("system", ATTACK), Message("user", "javascript:alert(1)")],
+        Message("assistant", ATTACK, tool_calls=(ToolCall("c2", ATTACK, ATTACK),)),
+    )
+    writer.episode("evil", Task(ATTACK, {"question": ATTACK}), [evil], None, error=ATTACK)
+    store.publish_version(STEPS + 1, step=STEPS, path="weights/v4")
+
+
+def _train(writer: Writer, ask: list[Message], search: Message, found: Message) -> None:
+    store = writer.store
+    store.publish_version(0, step=0, path="weights/v0")
+    store.become_trainer()
+    for step in range(1, STEPS + 1):
+        for task in ("lyon", "nice"):
+            for index in range(2):
+                name = f"{task}-{step}-{index}"
+                first = writer.turn(f"{name}/1", ask, search, versions=(max(0, step - 2), step - 1))
+                answer = Message("assistant", "France" if index else f"Spain, says {name}")
+                turns = [
+                    first,
+                    writer.turn(f"{name}/2", [found], answer, parent=first.id, versions=(step - 1, step - 1)),
+                ]
+                if name == "lyon-1-0":  # a sub-agent begins anew, and one call was sampled twice
+                    fork = Fork(turns[1].id, "context compacted", 1)
+                    turns.append(
+                        writer.turn(
+                            f"{name}/3",
+                            [Message("user", "Sum it up.")],
+                            Message("assistant", "short"),
+                            fork=fork,
+                        )
+                    )
+                    turns.append(
+                        writer.turn(f"{name}/4", [found], Message("assistant", "Portugal"), parent=first.id)
+                    )
+                writer.episode(
+                    name,
+                    Task(task, {"question": f"Where is {task}?"}),
+                    turns,
+                    float(index),
+                    group=f"{task}@{step}",
+                )
+        ids = store.lease_group_ids(2, step=step)
+        store.publish_version(step, step=step, path=f"weights/v{step}")
+        store.mark_trained(ids, step=step, version=step)
+
+
+def _metrics(step: int) -> dict[str, Any]:
+    return {
+        "step": step, "version": step, "time": 1_700_000_000.0 + 10 * step,
+        "reward_mean": 0.25 * step, "rewards_by_name": {"return": 0.25 * step}, "entropy": 1.0 / step,
+        "step_s": 10.0, "wait_s": 4.0, "train_s": 5.0, "publish_s": 1.0, "pause_s": 0.25, "rollout_idle": 0.5,
+        "tokens": 100, "sampled_tokens": 120, "sampled_tokens_per_s": 12.0, "staleness_mean": 0.5,
+        "forks": {}, "mfu": None,
+    }  # fmt: skip
+
+
+@contextmanager
+def serving(place: Path, *, key: str | None = None) -> Iterator[str]:
+    """Serve the page of a place from a thread; yields the URL."""
+    server = make_server(Runs(place), key=key, host="127.0.0.1")
+    with listen("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join(timeout=30)
+            assert not thread.is_alive()
