@@ -1,4 +1,4 @@
-"""The commands that show runs and episodes: `runs`, `episodes …`, `reward`, `tail` and `diagnose`."""
+"""The commands that look at runs and episodes, and at what has been recorded of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ episodes_app = typer.Typer(help="Look at recorded episodes.", no_args_is_help=Tr
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
     app.add_typer(episodes_app, name="episodes")
-    for command in (runs, reward, tail, diagnose):
+    for command in (runs, reward, tail, diagnose, compare, reference):
         app.command()(command)
 
 
@@ -191,3 +191,47 @@ def diagnose(
 
     path = write(run, out, say=print)
     print(f"written to {path}; keys and passwords are removed, but look through it before you publish it")
+
+
+def compare(
+    run: Annotated[Path, typer.Argument(help="The folder of the run.")],
+    with_: Annotated[
+        Path, typer.Argument(help="A reference file, or the folder of another run.", metavar="REFERENCE")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Compare the curve of a run with reference curves; the exit status is 1 if it ends below them."""
+    from dataclasses import asdict
+
+    from areal_agents.evaluation import reference as curves
+    from areal_agents.inspection.show import draw_comparison
+
+    mine, references = curves.curve_of(run), curves.curves_in(with_)
+    points = curves.compare(mine, references)
+    if as_json:
+        found = [{**asdict(point), "verdict": point.verdict} for point in points]
+        print(json.dumps({"run": asdict(mine), "points": found}))
+    else:
+        draw_comparison(mine, references, points, _console())
+    if not points:
+        raise ConfigError(
+            "the run and the reference have no evaluation at the same step; give both the same eval.every "
+            "and trainer.steps"
+        )
+    if points[-1].verdict == "below":
+        raise typer.Exit(1)
+
+
+def reference(
+    out: Annotated[Path, typer.Argument(help="The JSON file to write.")],
+    runs: Annotated[list[Path], typer.Argument(help="The folders of the runs, of several seeds.")],
+    note: Annotated[
+        str, typer.Option(help="How the runs were made: the command, the machine, its load.")
+    ] = "",
+) -> None:
+    """Write the curves of runs to a file that `compare` holds other runs against."""
+    from areal_agents.evaluation.reference import write_reference
+
+    curves = write_reference(out, runs, note=note)
+    ends = ", ".join(f"{curve.held_out[-1].reward:.3f}" for curve in curves)
+    print(f"written to {out}: held-out reward at the end {ends}")

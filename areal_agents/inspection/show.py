@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from areal_agents.evaluation.reference import CONFIDENCE, Curve, Point, rewards_at
+
 LONGEST = 600  # characters of a message, unless all of it is wanted
 _KEPT = ("\n", "\t")
 
@@ -38,6 +40,29 @@ def episodes_table(episodes: Iterable[Mapping[str, Any]]) -> Table:
             Text(printable(e["error"] or "")[:80]),
         )  # fmt: skip
     return table
+
+
+def draw_comparison(
+    run: Curve, references: Sequence[Curve], points: Sequence[Point], console: Console
+) -> None:
+    """Print a run beside its references: held-out rewards, training rewards, and seconds."""
+    ends = f"{len(references)} reference run{'s' if len(references) > 1 else ''}"
+    table = Table(
+        "step", run.name, ends, f"{CONFIDENCE:.0%} of further runs", "verdict", title="held-out reward"
+    )
+    styles = {"below": "bold red", "above": "bold green", "within": ""}
+    for point in points:
+        bounds = f"{point.low:.3f} to {point.high:.3f}"
+        verdict = Text(point.verdict, styles[point.verdict])
+        table.add_row(str(point.step), f"{point.reward:.3f}", f"{point.reference:.3f}", bounds, verdict)
+    console.print(table)
+    table = Table("of the steps", run.name, *(curve.name for curve in references), title="training reward")
+    shares = (0.25, 0.5, 0.75, 1.0)
+    columns = [rewards_at(curve, shares) for curve in (run, *references)]
+    for index, share in enumerate(shares):
+        table.add_row(f"{share:.0%}", *(_number(column[index]) for column in columns))
+    table.add_row("seconds", *(f"{curve.wall_s:.0f}" for curve in (run, *references)))
+    console.print(table)
 
 
 def draw_episode(episode: Mapping[str, Any], console: Console, *, full: bool = False) -> None:

@@ -155,7 +155,7 @@ def plot_rewards(rows: Sequence[dict[str, Any]], held_out: Sequence[HeldOut], pa
     axes.plot(steps, rewards, label="training (sampled)", color="#c5d9e6")
     axes.plot(steps, _smoothed(rewards), label=f"training, mean of {_SMOOTHED} steps", color="#3b7ea6")
     last = rows[-1]["step"] if rows else 0
-    points = sorted((_step_of(e.label, last), e.reward) for e in held_out if e.done)
+    points = sorted((step_of_label(e.label, last), e.reward) for e in held_out if e.done)
     axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", label="held out", color="#c2542d")
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1) if _is_share(rows, held_out) else None)
     axes.set_title(f"Reward of {path.resolve().parent.name}")
@@ -171,7 +171,8 @@ def _smoothed(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _step_of(label: str, last: int) -> int:
+def step_of_label(label: str, last: int) -> int:
+    """Return the step of an evaluation; `last` is the last step of its run."""
     if label == "before":
         return 0
     return last if label == "after" else int(label.removeprefix("step-"))

@@ -1,0 +1,179 @@
+"""Compares the curve of a run with those of reference runs, which are in a file or in run folders."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from areal_agents import __version__
+from areal_agents.errors import ConfigError
+from areal_agents.evaluation.estimators import t_quantile
+from areal_agents.inspection.sources import config_of_run, store_of_run
+from areal_agents.launch.progress import MetricsFile, read_held_out
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.summary import complete_evaluations, step_of_label
+from areal_agents.whole_files import write_whole
+
+CONFIDENCE = 0.95
+SMOOTHED = 5  # steps whose rewards are averaged
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutPoint:
+    """A complete evaluation: its step, its mean score, and the number of its episodes."""
+
+    step: int
+    reward: float
+    episodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What a run has learned.
+
+    Attributes:
+        name: the name of the run.
+        seed: its seed.
+        rewards: the mean reward of each step's batch, from step 1.
+        held_out: the complete evaluations, by step.
+        wall_s: seconds of its steps.
+    """
+
+    name: str
+    seed: int
+    rewards: tuple[float, ...]
+    held_out: tuple[HeldOutPoint, ...]
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The run beside the references at one evaluation.
+
+    Attributes:
+        reference: the mean of the references.
+        low, high: where a further run of their kind is expected with 95% confidence.
+    """
+
+    step: int
+    reward: float
+    reference: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run is below, within or above the interval."""
+        return "below" if self.reward < self.low else "above" if self.reward > self.high else "within"
+
+
+def curve_of(root: Path) -> Curve:
+    """Return the curve of a run. Raises ConfigError if the folder is not that of a run."""
+    folder = RunFolder(root)
+    config = config_of_run(folder)
+    metrics = MetricsFile(folder.metrics)
+    metrics.update()
+    rows = metrics.rows
+    last = rows[-1]["step"] if rows else 0
+    with store_of_run(folder) as store:
+        evaluations = complete_evaluations([e for e in read_held_out(store) if "without" not in e.label])
+    points = [HeldOutPoint(step_of_label(e.label, last), e.reward, e.done) for e in evaluations]
+    return Curve(
+        name=root.resolve().name,
+        seed=int(config.get("seed", 0)),
+        rewards=tuple(row["reward_mean"] for row in rows),
+        held_out=tuple(sorted(points, key=lambda point: point.step)),
+        wall_s=round(sum(row["step_s"] for row in rows), 1),
+    )
+
+
+def curves_in(place: Path) -> list[Curve]:
+    """Return the curves of a reference file, or that of a run folder. Raises ConfigError if it is neither."""
+    if place.is_dir():
+        return [curve_of(place)]
+    try:
+        tree = json.loads(place.read_text())
+        if tree["format"] != _FORMAT:
+            raise ConfigError(
+                f"{place} has the format {tree['format']}, and this release reads {_FORMAT}; make it again "
+                "with areal-agents reference"
+            )
+        return [_curve(found) for found in tree["runs"]]
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {place}; give a reference file or the folder of a run") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{place} is not a reference file, which areal-agents reference writes: {type(error).__name__}: "
+            f"{error}"
+        ) from None
+
+
+def write_reference(path: Path, runs: Sequence[Path], *, note: str = "") -> list[Curve]:
+    """Write the curves of runs to a reference file.
+
+    Args:
+        note: how the runs were made: the command, the machine.
+
+    Raises:
+        ConfigError: a folder is not that of a run, or a run has no complete evaluation.
+    """
+    curves = [curve_of(run) for run in runs]
+    for run, curve in zip(runs, curves, strict=True):
+        if not curve.held_out:
+            raise ConfigError(f"{run} has no complete evaluation, so it cannot be a reference; add eval.data")
+    tree = {
+        "format": _FORMAT,
+        "version": __version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "note": note,
+        "runs": [asdict(curve) for curve in curves],
+    }
+    write_whole(path, json.dumps(tree, indent=1) + "\n")
+    return curves
+
+
+def compare(run: Curve, references: Sequence[Curve]) -> list[Point]:
+    """Compare the held-out rewards of a run with those of references at the steps that both have.
+
+    The interval is that of a further run, given k reference runs with mean m and deviation s:
+    m ± t(0.975, k − 1) s √(1 + 1/k). s is at least the deviation of a mean of n scores of 0 or 1,
+    √(m (1 − m) / n), which is all that is known if there is one reference; t is then the normal quantile.
+    """
+    found = []
+    for point in run.held_out:
+        same = [other for curve in references for other in curve.held_out if other.step == point.step]
+        if not same:
+            continue
+        low, high = _interval([other.reward for other in same], min(other.episodes for other in same))
+        found.append(Point(point.step, point.reward, fmean(other.reward for other in same), low, high))
+    return found
+
+
+def _interval(values: Sequence[float], episodes: int) -> tuple[float, float]:
+    count, mean = len(values), fmean(values)
+    share = min(1.0, max(0.0, mean))
+    sampling = math.sqrt(share * (1.0 - share) / episodes)
+    spread = max(stdev(values), sampling) if count > 1 else sampling
+    quantile = t_quantile(0.5 + CONFIDENCE / 2, count - 1) if count > 1 else 1.96
+    half = quantile * spread * math.sqrt(1 + 1 / count)
+    return mean - half, mean + half
+
+
+def rewards_at(curve: Curve, shares: Sequence[float]) -> list[float | None]:
+    """Return the smoothed training reward after these shares of the run's steps; None without steps."""
+    if not curve.rewards:
+        return [None for _ in shares]
+    ends = [max(1, round(share * len(curve.rewards))) for share in shares]
+    return [fmean(curve.rewards[max(0, end - SMOOTHED) : end]) for end in ends]
+
+
+def _curve(tree: Mapping[str, Any]) -> Curve:
+    points = tuple(HeldOutPoint(**point) for point in tree["held_out"])
+    return Curve(**{**tree, "rewards": tuple(tree["rewards"]), "held_out": points})

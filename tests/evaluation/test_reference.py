@@ -1,0 +1,104 @@
+"""A run is held against reference curves: from run folders, through a file, to a verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from areal_agents.cli import app
+from areal_agents.core.rollout import Reward, Task
+from areal_agents.errors import ConfigError
+from areal_agents.evaluation.reference import Curve, HeldOutPoint, compare, curve_of, curves_in, rewards_at
+from areal_agents.store import NewEpisode, Store
+
+
+def curve(*held_out: float, episodes: int = 100, rewards: tuple[float, ...] = ()) -> Curve:
+    points = tuple(HeldOutPoint(20 * n, reward, episodes) for n, reward in enumerate(held_out))
+    return Curve("c", 0, rewards, points, 10.0)
+
+
+def run_folder(root: Path, *, before: float, after: float, tasks: int = 20) -> Path:
+    """A run of two steps whose evaluations solve these shares of the tasks."""
+    root.mkdir()
+    tree = {"seed": 3, "trainer": {"steps": 2}, "store": {"url": None}}
+    (root / "config.yaml").write_text(yaml.safe_dump(tree))
+    rows = [{"step": step, "reward_mean": 0.25 * step, "step_s": 2.0} for step in (1, 2)]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with Store.open(root / "store.db") as store:
+        for label, share in (("before", before), ("after", after)):
+            for index in range(tasks):
+                metadata = {"source": "rollout", "eval": label, "step": 0 if label == "before" else 2}
+                name = f"{label}-{index}"
+                task = Task(str(index), {})
+                new = NewEpisode(name, f"hash of {name}", task=task, split="eval", metadata=metadata)
+                store.open_episode(new).result()
+                score = float(index < round(share * tasks))
+                store.set_rewards(name, [Reward("episode", "", "return", score)]).result()
+                store.seal(name, "finished").result()
+    return root
+
+
+def test_the_interval_is_that_of_a_further_run() -> None:
+    (_, last) = compare(curve(0.5, 0.7), [curve(0.5, reward) for reward in (0.88, 0.90, 0.92)])
+    spread = max(0.02, math.sqrt(0.9 * 0.1 / 100))  # of the seeds, and at least that of 100 tasks
+    half = 4.302653 * spread * math.sqrt(1 + 1 / 3)
+    assert (last.step, last.reward, last.reference) == (20, 0.7, pytest.approx(0.9))
+    assert (last.low, last.high) == (pytest.approx(0.9 - half), pytest.approx(0.9 + half))
+    assert last.verdict == "below"
+
+
+def test_one_reference_gives_the_spread_of_its_tasks_alone() -> None:
+    within, below = (compare(curve(reward), [curve(0.9)])[0] for reward in (0.83, 0.80))
+    assert within.high - within.low == pytest.approx(2 * 1.96 * 0.03 * math.sqrt(2))
+    assert (within.verdict, below.verdict) == ("within", "below")
+    assert compare(curve(1.0), [curve(0.9)])[0].verdict == "above"
+
+
+def test_only_steps_that_both_have_are_compared() -> None:
+    shifted = Curve("c", 0, (), (HeldOutPoint(7, 0.5, 10),), 1.0)
+    assert compare(curve(0.5, 0.6), [shifted]) == []
+
+
+def test_the_training_reward_is_smoothed() -> None:
+    assert rewards_at(curve(rewards=tuple(range(10))), (0.1, 0.5, 1.0)) == [0.0, 2.0, 7.0]
+    assert rewards_at(curve(), (1.0,)) == [None]
+
+
+def test_runs_are_written_read_and_held_against_each_other(tmp_path: Path) -> None:
+    good = [run_folder(tmp_path / f"good{n}", before=0.3, after=0.9) for n in range(2)]
+    bad = run_folder(tmp_path / "bad", before=0.3, after=0.35)
+    file = tmp_path / "reference.json"
+    invoke = CliRunner().invoke
+    written = invoke(app, ["reference", str(file), *map(str, good), "--note", "two cores"])
+    assert written.exit_code == 0 and "0.900, 0.900" in written.output
+    assert json.loads(file.read_text())["note"] == "two cores"
+    assert curves_in(file) == [curve_of(run) for run in good]
+    assert curve_of(bad).held_out == (HeldOutPoint(0, 0.3, 20), HeldOutPoint(2, 0.35, 20))
+    assert (curve_of(bad).seed, curve_of(bad).rewards, curve_of(bad).wall_s) == (3, (0.25, 0.5), 4.0)
+    passed = invoke(app, ["compare", str(good[0]), str(file)])
+    assert passed.exit_code == 0 and "within" in passed.output and "2 reference runs" in passed.output
+    failed = invoke(app, ["compare", str(bad), str(good[1]), "--json"])
+    assert failed.exit_code == 1
+    assert [point["verdict"] for point in json.loads(failed.output)["points"]] == ["within", "below"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no"),
+        ("{", "not a reference file"),
+        ('{"format": 9}', "has the format 9"),
+        ("[]", "not a"),
+    ],
+)
+def test_what_is_no_reference_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    file = tmp_path / "reference.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        curves_in(file)
