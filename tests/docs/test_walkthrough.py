@@ -124,6 +124,7 @@ NOT_RUN = {
     ): "tests/evaluation",
     ("docs/evaluating.md", "areal-agents eval compare"): "tests/evaluation",
     ("docs/evaluating.md", "areal-agents rescore"): "tests/evaluation",
+    ("docs/evaluating.md", "areal-agents reference reference.json"): "tests/evaluation/test_reference.py",
     ("docs/gpus.md", "areal-agents plan config.yaml  "): "tests/launch/test_plan.py",
     ("docs/gpus.md", "areal-agents train config.yaml profile=80gb"): "needs a GPU; tests/test_profiles.py",
     ("docs/gpus.md", "areal-agents train config.yaml profile=node"): "needs GPUs; tests/test_profiles.py",
