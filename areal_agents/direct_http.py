@@ -61,6 +61,16 @@ def direct_async_client(
     )
 
 
+def endpoint_client(base_url: str, *, connections: int) -> httpx.AsyncClient:
+    """Return a client for an endpoint that the user named, without a time limit on its answers.
+
+    The environment's HTTP proxies are used, except for local hosts.
+    """
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    trusted = not _is_local(urlsplit(base_url).hostname or "")
+    return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=30.0), limits=limits, trust_env=trusted)
+
+
 def openai_client(*, base_url: str, api_key: str | None, timeout_s: float) -> AsyncOpenAI:
     """Return an OpenAI client, without retries, for an endpoint that the user named.
 

@@ -65,7 +65,7 @@ def run(
         str | None,
         typer.Option(
             help="What to evaluate: a model folder, a Hub id, or weights of a run as RUN@final, RUN@best or "
-            "RUN@STEP; default: the config's model."
+            "RUN@STEP; default: the config's model. With --endpoint: the name of its model."
         ),
     ] = None,
     attempts: Annotated[
@@ -82,26 +82,45 @@ def run(
             "continues in it. Default: nothing is kept."
         ),
     ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="URL, with /v1, of a server with OpenAI's chat completions, which plays the policy under "
+            "the name that --model gives, and no engine is started."
+        ),
+    ] = None,
+    endpoint_key_env: Annotated[
+        str,
+        typer.Option(
+            help="Environment variable that has the endpoint's key; default: OPENAI_API_KEY, if set."
+        ),
+    ] = "",
     ablate_tool: Annotated[
         bool, typer.Option("--ablate-tool", help="Evaluate the config's `ablation` agent.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
 ) -> None:
     """Evaluate a model on the held-out tasks of a config."""
-    require("torch", "evaluation")
     from areal_agents.config import load_config
+    from areal_agents.evaluation.endpoint.play import Endpoint
     from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
     from areal_agents.evaluation.show import show_results
     from areal_agents.launch.evaluation import evaluate
 
     changes = [*(overrides or ()), *([f"eval.attempts={attempts}"] if attempts else [])]
-    policy = policy_of_run(model) if model else None
-    if policy is not None:
-        changes.append(f"model={policy.folder}")
-    elif model:
-        changes.append(f"model={model}")
-    loaded = load_config(config, changes)
-    policy = policy or NamedPolicy(model or loaded.model, Path(loaded.model))
+    policy: NamedPolicy | Endpoint
+    if endpoint is not None:
+        if not model:
+            raise ConfigError("--endpoint needs --model, the name of the model that the server is asked for")
+        policy = Endpoint(endpoint, model, endpoint_key_env)
+        loaded = load_config(config, changes, weights=False)
+    else:
+        require("torch", "evaluation")
+        of_run = policy_of_run(model) if model else None
+        if model:
+            changes.append(f"model={of_run.folder if of_run is not None else model}")
+        loaded = load_config(config, changes)
+        policy = of_run or NamedPolicy(model or loaded.model, Path(loaded.model))
     console = Console(stderr=as_json)
     results = evaluate(loaded, policy, console=console, out=out, by=by or (), ablate_tool=ablate_tool)
     if as_json:

@@ -207,7 +207,7 @@ class Results:
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             raise ConfigError(f"{path} has no results of an evaluation (expected the format {FORMAT!r})")
         tasks = tuple(
-            TaskResult(task["id"], tuple(map(_attempt, task["attempts"])), task["by"])
+            TaskResult(task["id"], tuple(map(attempt_of, task["attempts"])), task["by"])
             for task in tree["tasks"]
         )
         return cls(**{name: tree[name] for name in _SETTINGS}, tasks=tasks)
@@ -216,7 +216,8 @@ class Results:
 _SETTINGS = ("name", "model", "attempts", "temperature", "pass_score", "has_answers")
 
 
-def _attempt(tree: Mapping[str, Any]) -> AttemptResult:
+def attempt_of(tree: Mapping[str, Any]) -> AttemptResult:
+    """Return an attempt that `asdict` has made a tree of."""
     versions = tree["versions"]
     return AttemptResult(**{**tree, "versions": None if versions is None else tuple(versions)})
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from areal_agents.core.conversations import conversations
-from areal_agents.core.rollout import RecordedEpisode, Task
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
-from areal_agents.errors import ConfigError
-from areal_agents.evaluation.results import AttemptResult, TaskResult
+from areal_agents.evaluation.results import AttemptResult
 from areal_agents.rewards import FinishedEpisode
 from areal_agents.store import EpisodeSummary, Store
 
@@ -22,48 +21,12 @@ def attempts_of(store: Store, label: str) -> dict[tuple[str, int], EpisodeSummar
     return {(e.task_id, e.metadata.get("attempt", 0)): e for e in found if e.status in ENDED}
 
 
-def is_complete(store: Store, label: str, tasks: Sequence[Task], attempts: int) -> bool:
-    """Whether every attempt at these tasks has a scored episode."""
-    found = attempts_of(store, label)
-    wanted = [(task.id, index) for task in tasks for index in range(attempts)]
-    return bool(tasks) and all(key in found and found[key].status in SCORED for key in wanted)
+def results_in(store: Store, label: str) -> dict[tuple[str, int], AttemptResult]:
+    """Return the ended attempts of an evaluation by (task id, attempt)."""
+    return {key: _attempt(store, summary, key[1]) for key, summary in attempts_of(store, label).items()}
 
 
-def task_results(
-    store: Store,
-    label: str,
-    tasks: Sequence[Task],
-    attempts: int,
-    *,
-    answers: Mapping[str, str | None],
-    by: Mapping[str, Mapping[str, str]],
-) -> tuple[TaskResult, ...]:
-    """Return the results of all tasks.
-
-    Args:
-        answers: the answer of an episode, by its id.
-        by: the value for each task id, by the name of the field.
-
-    Raises:
-        ConfigError: an attempt has no ended episode.
-    """
-    found = attempts_of(store, label)
-    results = []
-    for task in tasks:
-        missing = [index for index in range(attempts) if (task.id, index) not in found]
-        if missing:
-            raise ConfigError(
-                f"attempt {missing[0]} at task {task.id} has not ended; the same command continues"
-            )
-        of_task = tuple(_attempt(store, found[task.id, index], index, answers) for index in range(attempts))
-        values = {name: of_tasks[task.id] for name, of_tasks in by.items()}
-        results.append(TaskResult(task.id, of_task, values))
-    return tuple(results)
-
-
-def _attempt(
-    store: Store, summary: EpisodeSummary, index: int, answers: Mapping[str, str | None]
-) -> AttemptResult:
+def _attempt(store: Store, summary: EpisodeSummary, index: int) -> AttemptResult:
     episode = store.load_episode(summary.id)
     failed = summary.status == "failed"
     versions = summary.version_min, summary.version_max
@@ -77,7 +40,6 @@ def _attempt(
         sampled_tokens=summary.sampled_tokens,
         prompt_tokens=sum(prompt_lengths(episode.turns)),
         seconds=round((summary.ended_at or summary.created_at) - summary.created_at, 3),
-        answer=answers.get(summary.id),
         error=summary.error,
         versions=None if versions[0] is None or versions[1] is None else (versions[0], versions[1]),
     )

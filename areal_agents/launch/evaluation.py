@@ -6,9 +6,11 @@ What was played is in the folder of the evaluation, so one that was killed conti
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from rich.console import Console
 from areal_agents.config import Config, save_config
 from areal_agents.core.rollout import Task
 from areal_agents.errors import ConfigError, RewardError
+from areal_agents.evaluation.endpoint.play import ENDPOINT, JOURNAL, Endpoint
 from areal_agents.evaluation.folder import EvaluationFolder
+from areal_agents.evaluation.played import Played, played_in_journal, played_in_store
 from areal_agents.evaluation.policies import NamedPolicy
 from areal_agents.evaluation.results import Results, field_of_tasks
 from areal_agents.evaluation.scoring import ScoringFunction, score
-from areal_agents.evaluation.stored import SCORED, attempts_of, finished_episodes, is_complete, task_results
 from areal_agents.launch.children import Children
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.signals import interruptible
@@ -37,7 +40,7 @@ from areal_agents.launch.train import (
     without_trainer,
 )
 from areal_agents.launch.trial import run_trial
-from areal_agents.store import Store
+from areal_agents.whole_files import write_whole
 
 LABEL = "eval"
 PROGRESS_S = 30.0
@@ -47,17 +50,18 @@ _WITHOUT_EFFECT = ("run_dir", "name", "model", "trainer", "algorithm", "data", "
 
 def evaluate(
     config: Config,
-    policy: NamedPolicy,
+    policy: NamedPolicy | Endpoint,
     *,
     console: Console,
     out: Path | None = None,
     by: Sequence[str] = (),
     ablate_tool: bool = False,
 ) -> Results:
-    """Evaluate weights on the held-out tasks of a configuration.
+    """Evaluate weights, or the model of an endpoint, on the held-out tasks of a configuration.
 
     Args:
-        config: the configuration; `config.model` is `policy.folder`.
+        config: the configuration.
+        policy: what is evaluated; `config.model` is the folder of weights.
         out: the folder of the evaluation, which is kept and in which a second call continues. None: a folder
             beside that of the run, which is deleted at the end unless the evaluation fails.
         by: fields of the tasks by whose values the results are divided.
@@ -70,26 +74,45 @@ def evaluate(
         ChildDied: a process ended before the evaluation.
     """
     evaluation = check_evaluation(config, ablate_tool)
-    if config.engine.urls:
+    if isinstance(policy, Endpoint):
+        policy.key()  # raises before anything is written
+        model: Any = policy.as_dict()
+        del model["key_variable"]
+    elif config.engine.urls:
         raise ConfigError(
             "eval evaluates the weights of `model` in an engine that it starts; leave engine.urls out"
         )
+    else:
+        model = policy.fingerprint
     check_sandbox(config)
     config = without_trainer(config)
     folder = RunFolder((out or Path(config.run_dir + "-eval")).resolve())
     if out is None:
         folder.set_aside()
     files = EvaluationFolder(folder.root)
-    files.begin(identity_of(config, model=policy.fingerprint, ablate_tool=ablate_tool))
+    files.begin(identity_of(config, model=model, ablate_tool=ablate_tool))
     with folder.locked(), interruptible():
-        if not _has_ended(folder, files, evaluation.attempts):
-            model = policy.exported(folder.root / "model")
-            _play(config.model_copy(update={"model": str(model)}), folder, console, ablate_tool=ablate_tool)
-        results = _results(config, policy.name, folder, files, by, console)
+        with _played(policy, folder) as played:
+            has_ended = played.is_complete(files.read_tasks(), evaluation.attempts)
+        if not has_ended and isinstance(policy, Endpoint):
+            _play_endpoint(config, policy, folder, console, ablate_tool=ablate_tool)
+        elif not has_ended and isinstance(policy, NamedPolicy):
+            weights = policy.exported(folder.root / "model")
+            served = config.model_copy(update={"model": str(weights)})
+            _play(served, policy, folder, console, ablate_tool=ablate_tool)
+        name = policy.model if isinstance(policy, Endpoint) else policy.name
+        with _played(policy, folder) as played:
+            results = _results(config, name, played, files.read_tasks(), by, console)
         results.write(files.results)
     if out is None:
         shutil.rmtree(folder.root)
     return results
+
+
+def _played(policy: NamedPolicy | Endpoint, folder: RunFolder) -> AbstractContextManager[Played]:
+    if isinstance(policy, Endpoint):
+        return played_in_journal(folder.root / JOURNAL)
+    return played_in_store(folder.store, LABEL)
 
 
 def identity_of(config: Config, *, model: Any, ablate_tool: bool) -> dict[str, Any]:
@@ -103,16 +126,10 @@ def identity_of(config: Config, *, model: Any, ablate_tool: bool) -> dict[str, A
     return {"config": tree, "model": model, "ablate_tool": ablate_tool}
 
 
-def _has_ended(folder: RunFolder, files: EvaluationFolder, attempts: int) -> bool:
-    """Whether every attempt has a scored episode already."""
-    if not folder.store.exists():
-        return False
-    with Store.open(folder.store) as store:
-        return is_complete(store, LABEL, files.read_tasks(), attempts)
-
-
-def _play(config: Config, folder: RunFolder, console: Console, *, ablate_tool: bool) -> None:
-    """Play the episodes that are missing."""
+def _play(
+    config: Config, policy: NamedPolicy, folder: RunFolder, console: Console, *, ablate_tool: bool
+) -> None:
+    """Play the episodes that are missing, with weights that an engine of ours serves."""
     plan = plan_of(config, trains=False)
     with chosen_endpoints(config) as endpoints:
         save_config(config, folder.config)
@@ -122,38 +139,43 @@ def _play(config: Config, folder: RunFolder, console: Console, *, ablate_tool: b
             start_serving(config, folder, children, plan)
             wait_until_serving(config, endpoints, children, console.print)
             name = start_evaluating(folder, children, LABEL, ablate_tool=ablate_tool)
+            _wait_for(name, children, policy, folder, console)
+
+
+def _play_endpoint(
+    config: Config, endpoint: Endpoint, folder: RunFolder, console: Console, *, ablate_tool: bool
+) -> None:
+    """Play the episodes that are missing, with the model of an endpoint."""
+    save_config(config, folder.config)
+    write_whole(folder.root / ENDPOINT, json.dumps(endpoint.as_dict()) + "\n")
+    run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True)
+    with Children() as children:
+        name = start_evaluating(folder, children, LABEL, ablate_tool=ablate_tool, role="endpoint")
+        _wait_for(name, children, endpoint, folder, console)
+
+
+def _wait_for(
+    name: str, children: Children, policy: NamedPolicy | Endpoint, folder: RunFolder, console: Console
+) -> None:
+    """Return when the process that plays has ended. Raises ChildDied if a process ended before."""
+    shown = time.monotonic()
+    while not children.finished(name):
+        children.check(may_finish=(name,))
+        if time.monotonic() - shown > PROGRESS_S:
             shown = time.monotonic()
-            while not children.finished(name):
-                children.check(may_finish=(name,))
-                if time.monotonic() - shown > PROGRESS_S:
-                    shown = time.monotonic()
-                    _say_progress(folder, console)
-                time.sleep(REFRESH_S)
-            children.check(may_finish=(name,))
-
-
-def _say_progress(folder: RunFolder, console: Console) -> None:
-    with Store.open(folder.store) as store:
-        console.print(f"{len(attempts_of(store, LABEL))} episodes have ended")
+            with _played(policy, folder) as played:
+                console.print(f"{len(played.attempts)} episodes have ended")
+        time.sleep(REFRESH_S)
+    children.check(may_finish=(name,))
 
 
 def _results(
-    config: Config,
-    model: str,
-    folder: RunFolder,
-    files: EvaluationFolder,
-    by: Sequence[str],
-    console: Console,
+    config: Config, model: str, played: Played, tasks: Sequence[Task], by: Sequence[str], console: Console
 ) -> Results:
     evaluation = check_evaluation(config, ablate_tool=False)
-    tasks = files.read_tasks()
-    with Store.open(folder.store) as store:
-        answers: Mapping[str, str | None] = {}
-        if evaluation.answer:
-            answers = _answers(store, evaluation.answer, workers=config.rollout.workers, console=console)
-        of_tasks = task_results(
-            store, LABEL, tasks, evaluation.attempts, answers=answers, by=fields_of(tasks, by)
-        )
+    answers: Mapping[str, str | None] = {}
+    if evaluation.answer:
+        answers = _answers(played, evaluation.answer, workers=config.rollout.workers, console=console)
     return Results(
         name=config.name,
         model=model,
@@ -161,7 +183,7 @@ def _results(
         temperature=evaluation.temperature,
         pass_score=evaluation.pass_score,
         has_answers=bool(evaluation.answer),
-        tasks=of_tasks,
+        tasks=played.results(tasks, evaluation.attempts, answers=answers, by=fields_of(tasks, by)),
     )
 
 
@@ -171,10 +193,10 @@ def fields_of(tasks: Sequence[Task], by: Sequence[str]) -> dict[str, dict[str, s
     return {name: field_of_tasks(inputs, name) for name in by}
 
 
-def _answers(store: Store, function: str, *, workers: int, console: Console) -> dict[str, str | None]:
+def _answers(played: Played, function: str, *, workers: int, console: Console) -> dict[str, str | None]:
     """Return the answer of each scored episode, by its id. Raises RewardError if none can be read."""
-    ids = [e.id for e in attempts_of(store, LABEL).values() if e.status in SCORED]
-    batches = ([episode] for episode in finished_episodes(store, ids))
+    ids = played.scored
+    batches = ([episode] for episode in played.episodes(ids))
     found = asyncio.run(score(ScoringFunction.answers(function), batches, workers=workers))
     answers = {
         id: scored.values[0] if scored.values is not None else None

@@ -1,6 +1,6 @@
 """The processes of a run: each reads the configuration in the run folder, builds its objects, and runs.
 
-    python -m areal_agents.launch.processes engine|proxy|trainer|rollout|trial --folder DIR
+    python -m areal_agents.launch.processes engine|proxy|trainer|rollout|trial|endpoint --folder DIR
 
 SIGTERM ends each process cleanly, and so does the death of the supervisor that started it. Without a
 supervisor, torchrun, srun or Ray can start each rank of the trainer.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--evaluate", metavar="LABEL", help="rollout: only evaluate the served weights")
     parser.add_argument(
-        "--ablate-tool", action="store_true", help="rollout, trial: use the config's `ablation` agent"
+        "--ablate-tool",
+        action="store_true",
+        help="rollout, trial, endpoint: use the config's `ablation` agent",
     )
     parser.add_argument("--evaluates", action="store_true", help="trial: play no episode")
     options = parser.parse_args(arguments)
@@ -208,6 +211,10 @@ def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     asyncio.run(_collect(config, folder, options))
 
 
+def _endpoint(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    asyncio.run(_play_endpoint(config, folder, options))
+
+
 def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.launch.trial import play_trial
 
@@ -252,14 +259,14 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
         if config.eval is None:
             raise ConfigError("there is nothing to evaluate on: the config has no eval.data; add it")
         tasks = held_out_tasks(config.eval)
-        files = EvaluationFolder(folder.root)
-        if files.identity.exists():
+        if (files := EvaluationFolder(folder.root)).identity.exists():
             files.keep_tasks(tasks)
+        ablated = config.ablation if options.ablate_tool and config.ablation else None
         await evaluate(
             store=store,
             proxy_url=endpoints.proxy_url,
             admin_key=endpoints.admin_key,
-            agent=config.ablation if options.ablate_tool and config.ablation else agent,
+            agent=ablated or agent,
             rollout=rollout,
             evaluation=config.eval,
             label=options.evaluate,
@@ -271,6 +278,34 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
         )
         if stop.is_set():
             raise SystemExit(EXIT_STOPPED)
+
+
+async def _play_endpoint(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.evaluation.endpoint.play import ENDPOINT, Endpoint, play
+    from areal_agents.evaluation.folder import EvaluationFolder
+    from areal_agents.rollout.runner import held_out_tasks, unless_stopped
+
+    assert config.eval is not None, "the evaluation has checked that there are tasks"
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    endpoint = Endpoint(**json.loads((folder.root / ENDPOINT).read_text()))
+    tasks = held_out_tasks(config.eval)
+    EvaluationFolder(folder.root).keep_tasks(tasks)
+    ablated = config.ablation if options.ablate_tool and config.ablation else None
+    playing = play(
+        endpoint,
+        folder.root,
+        tasks,
+        agent=ablated or config.agent,
+        rollout=config.rollout,
+        evaluation=config.eval,
+        reward=config.reward,
+        seed=config.seed,
+        logs=folder.episode_logs,
+    )
+    await unless_stopped(playing, stop)
+    if stop.is_set():
+        raise SystemExit(EXIT_STOPPED)
 
 
 def _never() -> bool:
@@ -294,6 +329,7 @@ ROLES: dict[str, Callable[[Config, RunFolder, argparse.Namespace], None]] = {
     "proxy": _proxy,
     "trainer": _trainer,
     "rollout": _rollout,
+    "endpoint": _endpoint,
     "trial": _trial,
 }
 

@@ -407,13 +407,18 @@ def _evaluate_once(
         return next(e.reward for e in read_held_out(store) if e.label == label)
 
 
-def start_evaluating(folder: RunFolder, children: Children, label: str, *, ablate_tool: bool) -> str:
-    """Start the process that evaluates what is served; return its name."""
-    extra = ["--evaluate", label, *(["--ablate-tool"] if ablate_tool else [])]
-    name = f"rollout-{label}"
+def start_evaluating(
+    folder: RunFolder, children: Children, label: str, *, ablate_tool: bool, role: str = "rollout"
+) -> str:
+    """Start the process that evaluates what is served, or an endpoint; return its name."""
+    extra = [
+        *(["--evaluate", label] if role == "rollout" else []),
+        *(["--ablate-tool"] if ablate_tool else []),
+    ]
+    name = f"{role}-{label}"
     children.start(
         name,
-        ["rollout", "--folder", str(folder.root), *extra],
+        [role, "--folder", str(folder.root), *extra],
         log=folder.log(name),
         environment={**threads_for("rollout"), **FIXED_HASHES},
     )

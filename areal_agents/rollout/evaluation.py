@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import OPENED_BY_RUNNER, Task
@@ -67,6 +68,47 @@ async def evaluate_tasks(
         (task, index) for index in range(attempts) for task in tasks if (task.id, index) not in scored
     )
 
+    await play_attempts(
+        client,
+        agent,
+        waiting,
+        metadata=metadata,
+        temperature=temperature,
+        seed=seed,
+        concurrency=concurrency,
+        limits=limits,
+        retries=retries,
+        patience=patience,
+        agent_error_reward=agent_error_reward,
+        function=function,
+    )
+
+
+async def play_attempts(
+    client: AsyncClient,
+    agent: Agent,
+    waiting: deque[tuple[Task, int]],
+    *,
+    metadata: Mapping[str, Any],
+    temperature: float,
+    seed: int,
+    concurrency: int,
+    limits: LimitsConfig,
+    retries: int,
+    patience: FailureStreak,
+    agent_error_reward: float | None = None,
+    function: RewardFunction | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Play attempts, each a task and the index of the attempt; arguments as in `evaluate_tasks`.
+
+    Args:
+        check: called after each episode; what it raises ends the evaluation.
+
+    Raises:
+        AgentError: too many attempts in a row failed.
+    """
+
     async def attempt(task: Task, index: int, tried: int) -> str | None:
         sampling = {
             "temperature": temperature,
@@ -93,10 +135,11 @@ async def evaluate_tasks(
             task, index = waiting.popleft()
             for tried in range(1, retries + 2):
                 error = await attempt(task, index, tried)
+                check()
                 patience.note(error)
                 if error is None:
                     break
-                logger.warning("evaluation %s, task %s failed: %s", label, task.id, error)
+                logger.warning("evaluation %s, task %s failed: %s", metadata["eval"], task.id, error)
                 if tried <= retries:
                     await asyncio.sleep(backoff_s(tried))
 

@@ -81,7 +81,7 @@ async def run(
     _check_enough(source, groups=rollout.groups, steps=steps)
     tasks = held_out_tasks(evaluation) if evaluation else []
     async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward) as runner:
-        await _unless_stopped(
+        await unless_stopped(
             runner.run(source, tasks, steps=steps, first_version=first_version, shortage=shortage), stop
         )
 
@@ -109,7 +109,7 @@ async def evaluate(
     tasks = held_out_tasks(evaluation) if tasks is None else tasks
     latest = store.latest_version()
     async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward) as runner:
-        await _unless_stopped(
+        await unless_stopped(
             runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True), stop
         )
 
@@ -377,7 +377,7 @@ async def _running_beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None
         task.cancel()
 
 
-async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event | None) -> None:
+async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event | None) -> None:
     """Run `work` until it ends or `stop` is set. Raises its first error, and logs the others of a group."""
     main = asyncio.create_task(work)
     stopping = asyncio.create_task(stop.wait()) if stop is not None else None

@@ -1,0 +1,35 @@
+"""Agents of the tests of endpoints: each plays one task with the real OpenAI client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from areal_agents import Episode
+from areal_agents.rewards import FinishedEpisode
+
+
+async def agent(task: dict[str, Any], ep: Episode) -> float:
+    """Ask, and ask again in a stream; score 1 if both replies are the same."""
+    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    messages: Any = [{"role": "user", "content": task["question"]}]
+    reply = await client.chat.completions.create(model="policy", messages=messages)
+    messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "Sure?"}]
+    again = ""
+    async for chunk in await client.chat.completions.create(model="policy", messages=messages, stream=True):
+        assert chunk.choices, "the usage alone, which was not asked for"
+        again += chunk.choices[0].delta.content or ""
+    return float(again == reply.choices[0].message.content)
+
+
+async def responses_agent(task: dict[str, Any], ep: Episode) -> float:
+    """Use another API."""
+    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    await client.responses.create(model="policy", input="Hi")
+    return 1.0
+
+
+def told(episode: FinishedEpisode) -> float:
+    """The number of messages of the last conversation."""
+    return float(len(episode.messages))

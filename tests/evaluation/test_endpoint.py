@@ -1,0 +1,105 @@
+"""An evaluation of an endpoint: a real OpenAI-compatible server plays the policy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_sampler import ScriptedSampler
+
+from areal_agents.core.rollout import Task
+from areal_agents.errors import ConfigError
+from areal_agents.evaluation.endpoint.play import JOURNAL, Endpoint, journal_of, play
+from areal_agents.evaluation.played import played_in_journal
+from areal_agents.rendering import ChatRenderer
+from areal_agents.rollout.config import DataConfig, EvalConfig, LimitsConfig, RewardConfig, RolloutConfig
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
+from proxy_support import MODEL, RunningProxy, running_proxy  # noqa: E402
+
+AGENTS = Path(__file__).parent / "endpoint_agents.py"
+TASKS = [Task(f"t{n}", {"question": f"What is {n}?"}) for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    """A proxy, as any server with chat completions; it replies Lyon."""
+    engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
+    engine.script = lambda call: "Lyon"
+    with running_proxy(tmp_path_factory.mktemp("server") / "store.db", engine) as proxy:
+        yield proxy
+
+
+async def played(server: RunningProxy, folder: Path, agent: str, tasks: list[Task], **changes: Any) -> None:
+    evaluation = EvalConfig(data=DataConfig(path="unused"), attempts=2, temperature=1.0, concurrency=4)
+    arguments = {
+        "agent": f"{AGENTS}:{agent}",
+        "rollout": RolloutConfig(retries=0),
+        "evaluation": evaluation,
+        "reward": None,
+        "seed": 0,
+        "logs": folder,
+    }
+    endpoint = Endpoint(f"{server.url}/v1", "some-model", changes.pop("key_variable", ""))
+    await play(endpoint, folder, tasks, **{**arguments, **changes})
+
+
+async def test_attempts_are_counted_and_continue(
+    server: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", "admin")
+    await played(server, tmp_path, "agent", TASKS[:1], key_variable="SERVER_KEY")
+    before = (tmp_path / JOURNAL).read_bytes()
+    (tmp_path / JOURNAL).write_bytes(before + b'{"task": {"id": "t2"')  # killed while it wrote
+    await played(server, tmp_path, "agent", TASKS, key_variable="SERVER_KEY")
+    assert (tmp_path / JOURNAL).read_bytes().startswith(before)
+    latest = journal_of(tmp_path).latest
+    assert sorted(latest) == [(f"t{n}", k) for n in range(3) for k in range(2)]
+    for entry in latest.values():
+        result = entry.result
+        assert (result.status, result.score, result.turns) == ("finished", 1.0, 2)
+        assert result.sampled_tokens > 0 and result.prompt_tokens > result.sampled_tokens
+        episode = entry.finished()
+        assert [m["content"] for m in episode.messages] == [
+            entry.task["input"]["question"],
+            "Lyon",
+            "Sure?",
+            "Lyon",
+        ]
+        assert len(episode.branches) == 1
+    with played_in_journal(tmp_path / JOURNAL) as found:
+        assert found.is_complete(TASKS, 2) and not found.is_complete(TASKS, 3)
+        assert [task.id for task in found.results(TASKS, 2, answers={}, by={})] == ["t0", "t1", "t2"]
+
+
+async def test_limits_and_reward_functions_are_those_of_a_run(server: RunningProxy, tmp_path: Path) -> None:
+    limits = RolloutConfig(retries=0, limits=LimitsConfig(max_turns=1))
+    reward = RewardConfig(episode=f"{AGENTS}:told")
+    await played(server, tmp_path, "agent", TASKS[:1], rollout=limits, reward=reward)
+    results = [entry.result for entry in journal_of(tmp_path).latest.values()]
+    assert [(r.status, r.turns, r.score) for r in results] == [("truncated", 1, 2.0)] * 2
+
+
+async def test_another_api_fails_with_the_reason(server: RunningProxy, tmp_path: Path) -> None:
+    await played(server, tmp_path, "responses_agent", TASKS[:1])
+    results = [entry.result for entry in journal_of(tmp_path).latest.values()]
+    assert all(r.status == "failed" and "chat completions only" in (r.error or "") for r in results)
+
+
+async def test_an_endpoint_that_refuses_ends_the_evaluation(
+    server: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="the environment has no SERVER_KEY"):
+        await played(server, tmp_path, "agent", TASKS, key_variable="SERVER_KEY")
+    monkeypatch.setenv("SERVER_KEY", "ep-wrong")
+    with pytest.raises(ExceptionGroup) as raised:
+        await played(server, tmp_path, "agent", TASKS, key_variable="SERVER_KEY")
+    assert raised.group_contains(ConfigError, match="refuses the calls: 401")
+
+
+def test_an_endpoint_is_a_url() -> None:
+    with pytest.raises(ConfigError, match="--endpoint must be a URL"):
+        Endpoint("localhost:8000/v1", "m")
