@@ -35,7 +35,7 @@ episodes_app = typer.Typer(help="Look at recorded episodes.", no_args_is_help=Tr
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
     app.add_typer(episodes_app, name="episodes")
-    for command in (runs, reward, tail, diagnose, compare, reference):
+    for command in (runs, reward, tail, diagnose, compare, reference, why):
         app.command()(command)
 
 
@@ -171,6 +171,69 @@ def tail(
             console.print(line, markup=False)
     except KeyboardInterrupt:
         return
+
+
+def why(
+    episode: Annotated[str, typer.Argument(help="The id of the episode.", metavar="EPISODE")],
+    place: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="The turn, by its id or by its number from 1; the token, by its index in the turn from 0; "
+            "the folder of the run, by default the current folder if it is one, else the newest in runs/.",
+            metavar="[TURN [TOKEN]] [RUN]",
+        ),
+    ] = None,
+    *,
+    versions: Annotated[
+        bool,
+        typer.Option(
+            "--versions", help="Compute the turn's logprobs under each version whose weights remain."
+        ),
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show every token of a long turn.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show why tokens were trained as they were: from the rewards to each token's share of the loss."""
+    from areal_agents.inspection.show_why import draw_why
+    from areal_agents.inspection.why import why as explain
+
+    run, turn, token = _place(place or [])
+    if versions and turn is None:
+        raise ConfigError("--versions needs a turn")
+    found = explain(run, episode, turn, token)
+    if versions:
+        from areal_agents.inspection.versions import logprobs_by_version
+
+        found["versions"] = logprobs_by_version(run, episode, found["turn"]["id"], say=_say)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        draw_why(found, _console(), full=full)
+
+
+def _place(given: list[str]) -> tuple[Path, str | None, int | None]:
+    """Return the run, the turn and the token that the last arguments of `why` name."""
+    from areal_agents.inspection.runs import list_runs
+
+    rest = [*given]
+    if rest and Path(rest[-1]).is_dir():
+        run = Path(rest.pop())
+    elif Path("config.yaml").is_file() and Path("lock").is_file():
+        run = Path()
+    else:
+        found = list_runs(Path("runs")) if Path("runs").is_dir() else []
+        if not found:
+            raise ConfigError("there is no run here; give the folder of the run as the last argument")
+        run = Path("runs") / found[0]["name"]
+    if len(rest) > 2:
+        raise ConfigError(f"expected at most a turn, a token and the folder of a run, got {' '.join(given)}")
+    if len(rest) == 2 and not rest[1].isdecimal():
+        raise ConfigError(f"expected the index of a token or the folder of a run, got {rest[1]}")
+    return run, rest[0] if rest else None, int(rest[1]) if len(rest) == 2 else None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _console() -> Console:

@@ -19,6 +19,8 @@ from areal_agents.store.rows import (
     Activity,
     EpisodeRow,
     EpisodeSummary,
+    GroupHistory,
+    GroupUse,
     OpenEpisode,
     OpenGroup,
     TurnTime,
@@ -174,6 +176,36 @@ def _load_groups(connection: sa.Connection, ids: Sequence[str]) -> list[RolloutG
         )
         out.append(RolloutGroup(group_id, task, rollouts))
     return out
+
+
+def group_history(connection: sa.Connection, group_id: str) -> GroupHistory:
+    """Return a group with what the trainer did with it. Raises NotFound."""
+    group = connection.execute(sa.select(groups).where(groups.c.id == group_id)).one_or_none()
+    if group is None:
+        raise NotFound(f"no group {group_id}")
+    scored = connection.execute(
+        sa.select(sa.func.count())
+        .select_from(episodes)
+        .where(
+            episodes.c.group_id == group_id,
+            episodes.c.status.in_(SCORED),
+            sa.exists().where(rewards.c.episode_id == episodes.c.id),
+        )
+    ).scalar_one()
+    taken = connection.execute(
+        sa.select(leases).where(leases.c.group_id == group_id).order_by(leases.c.use)
+    ).all()
+    uses = tuple(GroupUse(row.use, row.state, row.step, row.version, row.reason) for row in taken)
+    state = uses[0].state if uses else group.state
+    return GroupHistory(group.id, group.split, group.size, scored, state, group.reason, uses)
+
+
+def groups_of_step(connection: sa.Connection, step: int) -> dict[str, int]:
+    """Return the groups that a step was trained on, by id, each with its use."""
+    rows = connection.execute(
+        sa.select(leases.c.group_id, leases.c.use).where(leases.c.step == step, leases.c.state == "trained")
+    )
+    return {row[0]: row[1] for row in rows}
 
 
 def groups_ended_at(connection: sa.Connection, ids: Sequence[str]) -> dict[str, float | None]:

@@ -211,6 +211,43 @@ class WaitingGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupUse:
+    """One time that the trainer took a group; `use` 0 is the first.
+
+    Attributes:
+        state: "leased", "trained" or "dropped".
+        version: the version that it was trained into, None if it was not (yet).
+        reason: why it was dropped.
+    """
+
+    use: int
+    state: GroupState
+    step: int
+    version: int | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHistory:
+    """A group, and what the trainer did with it.
+
+    Attributes:
+        size: the number of episodes that it needs; scored: how many are finished or truncated and rewarded.
+        state: as in `Store.group_counts`: the trainer's state of its first use, else that of the group.
+        reason: why it was dropped, before the trainer took it.
+        uses: in order.
+    """
+
+    id: str
+    split: Split
+    size: int
+    scored: int
+    state: GroupState
+    reason: str | None
+    uses: tuple[GroupUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VersionRow:
     """A published policy version; `step` is the number of batches that were trained into it.
 

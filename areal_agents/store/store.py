@@ -28,6 +28,7 @@ from areal_agents.store.rows import (
     EpisodeRow,
     EpisodeState,
     EpisodeSummary,
+    GroupHistory,
     NewEpisode,
     OpenEpisode,
     OpenGroup,
@@ -416,6 +417,21 @@ class Store:
         """Return groups with their scored episodes, in the order of `group_ids`. Raises NotFound."""
         with self._database.read() as connection:
             return reads.load_groups(connection, group_ids)
+
+    def group_history(self, group_id: str) -> GroupHistory:
+        """Return a group with what the trainer did with it. NotFound if it is unknown."""
+        with self._database.read() as connection:
+            return reads.group_history(connection, group_id)
+
+    def groups_of_step(self, step: int) -> dict[str, int]:
+        """Return the groups that a step was trained on, by id, each with its use."""
+        with self._database.read() as connection:
+            return reads.groups_of_step(connection, step)
+
+    def published_versions(self) -> list[VersionRow]:
+        """Return every published version, oldest first."""
+        with self._database.read() as connection:
+            return versions.published_versions(connection)
 
     def groups_ended_at(self, group_ids: Sequence[str]) -> dict[str, float | None]:
         """Return, by group id, when its last episode ended, in seconds since the epoch; None if none has."""

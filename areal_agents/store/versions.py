@@ -51,6 +51,12 @@ def latest_version(connection: sa.Connection) -> VersionRow | None:
     return VersionRow(**{**row._mapping, "folder_pending": bool(row.folder_pending)})
 
 
+def published_versions(connection: sa.Connection) -> list[VersionRow]:
+    """Return every published version, oldest first."""
+    rows = connection.execute(sa.select(versions).order_by(versions.c.version))
+    return [VersionRow(**{**row._mapping, "folder_pending": bool(row.folder_pending)}) for row in rows]
+
+
 def max_version(connection: sa.Connection) -> int:
     """Return the largest version number that was ever published, or -1 before the first."""
     largest = connection.execute(sa.select(sa.func.max(versions.c.version))).scalar_one()
