@@ -520,6 +520,23 @@ def init(
     Console().print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 
 
+@app.command()
+def skill(
+    root: Annotated[
+        Path, typer.Argument(help="The root of the repository of your agent.", metavar="ROOT")
+    ] = Path("."),
+    folder: Annotated[
+        str, typer.Option(help="The folder of skills that your coding agent reads, below the root.")
+    ] = ".claude/skills",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a file that differs.")] = False,
+) -> None:
+    """Write a skill that teaches a coding agent to set up training in your repository."""
+    from areal_agents.skill import install
+
+    path = install(root, folder=folder, replace=replace)
+    Console().print(f"wrote {path}", soft_wrap=True, highlight=False, markup=False)
+
+
 @config_app.command()
 def explain(
     key: Annotated[

@@ -24,6 +24,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "tensorboard",
         "torch", "transformers", "xgrammar",
     ),
+    "mcp": ("mcp",),
     "gpu": ("bitsandbytes", "liger_kernel"),
 }  # fmt: skip
 

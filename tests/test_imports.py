@@ -99,10 +99,13 @@ ALLOWED: dict[str, set[str]] = {
         "testing",
     },
     "health": {"direct_http", "store"},
+    "skill": {"errors", "whole_files"},
     "view": {
         "browsers",
         "core",
         "errors",
+        "extras",
+        "health",
         "inspection",
         "launch",
         "rendering",

@@ -1,4 +1,4 @@
-"""The command that shows runs in a browser: `view`."""
+"""The commands that show runs in a browser and to coding agents: `view` and `mcp`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
+from areal_agents.extras import require
+
 
 def add_commands(app: typer.Typer) -> None:
-    """Add the command of this module to a command line."""
-    app.command()(view)
+    """Add the commands of this module to a command line."""
+    for command in (view, mcp):
+        app.command()(command)
 
 
 def view(
@@ -47,3 +50,17 @@ def view(
             model=model,
             announce=lambda url: print(f"runs of {place} are shown at {url}/ (Ctrl-C ends it)", flush=True),
         )
+
+
+def mcp(
+    place: Annotated[
+        Path,
+        typer.Argument(help="A folder that has runs, the folder of a run, or a store file.", metavar="WHERE"),
+    ] = Path("runs"),
+) -> None:
+    """Serve runs to a coding agent, as an MCP server on standard input and output. Nothing is changed."""
+    require("mcp", "the MCP server")
+    from areal_agents.view.mcp_server import server_of
+    from areal_agents.view.runs import Runs
+
+    server_of(Runs(place)).run("stdio")
