@@ -20,9 +20,10 @@ SGLANG_PINS := tools/sglang_cpu
 GPU_SITE := .gpu-site
 ENVIRONMENTS := .venv-environments
 INTEGRATIONS := .venv-integrations
+BROWSER := .venv-browser
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo test test-all test-sglang test-environments sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-nemo-gym integrations chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-browser test-environments sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-nemo-gym integrations chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +53,12 @@ static: setup ## Lint and type-check.
 
 test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 	$(BIN)/python -m pytest -m sglang --sglang=$(SGLANG)/bin/python
+
+test-browser: setup $(BROWSER)/.installed ## Run the tests of the page in a real Chromium (CHROME_PATH names another one).
+	$(BROWSER)/bin/python -m pytest -m browser tests/view/test_browser.py
+
+$(BROWSER)/.installed: tests/view/requirements.txt | setup
+	$(installed_above)
 
 test-environments: setup environments ## Run the tests of environments with the packages that they adapt.
 	$(BIN)/python -m pytest -m environments --environments=$(ENVIRONMENTS)/bin/python tests/environments
@@ -155,4 +162,4 @@ attack: setup ## Send attacks to a real proxy and print which defences held (abo
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) $(BROWSER) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache

@@ -251,12 +251,15 @@ def serve(
     if not urls:
         require("torch", "the embedded engine")
     from areal_agents.inference.config import SGLANG_SEQUENCES
+    from areal_agents.proxy.page import Page
     from areal_agents.proxy.workers.supervisor import serve_with_workers
+    from areal_agents.view.mounted import FACTORY
 
     if workers is not None:
         config = config.model_copy(update={"workers": workers})
     config = config.for_engines(SGLANG_SEQUENCES * max(1, len(urls)))
-    serve_with_workers(folder, config, store=store, engine_urls=urls, router_url=router_url)
+    page = Page(FACTORY, str(store), str(folder))
+    serve_with_workers(folder, config, store=store, engine_urls=urls, router_url=router_url, page=page)
 
 
 @app.command()

@@ -111,6 +111,7 @@ ALLOWED: dict[str, set[str]] = {
         "rendering",
         "sockets",
         "store",
+        "training",
     },
     "simulate": {"config", "errors", "launch", "store", "whole_files"},
 }

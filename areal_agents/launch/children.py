@@ -7,6 +7,7 @@ each time after a longer pause. The run ends if any other child dies, or if one 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -68,16 +69,27 @@ class Child:
 
 
 class Children:
-    """The processes of one run, by name. `say` is called with a message about every restart."""
+    """The processes of one run, by name.
+
+    Args:
+        stop_timeout_s: longest time from SIGTERM until a process is killed, unless it has its own.
+        say: called with a message about every restart.
+        events: a file to which each start, death and restart is appended as a JSON line; None: none.
+    """
 
     module = "areal_agents.launch.processes"
 
     def __init__(
-        self, *, stop_timeout_s: float = 60.0, say: Callable[[str], object] = lambda text: None
+        self,
+        *,
+        stop_timeout_s: float = 60.0,
+        say: Callable[[str], object] = lambda text: None,
+        events: Path | None = None,
     ) -> None:
         self._children: dict[str, Child] = {}
         self._stop_timeout_s = stop_timeout_s
         self._say = say
+        self._events = events
 
     def __enter__(self) -> Children:
         return self
@@ -128,6 +140,7 @@ class Children:
                 SERVER_STOP_TIMEOUT_S if _is_server(child) else self._stop_timeout_s
             )
             self._children[name] = child
+        self._record(name, "started")
         return child
 
     def check(self, *, may_finish: Sequence[str] = ()) -> None:
@@ -139,8 +152,10 @@ class Children:
             if child.due is not None:
                 if time.monotonic() >= child.due:
                     _restart(child)
+                    self._record(child.name, "restarted")
                 continue
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            self._record(child.name, "died", how)
             if not _may_restart(child, code):
                 raise ChildDied(f"the {child.name} process {how}. The end of {child.log}:\n{child.tail()}")
             child.due = time.monotonic() + FIRST_PAUSE_S * 2 ** len(child.restarted)
@@ -175,6 +190,16 @@ class Children:
             self._report_slow(children)
             for child in sorted(children, key=lambda child: child.stop_timeout_s):
                 _wait_or_kill(child, began + child.stop_timeout_s)
+
+    def _record(self, process: str, event: str, detail: str = "") -> None:
+        if self._events is None:
+            return
+        line = json.dumps({"time": time.time(), "process": process, "event": event, "detail": detail})
+        try:
+            with open(self._events, "a") as file:
+                file.write(line + "\n")
+        except OSError as error:  # such as a full disk, which must not end the run
+            self._say(f"{process} {event}; this cannot be written to {self._events}: {error.strerror}")
 
     def _report_slow(self, children: Sequence[Child]) -> None:
         """Say for how long the run waits, if a process does not end soon."""

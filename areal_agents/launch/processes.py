@@ -81,7 +81,9 @@ def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> N
 
 
 def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.proxy.page import Page
     from areal_agents.proxy.workers.supervisor import serve_with_workers
+    from areal_agents.view.mounted import FACTORY
 
     endpoints = folder.read_endpoints()
     settings = config.proxy.for_engines(config.engine.sequences).model_copy(
@@ -94,15 +96,17 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
             "routed_experts": config.engine.routed_experts or config.proxy.routed_experts,
         }
     )
+    store = folder.store_at(config.store.url)
     serve_with_workers(
         config.model,
         settings,
-        store=folder.store_at(config.store.url),
+        store=store,
         durability=config.store,
         engine_urls=endpoints.engine_urls,
         router_url=config.engine.router,
         adapters=config.trainer.publish.transport == "lora",
         vocab_size=_vocab_size(Path(config.model)),
+        page=Page(FACTORY, str(store), config.model, str(folder.root)),
     )
 
 

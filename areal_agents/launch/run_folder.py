@@ -95,7 +95,7 @@ class RunFolder:
 
     @property
     def process_events(self) -> Path:
-        """One JSON object for each start, death and restart of a process: time, process, event, detail."""
+        """A JSON line for each start, death and restart of a process: time, process, event, detail."""
         return self.root / "logs" / "processes.jsonl"
 
     @property

@@ -108,7 +108,7 @@ def train(
         _report_plan(config, folder, report, plan, nodes)
         if config.trial and plan is not None and not folder.metrics.exists():
             run_trial(folder, say=report.say, ablate_tool=ablate_tool)
-        with Children(say=report.event) as children:
+        with Children(say=report.event, events=folder.process_events) as children:
             begun = time.monotonic()
             try:
                 with report:

@@ -36,6 +36,7 @@ from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.proxy.errors import ClientGone, InternalErrors, error_body, error_response
 from areal_agents.proxy.logs import log_call
 from areal_agents.proxy.metrics import Metrics
+from areal_agents.proxy.page import page_routes
 from areal_agents.proxy.paths import split_path
 from areal_agents.proxy.status import StatusRoutes
 from areal_agents.proxy.workers.forwarding import WorkerRouting
@@ -54,14 +55,15 @@ def create_app(
     config: ProxyConfig,
     observer: Observer | None = None,
     retention: Retention | None = None,
+    page: ASGIApp | None = None,
 ) -> ASGIApp:
     """Return the proxy as an ASGI app. The caller owns the store and the engine, and closes them afterwards.
 
     `observer` is called with the record of each model call when the call has ended. `retention` removes
-    trained turns, as the setting `store.retain` requires.
+    trained turns, as the setting `store.retain` requires. `page` is the app at /view; None: there is none.
     """
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=None)
-    app, _ = _app_of(parts, observer, retention)
+    app, _ = _app_of(parts, observer, retention, page)
     return _guarded(app, config)
 
 
@@ -73,6 +75,7 @@ def create_worker_app(
     config: ProxyConfig,
     workers: Workers,
     retention: Retention | None = None,
+    page: ASGIApp | None = None,
 ) -> tuple[ASGIApp, Callable[[str], int]]:
     """Return the app of one of several workers on one store, and a function that assigns paths to workers.
 
@@ -80,7 +83,7 @@ def create_worker_app(
     the worker that a request path belongs to.
     """
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=workers)
-    app, calls = _app_of(parts, None, retention)
+    app, calls = _app_of(parts, None, retention, page)
     ownership = parts.ownership
     assert ownership is not None
     placement = WorkerLookup(
@@ -122,14 +125,14 @@ def _guarded(app: ASGIApp, config: ProxyConfig) -> ASGIApp:
 
 
 def _app_of(
-    parts: _Parts, observer: Observer | None, retention: Retention | None
+    parts: _Parts, observer: Observer | None, retention: Retention | None, page: ASGIApp | None
 ) -> tuple[ASGIApp, ModelCalls]:
     config = parts.config
     metrics = parts.metrics()
     calls = parts.model_calls(_each_of(metrics.observe, log_call if config.log_calls else None, observer))
     status = StatusRoutes(engine=parts.engine, metrics=metrics, auth=parts.auth)
     app = Starlette(
-        routes=[*calls.routes(), *status.routes(), *parts.control().routes()],
+        routes=[*calls.routes(), *status.routes(), *parts.control().routes(), *page_routes(page)],
         exception_handlers={
             ArealAgentsError: error_response,
             ClientGone: error_response,

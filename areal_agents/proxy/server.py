@@ -29,6 +29,7 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models, make_pool
 from areal_agents.proxy.http_limits import LimitedProtocol
 from areal_agents.proxy.logs import logging_as
+from areal_agents.proxy.page import Page
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
 from areal_agents.rendering import ChatRenderer
@@ -65,6 +66,7 @@ def serve(
     adapters: bool = False,
     vocab_size: int | None = None,
     engine_options: dict[str, Any] | None = None,
+    page: Page | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
@@ -81,6 +83,7 @@ def serve(
         adapters: whether the policy is a LoRA adapter of the model that the engines serve.
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
         engine_options: options of the embedded engine, fields of EmbeddedEngineConfig.
+        page: the page at /view; None: there is none.
         announce: called with one line for the user when the proxy is about to answer requests.
 
     Raises:
@@ -113,6 +116,7 @@ def serve(
             renderer=renderer,
             config=config,
             retention=retention_of(opened, settings),
+            page=page,
         )
 
 
@@ -154,6 +158,7 @@ def serve_with_engines(
     config: ProxyConfig,
     worker: WorkerSockets | None = None,
     retention: Retention | None = None,
+    page: Page | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve on bound sockets, with running engines, until SIGTERM or Ctrl-C.
@@ -163,6 +168,11 @@ def serve_with_engines(
     allow_many_connections()
     pool = make_pool(engines, store=store, renderer=renderer, request_timeout_s=config.generate_timeout_s)
     parts: dict[str, Any] = {"store": store, "engine": pool, "renderer": renderer, "config": config}
+    servers: list[uvicorn.Server] = []
+    if page is not None:
+        parts["page"] = page.make(
+            key=config.admin_key, is_stopping=lambda: any(server.should_exit for server in servers)
+        )
     app: ASGIApp
     if worker is None:
         handover, app = None, create_app(**parts, retention=retention)
@@ -173,7 +183,8 @@ def serve_with_engines(
 
     async def run() -> None:
         try:
-            await build_server(served, handover).serve(sockets=list(listeners))
+            servers.append(build_server(served, handover))
+            await servers[0].serve(sockets=list(listeners))
         finally:
             await pool.aclose()
 

@@ -325,6 +325,12 @@ def batch_version(connection: sa.Connection, group_id: str) -> int | None:
     return connection.execute(query).scalar_one_or_none()
 
 
+def steps_of_group(connection: sa.Connection, group_id: str) -> list[int]:
+    """Return the training steps that took a group, the first one first."""
+    query = sa.select(leases.c.step).where(leases.c.group_id == group_id).order_by(leases.c.use)
+    return list(connection.execute(query).scalars())
+
+
 @dataclass(frozen=True, slots=True)
 class ListedGroup:
     """A group with its episodes, by index.

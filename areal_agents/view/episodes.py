@@ -12,6 +12,7 @@ from areal_agents.core.rollout import Reward
 from areal_agents.core.trajectory import Turn
 from areal_agents.store import NotFound, pages, reads
 from areal_agents.view.runs import Run
+from areal_agents.view.trained import trained_turns
 
 _TOKENS = 6_000  # a part of a branch has whole turns, and ends with the one that exceeds this number
 _DIGITS = 5  # of logprobs, after the point
@@ -65,26 +66,30 @@ def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, 
         turns = pages.kept_turns(connection, episode_id)
         version = pages.batch_version(connection, listed.group_id) if listed.group_id is not None else None
         state = pages.group_of(connection, listed.group_id).state if listed.group_id is not None else None
+        steps = pages.steps_of_group(connection, listed.group_id) if listed.group_id is not None else []
     path = _path(turns, leaf)
-    texts, parts, count, end = run.texts(), [], 0, start
+    end, count = start, 0
     while end < len(path) and count <= _TOKENS:
-        turn = path[end]
+        count += len(path[end].new_prompt_ids) + len(path[end].completion)
+        end += 1
+    shown, texts, parts = path[start:end], run.texts(), []
+    trained = trained_turns(run, [turn.id for turn in shown], steps)
+    for number, turn in enumerate(shown, start):
         prompt, sampled = turn.new_prompt_ids.tolist(), turn.completion.token_ids.tolist()
         found = texts.of([*prompt, *sampled])
         parts.append(
             {
                 "turn": turn.id,
-                "number": end,
+                "number": number,
                 "prompt_tokens": len(prompt),
                 "ids": [*prompt, *sampled],
                 "texts": found,
                 "logprobs": np.round(turn.completion.logprobs.astype(np.float64), _DIGITS).tolist(),
                 "versions": turn.completion.versions.tolist(),
                 "mask": _mask(turn, listed.split, state),
+                "trained": trained.get(turn.id),
             }
         )
-        count += len(prompt) + len(sampled)
-        end += 1
     return {
         "parts": parts,
         "next": end if end < len(path) else None,

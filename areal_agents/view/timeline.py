@@ -27,6 +27,7 @@ def timeline_of(run: Run) -> dict[str, Any]:
         opened, ended, failed = pages.episode_times(connection)
     times = [
         *opened[:1].tolist(),
+        *(row["time"] - row["step_s"] for row in rows[:1]),
         *(row["time"] for row in rows[-1:]),
         *(published for _, _, published in versions[-1:]),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -43,7 +44,7 @@ class Run(Children):
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
         self.folder = folder
-        super().__init__(stop_timeout_s=5, say=self.said.append)
+        super().__init__(stop_timeout_s=5, say=self.said.append, events=folder / "processes.jsonl")
 
     def begin(self, name: str, *arguments: str, restarts: bool) -> None:
         log = self.folder / f"{name}.log"
@@ -87,6 +88,11 @@ def test_a_killed_server_is_started_again_and_what_it_had_left_is_ended(run: Run
     assert not run.finished("proxy")
     run.stop()
     wait_for(lambda: not any(is_running(pid) for pid in again))
+    events = [json.loads(line) for line in (run.folder / "processes.jsonl").read_text().splitlines()]
+    assert [(e["process"], e["event"]) for e in events][:3] == [
+        ("proxy", "started"), ("proxy", "died"), ("proxy", "restarted"),
+    ]  # fmt: skip
+    assert events[1]["detail"] == "was killed by signal 9"
 
 
 def test_an_interrupt_while_a_process_starts_does_not_lose_it(

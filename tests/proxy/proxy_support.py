@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import uvicorn
 import uvloop
 from openai import OpenAI
 from scripted_sampler import EngineCall, ScriptedSampler
@@ -20,6 +21,7 @@ from scripted_sampler import EngineCall, ScriptedSampler
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.inference import SGLangEngine
 from areal_agents.proxy import ProxyConfig, create_app
+from areal_agents.proxy.page import Page
 from areal_agents.proxy.server import build_server
 from areal_agents.rendering import ChatRenderer
 from areal_agents.sockets import listen, url_of
@@ -101,13 +103,17 @@ def running_proxy(
     engine: ScriptedSampler | RecordingEngine,
     *,
     headers: dict[str, str] | None = None,
+    page: Page | None = None,
     **config: Any,
 ) -> Iterator[RunningProxy]:
     """A proxy on a real uvicorn server in a thread. Leaving it seals nothing."""
     settings = ProxyConfig(**config)
     with Store.open(store_path) as store, listen("127.0.0.1", 0) as listener:
-        app = create_app(store=store, engine=engine, renderer=engine.renderer, config=settings)
+        servers: list[uvicorn.Server] = []
+        made = page and page.make(key=settings.admin_key, is_stopping=lambda: servers[0].should_exit)
+        app = create_app(store=store, engine=engine, renderer=engine.renderer, config=settings, page=made)
         server = build_server(app)
+        servers.append(server)
         server.config.timeout_graceful_shutdown = 1
 
         def run() -> None:

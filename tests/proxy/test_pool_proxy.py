@@ -21,6 +21,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.inference.pool import EnginePool, PoolLimits
 from areal_agents.proxy import ProxyConfig, create_app, serve
 from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
+from areal_agents.proxy.page import Page
 from areal_agents.proxy.server import build_server
 from areal_agents.proxy.workers.identity import WorkerSpec
 from areal_agents.proxy.workers.orders import Order
@@ -280,7 +281,8 @@ def test_engines_of_different_models_are_refused_before_anything_is_served(tmp_p
 def test_what_a_worker_is_told_of_the_engines_arrives(tmp_path: Path) -> None:
     engines = EngineUrls(("http://a:1", "http://b:2"), "http://r:3", adapters=True)
     spec = WorkerSpec(tmp_path, "run", 0, 0, (1, 2), "secret")
-    order = Order(spec, "model", engines, "store", "process", {"versions": 2}, {}, 3, 4, 5, (6, 7), 8)
+    page = Page("module:function", "store", "model", "run")
+    order = Order(spec, "model", engines, "store", "process", {"versions": 2}, {}, page, 3, 4, 5, (6, 7), 8)
     assert Order.from_line(order.to_line()) == order
     assert engines.describe() == "http://a:1, http://b:2, through http://r:3"
 

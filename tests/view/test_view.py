@@ -169,6 +169,15 @@ def _tokens(http: httpx.Client, episode: str, leaf: str) -> list[dict[str, Any]]
     return parts
 
 
+def test_tokens_have_what_training_did_with_them(http: httpx.Client) -> None:
+    recorded, other = _tokens(http, "lyon-1-1", "lyon-1-1/2")
+    trained = recorded["trained"]
+    assert (trained["step"], trained["clipped"][:2], trained["states"][-1]) == (1, ["high", "no"], "rejected")
+    assert trained["advantage"][0] == 0.5 and trained["weight"] is None and other["trained"] is None
+    differences = [a - b for a, b in zip(trained["proximal"], recorded["logprobs"], strict=True)]
+    assert differences == pytest.approx([-0.25] * len(differences), abs=1e-4)
+
+
 def test_the_timeline_has_steps_versions_evaluations_and_failures(http: httpx.Client) -> None:
     found = get(http, "run/timeline")
     assert [step["wait_s"] for step in found["steps"]] == [4.0] * STEPS

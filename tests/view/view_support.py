@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from areal_agents.core.trajectory import Fork, Turn
 from areal_agents.rendering import Tokenizer
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import NewEpisode, Store
+from areal_agents.training.records.files import CLIPPED, STATES, StepRows, step_folder, write_rows
 from areal_agents.view.runs import Runs
 from areal_agents.view.server import make_server
 
@@ -99,8 +101,11 @@ def make_run(root: Path, *, name: str = "run") -> Path:
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with Store.open(folder / "store.db") as store:
+        began = time.time()
         _fill(Writer(store))
-        rows = [_metrics(step) for step in range(1, STEPS + 1)]
+        rows = [_metrics(step, began) for step in range(1, STEPS + 1)]
+        first = store.turns_of("lyon-1-1")[0]
+    _record_tokens(folder, first)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text(
         json.dumps({"heldout_before": 0.0, "heldout_after": 1.0, "wall_s": 12.5})
@@ -169,9 +174,28 @@ def _train(writer: Writer, ask: list[Message], search: Message, found: Message) 
         store.mark_trained(ids, step=step, version=step)
 
 
-def _metrics(step: int) -> dict[str, Any]:
+def _record_tokens(folder: Path, turn: Turn) -> None:
+    """Record what step 1 did with one turn: its first token is clipped, its last one was rejected."""
+    count = len(turn.completion)
+    row = {
+        "step": 1, "version": 0, "use": 0, "minibatch": 0, "tokens": count, "group_id": "lyon@1",
+        "episode_id": "lyon-1-1", "turn_id": turn.id, "untrained": None,
+    }  # fmt: skip
+    codes = np.zeros(count, np.int8)
+    states, clipped = codes.copy(), codes.copy()
+    states[-1], clipped[0] = STATES.index("rejected"), CLIPPED.index("high")
+    values = {
+        "advantage": np.full(count, 0.5, np.float32),
+        "proximal": turn.completion.logprobs - np.float32(0.25),
+        "ratio": np.full(count, 1.5, np.float32),
+    }
+    rows = StepRows([row], np.array([count]), states, clipped, values)
+    write_rows(step_folder(folder, 1) / "rank-0.parquet", rows)
+
+
+def _metrics(step: int, began: float) -> dict[str, Any]:
     return {
-        "step": step, "version": step, "time": 1_700_000_000.0 + 10 * step,
+        "step": step, "version": step, "time": began + 10 * step,
         "reward_mean": 0.25 * step, "rewards_by_name": {"return": 0.25 * step}, "entropy": 1.0 / step,
         "step_s": 10.0, "wait_s": 4.0, "train_s": 5.0, "publish_s": 1.0, "pause_s": 0.25, "rollout_idle": 0.5,
         "tokens": 100, "sampled_tokens": 120, "sampled_tokens_per_s": 12.0, "staleness_mean": 0.5,

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from areal_agents.proxy.engines import EngineUrls
+from areal_agents.proxy.page import Page
 from areal_agents.proxy.workers.identity import WorkerSpec
 
 READY = b"ready\n"
@@ -29,6 +30,7 @@ class Order:
         durability: durability of the store.
         retain: the trained turns that are kept, as plain data; all if another worker removes them.
         config: the proxy's settings, as plain data.
+        page: the page at /view; None: there is none.
         public_fd: inherited listening socket of all workers.
         private_fd: inherited listening socket of this worker.
         inbox_fd: inherited socket that connections are received from; see `WorkerSockets`.
@@ -43,6 +45,7 @@ class Order:
     durability: str
     retain: dict[str, Any]
     config: dict[str, Any]
+    page: Page | None
     public_fd: int
     private_fd: int
     inbox_fd: int
@@ -65,4 +68,7 @@ class Order:
         spec = data["spec"] | {"folder": Path(data["spec"]["folder"]), "ports": tuple(data["spec"]["ports"])}
         engines = EngineUrls(**data["engines"] | {"engines": tuple(data["engines"]["engines"])})
         outbox_fds = tuple(data["outbox_fds"])
-        return cls(**data | {"spec": WorkerSpec(**spec), "engines": engines, "outbox_fds": outbox_fds})
+        page = Page(**data["page"]) if data["page"] is not None else None
+        return cls(
+            **data | {"spec": WorkerSpec(**spec), "engines": engines, "page": page, "outbox_fds": outbox_fds}
+        )

@@ -54,6 +54,7 @@ def serve_worker(order: Order) -> None:
             config=config,
             worker=WorkerSockets(workers, inbox, tuple(outboxes)),
             retention=retention_of(store, settings),
+            page=order.page,
             on_ready=lambda: _report_ready(order.ready_fd),
         )
 

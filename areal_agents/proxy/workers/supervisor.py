@@ -30,6 +30,7 @@ from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import MOST_WORKERS, ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
 from areal_agents.proxy.logs import logging_as
+from areal_agents.proxy.page import Page
 from areal_agents.proxy.server import recording_notice, serve
 from areal_agents.proxy.workers.handover import open_inboxes
 from areal_agents.proxy.workers.identity import (
@@ -73,6 +74,7 @@ def serve_workers(
     adapters: bool = False,
     vocab_size: int | None = None,
     engine_options: dict[str, Any] | None = None,
+    page: Page | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve a model with several processes until SIGTERM or Ctrl-C.
@@ -118,6 +120,7 @@ def serve_workers(
                 durability=settings.durability,
                 retain=_retained(settings.retain, index).model_dump(),
                 config=_shared(config, workers, port).model_dump(),
+                page=page,
                 public_fd=public.fileno(),
                 private_fd=private[index].fileno(),
                 inbox_fd=inboxes[index].fileno(),

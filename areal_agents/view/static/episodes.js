@@ -14,6 +14,7 @@ export function Episodes({ run, values }) {
   const { list, more, stop, resume } = useSearch(run, filters);
   const [row, setRow] = useState(0);
   const search = useRef(null);
+  useEffect(() => setRow(0), [query(filters)]);
   const move = (by) => {
     const next = Math.min(list.episodes.length - 1, Math.max(0, row + by));
     setRow(next);
@@ -59,7 +60,7 @@ function Filters({ filters, search }) {
   const choice = (name, label, options) => html`<label class="field">${label}<select name=${name} value=${filters[name] ?? ""} onChange=${set(name)}>
     <option value="">all</option>${options.map((value) => html`<option value=${value}>${value}</option>`)}</select></label>`;
   return html`<form class="filters" onSubmit=${(event) => event.preventDefault()}>
-    <label class="field wide">Search in texts<input ref=${search} name="text" type="search" placeholder="messages, tool calls, errors" value=${filters.text ?? ""} onChange=${set("text")} /></label>
+    <label class="field wide">Search in texts<input ref=${search} name="text" role="searchbox" placeholder="messages, tool calls, errors" value=${filters.text ?? ""} onChange=${set("text")} /></label>
     ${choice("split", "Split", ["train", "eval"])}
     ${choice("status", "Status", ["open", "finished", "truncated", "failed", "aborted"])}
     ${text("min_reward", "Score from", "number")}${text("max_reward", "to", "number")}

@@ -27,7 +27,10 @@ export function diverging(position) {
 export const ramp = (scale, from, to) =>
   `linear-gradient(to right, ${Array.from({ length: 9 }, (_, i) => scale(from + ((to - from) * i) / 8)).join(", ")})`;
 
-const MASKS = { trained: css(BELOW, 0.45), "not trained yet": css([0, 158, 115], 0.4) };
+const MASKS = {
+  trained: css(BELOW, 0.45), "not trained yet": css([86, 180, 233], 0.35), stale: css([230, 159, 0], 0.5), rejected: css([204, 121, 167], 0.55),
+  evaluation: css([127, 127, 127], 0.25), "no group": css([127, 127, 127], 0.25),
+};
 
 const LOGPROB = 6; // nats; less is shown in the same colour
 const ADVANTAGE = 2;

@@ -1,8 +1,8 @@
 // The tokens of a branch on one canvas, which draws only what is in sight; numbers of a token on hover.
 import { html, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import { query, read, runPath } from "./api.js";
-import { number, score } from "./format.js";
-import { Choice, Problem } from "./parts.js";
+import { number, share } from "./format.js";
+import { Choice, Facts, Problem } from "./parts.js";
 import { change } from "./route.js";
 import { scaleOf } from "./scales.js";
 import { colour as themed, useThemeTick } from "./theme.js";
@@ -14,7 +14,7 @@ const AHEAD = 2; // heights of the window that are loaded ahead of what is in si
 export function Tokens({ run, episode, leaf, turn, values }) {
   const folded = values.prompts !== "whole";
   const { tokens, heads, state, more } = useTokens(run, episode, leaf, folded);
-  const hasTrained = tokens.some((token) => token.trained);
+  const hasTrained = tokens.some((token) => token.trained?.advantage !== null && token.trained);
   const name = values.colour && (hasTrained || !["advantage", "ratio", "mismatch"].includes(values.colour)) ? values.colour : "logprob";
   const scale = useMemo(() => scaleOf(name, tokens), [name, tokens]);
   const picked = values.token ? Number(values.token) : null;
@@ -31,8 +31,14 @@ export function Tokens({ run, episode, leaf, turn, values }) {
       <${Canvas} tokens=${tokens} heads=${heads} scale=${scale} turn=${turn} picked=${picked} onHover=${setHovered} onPick=${(index) => change({ token: index === null ? "" : String(index) })} more=${more} />
       ${shown && tokens[shown.index] && html`<${Card} token=${tokens[shown.index]} at=${shown.at} />`}
     </div>
+    <${Shares} tokens=${tokens} />
     <p class="small soft" aria-live="polite">${number(tokens.length)} tokens${state.next === null ? "" : ` of ${state.loaded} of ${state.turns} turns; the rest follows when you scroll`}</p>`;
 }
+
+const TRAINED = [
+  ["proximal", "logprob, batch begins", 4], ["current", "logprob, trained", 4], ["ratio", "ratio", 4], ["weight", "weight", 4],
+  ["advantage", "advantage", 3], ["value", "value", 3], ["reference", "logprob, reference", 4], ["loss_weight", "coefficient", 5], ["loss", "share of the loss", 5],
+];
 
 function Legend({ legend }) {
   return html`<div class="legend">
@@ -50,10 +56,27 @@ function Card({ token, at }) {
       <dt>version</dt><dd>${token.version}${token.staleness !== null ? `, staleness ${token.staleness}` : ""}</dd>
       <dt>logprob, sampled</dt><dd>${number(token.logprob, 4)} <span class="faint">p ${number(Math.exp(token.logprob), 3)}</span></dd>
       <dt>mask</dt><dd>${token.mask}</dd>
-      ${trained && html`<dt>logprob, trained</dt><dd>${number(trained.logprob, 4)}</dd>
-        <dt>ratio</dt><dd>${number(trained.ratio, 4)}${trained.clipped ? ", clipped" : ""}</dd>
-        <dt>weight</dt><dd>${number(trained.weight, 4)}</dd>
-        <dt>advantage</dt><dd>${score(trained.advantage)}</dd>`}` : html`<dt>mask</dt><dd>prompt</dd>`}</dl></div>`;
+      ${trained && TRAINED.map(([name, text, digits]) => trained[name] !== null && html`<dt>${text}</dt><dd>${number(trained[name], digits)}${
+        name === "ratio" && trained.clipped !== "no" && trained.clipped ? `, clipped ${trained.clipped}` : ""}</dd>`)}
+      ${trained && html`<dt>trained in</dt><dd>step ${trained.step} on version ${trained.version}</dd>`}` : html`<dt>mask</dt><dd>prompt</dd>`}</dl></div>`;
+}
+
+// How many of the tokens are not trained, stale, or judged differently by engine and trainer.
+function Shares({ tokens }) {
+  const sampled = tokens.filter((token) => token.sampled);
+  if (!sampled.length) return null;
+  const part = (condition) => share(sampled.filter(condition).length / sampled.length);
+  const known = sampled.filter((token) => token.trained?.mismatch !== null && token.trained);
+  const mean = known.reduce((sum, token) => sum + Math.abs(token.trained.mismatch), 0) / known.length;
+  return html`<${Facts} items=${[
+    ["Sampled tokens", number(sampled.length)],
+    ["Not trained", part((token) => token.mask !== "trained")],
+    sampled.some((token) => token.staleness !== null) && ["Of an older version", part((token) => token.staleness > 0)],
+    sampled.some((token) => token.staleness !== null) && ["Beyond the bound", part((token) => token.stale)],
+    known.length > 0 && ["Mismatch", `${number(mean, 4)} nats`, "Mean |logprob when the batch began − logprob when sampled|: engine against trainer, and the age of the tokens"],
+    known.length > 0 && ["Mismatch above 0.1", share(known.filter((token) => Math.abs(token.trained.mismatch) > 0.1).length / known.length)],
+    known.length > 0 && ["Clipped", part((token) => token.trained?.clipped && token.trained.clipped !== "no")],
+  ]} />`;
 }
 
 function Canvas({ tokens, heads, scale, turn, picked, onHover, onPick, more }) {
@@ -186,6 +209,18 @@ function useTokens(run, episode, leaf, folded) {
   return { ...made, state, more };
 }
 
+// What a step did with a token. Columns without any value are null.
+function trainedToken(turn, place, sampled) {
+  const value = (name) => turn[name]?.[place] ?? null;
+  const [ratio, proximal] = [value("ratio"), value("proximal")];
+  return {
+    step: turn.step, version: turn.version, clipped: turn.clipped[place], proximal, ratio,
+    current: value("current"), weight: value("weight"), advantage: value("advantage"), loss: value("loss"),
+    loss_weight: value("loss_weight"), reference: value("reference"), value: value("value"),
+    log_ratio: ratio === null ? null : Math.log(ratio), mismatch: proximal === null ? null : proximal - sampled,
+  };
+}
+
 // The tokens of all parts in one list, and the heads that separate the turns.
 // Of a folded prompt only the end is there.
 function flattened(parts, version, bound, folded) {
@@ -205,8 +240,9 @@ function flattened(parts, version, bound, folded) {
       tokens.push({
         id, text: one.texts ? one.texts[index] : `${id} `, turn: one.number + 1, position: position - 1, sampled: isSampled,
         logprob: isSampled ? one.logprobs[place] : null, version: isSampled ? one.versions[place] : null,
-        staleness: age, stale: age !== null && bound !== null && age > bound, mask: isSampled ? one.mask : "prompt",
-        trained: isSampled ? one.trained?.[place] ?? null : null,
+        staleness: age, stale: age !== null && bound !== null && age > bound,
+        mask: isSampled ? (one.trained ? one.trained.untrained ?? one.trained.states[place] ?? "not recorded" : one.mask) : "prompt",
+        trained: isSampled && one.trained ? trainedToken(one.trained, place, one.logprobs[place]) : null,
       });
     });
   }

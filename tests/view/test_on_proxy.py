@@ -1,0 +1,55 @@
+"""The page at /view of a proxy shows what the proxy records, to those who have its admin key."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import httpx
+from scripted_sampler import ScriptedSampler
+
+from areal_agents.proxy.page import Page
+from areal_agents.rendering import ChatRenderer
+from areal_agents.view.mounted import FACTORY
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
+
+from proxy_support import MODEL, running_proxy  # noqa: E402
+
+
+def test_a_proxy_shows_its_episodes_while_it_records_them(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
+    engine.script = lambda call: "Lyon"
+    with running_proxy(path, engine, page=Page(FACTORY, str(path), str(MODEL))) as proxy:
+        page = proxy.http.get("/view", follow_redirects=True)
+        assert page.url.path == "/view/" and 'src="static/main.js"' in page.text
+        assert proxy.http.get("/view/static/main.js").status_code == 200
+        with proxy.http.stream("GET", "/view/api/runs/store.db/events") as stream:
+            changes = (line for line in stream.iter_lines() if line.startswith("data:"))
+            next(changes)
+            episode = proxy.open_episode(task={"id": "t1", "input": {"q": "Where?"}})
+            messages = [{"role": "user", "content": "Where is Lyon?"}]
+            proxy.openai(episode).chat.completions.create(model="p", messages=messages)
+            next(changes)  # the commit reached the store's file
+        (found,) = proxy.http.get("/view/api/runs/store.db/episodes").json()["episodes"]
+        assert (found["id"], found["status"], found["turns"]) == (episode["id"], "open", 1)
+        shown = proxy.http.get(f"/view/api/runs/store.db/episodes/{episode['id']}").json()
+        leaf = shown["turns"][0]["id"]
+        (part,) = proxy.http.get(
+            f"/view/api/runs/store.db/episodes/{episode['id']}/tokens", params={"leaf": leaf}
+        ).json()["parts"]
+        assert "Lyon" in "".join(part["texts"][part["prompt_tokens"] :])
+
+
+def test_with_an_admin_key_nothing_is_shown_without_it(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
+    with running_proxy(path, engine, page=Page(FACTORY, str(path), str(MODEL)), admin_key="admin") as proxy:
+        assert proxy.http.get("/view/").status_code == 200
+        assert proxy.http.get("/view/api/runs").status_code == 401
+        given = proxy.http.post("/view/api/session", json={"key": "admin"})
+        assert "Path=/view/;" in given.headers["set-cookie"]
+        assert proxy.http.get("/view/api/runs").status_code == 200
+        with httpx.Client(base_url=proxy.url) as other:
+            assert other.get("/view/api/runs", headers={"authorization": "Bearer ep-x"}).status_code == 401
