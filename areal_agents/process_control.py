@@ -21,6 +21,7 @@ from typing import NoReturn
 
 RUN_MARK = "AREAL_AGENTS_PROCESS"  # marks a process of a run; the value is its log file
 AGENT_MARK = "AREAL_AGENTS_AGENT_PROCESS"  # marks an agent's process, which a process of a run started
+INNER_AGENT_MARK = "AREAL_AGENTS_INNER_AGENT_PROCESS"  # marks a process that an agent's process started so
 KILL_S = 10.0  # longest wait in seconds for a process to exit after SIGKILL
 _LEFTOVERS_S = 5.0  # longest search in seconds for processes that start during the search
 _PROC = Path("/proc")

@@ -14,6 +14,7 @@ import pytest
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
+from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
 from areal_agents.rollout.agents import agent_process as processes
 from areal_agents.rollout.agents import episode_logs
 from areal_agents.rollout.agents.agent_process import ChildProcess
@@ -213,3 +214,17 @@ async def test_ending_twice_is_harmless(folder: Path) -> None:
     await asyncio.gather(*endings)
     await process.end()
     assert await process.wait() == -15
+
+
+async def test_a_process_has_the_marks_of_this_one_in_a_clean_environment_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So it is found if this process is killed, which then cannot end it."""
+    monkeypatch.setenv(RUN_MARK, "the log")
+    monkeypatch.setenv(AGENT_MARK, "the worker")
+    process = await ChildProcess.start(["/usr/bin/env"], environment={}, tail=True)
+    await asyncio.wait_for(process.wait(), LIMIT_S)
+    await process.end()
+    marks = dict(line.split("=", 1) for line in process.printed().splitlines())
+    assert marks.pop(INNER_AGENT_MARK)
+    assert marks == {RUN_MARK: "the log", AGENT_MARK: "the worker"}

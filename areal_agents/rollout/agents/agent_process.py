@@ -8,6 +8,7 @@ uses asyncio's subprocess transport, whose protocol is notified of the exit itse
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import BinaryIO, Self, cast
 from uuid import uuid4
 
-from areal_agents.process_control import AGENT_MARK, KILL_S, end_leftovers, signal_group, warn_unkillable
+from areal_agents.process_control import (
+    AGENT_MARK,
+    INNER_AGENT_MARK,
+    KILL_S,
+    RUN_MARK,
+    end_leftovers,
+    signal_group,
+    warn_unkillable,
+)
 
 TERMINATE_GRACE_S = 2.0
 PIPE_GRACE_S = 0.5  # time after the exit to read what is still in the pipes
@@ -29,7 +38,12 @@ _STDIN, _STDOUT, _STDERR = 0, 1, 2
 class ChildProcess:
     """A child process that leads its own session, created by `start`. Its standard input is a pipe."""
 
-    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol, mark: str) -> None:
+    def __init__(
+        self, transport: asyncio.SubprocessTransport, protocol: _Protocol, mark: tuple[str, str]
+    ) -> None:
+        """Args:
+        mark: the variable, and its value, by which the processes that it leaves are found.
+        """
         self._transport = transport
         self._protocol = protocol
         self._mark = mark
@@ -49,7 +63,8 @@ class ChildProcess:
 
         Args:
             command: the program and its arguments.
-            environment: its variables; a mark is added, which its children inherit.
+            environment: its variables; marks are added, which its children inherit: one of its own, and those
+                of this process, so that it is found if this process is killed.
             cwd: the folder that it starts in; None: that of this process.
             lines: whether to read its standard output with `line`, instead of discarding it.
             tail: whether to keep the end of its standard error, instead of passing it on to this process's,
@@ -61,7 +76,8 @@ class ChildProcess:
             OSError: the process cannot be started.
         """
         loop = asyncio.get_running_loop()
-        mark = uuid4().hex
+        outer = {name: os.environ[name] for name in (RUN_MARK, AGENT_MARK) if name in os.environ}
+        mark = (INNER_AGENT_MARK if AGENT_MARK in outer else AGENT_MARK, uuid4().hex)
         # The start must not be cancelled halfway: asyncio would kill the process without its children, and
         # then wait for pipes that it has not connected yet.
         starting = asyncio.ensure_future(
@@ -71,7 +87,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if lines or log or tail else subprocess.DEVNULL,
                 stderr=subprocess.PIPE if tail else None,
-                env={**environment, AGENT_MARK: mark},
+                env={**environment, **outer, mark[0]: mark[1]},
                 cwd=cwd,
                 start_new_session=True,
             )
@@ -134,7 +150,7 @@ class ChildProcess:
         try:
             if not await _happens(self._protocol.exited, KILL_S):
                 warn_unkillable(pid)
-            await asyncio.to_thread(end_leftovers, AGENT_MARK, self._mark)
+            await asyncio.to_thread(end_leftovers, *self._mark)
             await _happens(self._protocol.closed, 2 * PIPE_GRACE_S)
         finally:
             self._protocol.close()
