@@ -213,6 +213,7 @@ class DockerSandbox:
         timeout_s: float | None,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
+        streams: tuple[int, int] | None = None,
         kept_bytes: int = KEPT_OUTPUT,
         model_url: str | None = None,
         mounts: Sequence[Mount] = (),
@@ -220,6 +221,8 @@ class DockerSandbox:
     ) -> Finished:
         if not argv:
             raise SandboxError("the command is empty")
+        if streams is not None:
+            raise SandboxError("isolation: docker cannot give a command streams; use process or bubblewrap")
         variables = {**self._spec.environment, **(environment or {})}
         if model_url is not None:
             variables["AREAL_AGENTS_FORWARD"] = _FORWARD

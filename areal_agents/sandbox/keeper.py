@@ -111,12 +111,16 @@ class Keeper:
         command: Command,
         *,
         stdin: bytes,
+        streams: tuple[int, int] | None,
         timeout_s: float | None,
         kept_bytes: int,
         model_url: str | None,
         log: Log | None,
     ) -> Finished:
         """Run a command and kill what it left. If this is cancelled, the command is killed too.
+
+        Args:
+            streams: see `Sandbox.run`.
 
         Raises:
             SandboxError: the command cannot be executed, or the sandbox has ended.
@@ -142,7 +146,7 @@ class Keeper:
                         "file_bytes": command.file_bytes,
                         "listen": MODEL_PORT if relays else None,
                     },
-                    theirs,
+                    theirs if streams is None else (*streams, errors[1]),
                 )
             finally:
                 for fd in theirs:

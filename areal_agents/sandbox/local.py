@@ -161,6 +161,7 @@ class LocalSandbox:
         timeout_s: float | None,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
+        streams: tuple[int, int] | None = None,
         kept_bytes: int = KEPT_OUTPUT,
         model_url: str | None = None,
         mounts: Sequence[Mount] = (),
@@ -173,6 +174,7 @@ class LocalSandbox:
         finished = await self._keeper.run(
             command,
             stdin=stdin,
+            streams=streams,
             timeout_s=timeout_s,
             kept_bytes=kept_bytes,
             model_url=model_url,

@@ -148,6 +148,7 @@ class Sandbox(Protocol):
         timeout_s: float | None,
         environment: Mapping[str, str] | None = None,
         stdin: bytes = b"",
+        streams: tuple[int, int] | None = None,
         kept_bytes: int = KEPT_OUTPUT,
         model_url: str | None = None,
         mounts: Sequence[Mount] = (),
@@ -161,6 +162,9 @@ class Sandbox(Protocol):
                 cancelled.
             environment: further variables, for this command only.
             stdin: its standard input.
+            streams: file descriptors that are its standard input and its standard output, for a caller that
+                talks with it; the caller closes them after the call. In place of `stdin`, and nothing of its
+                standard output is kept or logged then. Not supported by docker.
             kept_bytes: how many of the last bytes of each output stream are kept.
             model_url: the server that it may call; without one, isolations other than process have no
                 network.

@@ -29,6 +29,23 @@ async def test_a_command_gets_its_input_its_variables_and_the_working_folder(iso
     assert (await sandbox.run([*SHELL, 'echo "$B"'], timeout_s=20)).stdout.text() == "\n"
 
 
+async def test_a_caller_talks_with_a_command(isolation: Isolation) -> None:
+    if isolation.name == "docker":
+        pytest.skip("docker refuses streams")
+    sandbox = await isolation.start(spec_for(isolation.name))
+    inputs, outputs = os.pipe(), os.pipe()
+    script = "echo ready; read said; echo got $said; echo oops >&2"
+    streams = (inputs[0], outputs[1])
+    running = asyncio.create_task(sandbox.run([*SHELL, script], timeout_s=20, streams=streams))
+    assert await asyncio.to_thread(os.read, outputs[0], 99) == b"ready\n"
+    os.write(inputs[1], b"hello\n")
+    done = await running
+    assert os.read(outputs[0], 99) == b"got hello\n"
+    assert (done.status, done.stdout.length, done.stderr.text()) == (0, 0, "oops\n")
+    for fd in (*inputs, *outputs):  # the call closed none of them
+        os.close(fd)
+
+
 async def test_variables_of_the_owner_do_not_reach_a_command(
     isolation: Isolation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
