@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from areal_agents.api import Evaluation, Run, Server, evaluate, serve, train
     from areal_agents.client import AsyncClient, Client, OpenedEpisode
     from areal_agents.errors import ArealAgentsError
+    from areal_agents.rollout.agents.cli.acp_agent import acp_agent
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "OpenedEpisode",
     "Run",
     "Server",
+    "acp_agent",
     "current_key",
     "episode",
     "evaluate",
@@ -42,6 +44,7 @@ __getattr__ = on_first_use(
         "api": ("Evaluation", "Run", "Server", "evaluate", "serve", "train"),
         "client": ("AsyncClient", "Client", "OpenedEpisode"),
         "errors": ("ArealAgentsError",),
+        "rollout.agents.cli.acp_agent": ("acp_agent",),
     },
 )
 

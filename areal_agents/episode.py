@@ -173,6 +173,14 @@ def current_key() -> Any:
     return _AwaitableKey(key)
 
 
+def running_episode() -> Episode:
+    """Return the episode that runs in this context. Raises AgentError if none does."""
+    running = _current.get()
+    if running is None:
+        raise AgentError("no episode runs here; pass the episode, or call this in an @episode function")
+    return running
+
+
 @contextmanager
 def running(ep: Episode) -> Iterator[Episode]:
     """Make `current_key` return the key of `ep` inside the block."""

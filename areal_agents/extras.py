@@ -1,8 +1,8 @@
 """Names the extra of the package that has a missing module.
 
 The package without extras is what an agent imports: the client and the decorator. `proxy` adds the command
-line and what serves and records; `train` adds the embedded engine and the trainer, and `gpu` what only runs
-of some settings need.
+line and what serves and records; `train` adds the embedded engine and the trainer, and `gpu` and `acp` what
+only runs of some settings need.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "tensorboard",
         "torch", "transformers", "xgrammar",
     ),
+    "acp": ("acp",),
     "mcp": ("mcp",),
     "gpu": ("bitsandbytes", "liger_kernel"),
 }  # fmt: skip

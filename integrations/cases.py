@@ -25,6 +25,8 @@ from integrations.conversations import (
     TRAVEL,
     WEATHER,
     Conversation,
+    and_then,
+    call,
     shell_talk,
     weather_talk,
 )
@@ -56,7 +58,8 @@ class Case:
             the last line of its standard output must be the answer, and the programs of its environment are
             on the PATH.
         environment: variables that the agent needs, besides those that say where the proxy is.
-        cli: the seam of a command-line agent, which runs as `agent: {cli: …}` runs it.
+        cli: the seam of a command-line agent, which runs as `agent: {cli: …}` runs it; with several questions
+            in the Agent Client Protocol.
         cannot: why the agent is not run at all, for the table.
         why: why not everything is reused and trained, for the table.
     """
@@ -88,6 +91,12 @@ def _cli(
     """Return the case of a command-line agent, of whose tools `shell` runs a command; `more` are further
     arguments of it, as JSON."""
     return Case("cli", package, group, shell_talk(shell, argument, more), name=cli, cli=cli)
+
+
+def _acp(case: Case, *calls: str) -> Case:
+    """Return the case of a command-line agent with a second prompt, in the Agent Client Protocol; the model
+    makes the calls after it."""
+    return replace(case, name=f"{case.name}-acp", conversation=and_then(case.conversation, *calls))
 
 
 def _exact(case: Case, turns: tuple[Expected, ...], reused: float = 0.5) -> Case:
@@ -160,13 +169,23 @@ _IN_HARBOR = (
     "it is not a program of its own: Harbor runs it in the container of a task, and drives tmux there; run "
     "Harbor as the command"
 )
+_GEMINI_CLI = replace(
+    _cli("gemini-cli", "@google/gemini-cli", shell="run_shell_command"), conversation=GEMINI_CLI
+)
+_OPENCODE = _cli("opencode", "opencode-ai", shell="bash", more=', "description": "x"')
+_QWEN_CODE = _cli(
+    "qwen-code", "@qwen-code/qwen-code", shell="run_shell_command", more=', "is_background": false'
+)
 _CLI: tuple[Case, ...] = (
     _cli("claude-code", "@anthropic-ai/claude-code", shell="Bash", more=', "description": "x"'),
     _cli("codex", "@openai/codex", shell="exec_command", argument="cmd"),
-    replace(_cli("gemini-cli", "@google/gemini-cli", shell="run_shell_command"), conversation=GEMINI_CLI),
-    _cli("opencode", "opencode-ai", shell="bash", more=', "description": "x"'),
+    _GEMINI_CLI,
+    _acp(_GEMINI_CLI, call("read_file", '{ "file_path" :"notes.txt"}')),
+    _OPENCODE,
+    _acp(_OPENCODE, call("bash", '{"command":  "cat word.txt", "description": "x"}')),
     _cli("pi", "@mariozechner/pi-coding-agent", shell="bash"),
-    _cli("qwen-code", "@qwen-code/qwen-code", shell="run_shell_command", more=', "is_background": false'),
+    _QWEN_CODE,
+    _acp(_QWEN_CODE, call("run_shell_command", '{"command":  "cat word.txt", "is_background": false}')),
     _cli("mistral-vibe", "mistral-vibe", "vibe", shell="bash"),
     replace(_cli("mini-swe-agent", "mini-swe-agent", "openai2", shell="bash"), conversation=MINI),
     _cli("openhands", "openhands-sdk", "openhands", shell="terminal"),

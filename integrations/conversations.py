@@ -251,6 +251,14 @@ def shell_talk(tool: str, argument: str, more: str = "") -> Conversation:
     return Conversation(("Which word is in word.txt?",), replies, "The word is zürich.", ("zürich", "42"))
 
 
+def and_then(talk: Conversation, *calls: str) -> Conversation:
+    """Return a conversation with a second question, for which the model calls tools and answers."""
+    assert not callable(talk.replies)
+    replies = (*talk.replies, thought("Look again.") + "\n".join(calls), "Still the same.\n")
+    questions = (*talk.questions, "Is it still there?")
+    return replace(talk, questions=questions, replies=replies, answer="Still the same.")
+
+
 # The program of mini-swe-agent shows results as JSON, other than its default agent.
 MINI = replace(SHELL, results=('"output": "z', '"output": "7'))
 # For a coding agent with the tools of gemini-cli, in an empty folder.

@@ -73,7 +73,7 @@ purpose: odd JSON whitespace, escapes, 2.0, calls side by side, padded content, 
 holds conversations is asked two questions; the model calls a tool once, then two side by side, and once
 again. Command-line agents (`cli-…`) have one task in an empty folder, and run as a run starts them with
 [`agent: {cli: …}`](agents.md#command-line-agents): the model calls their own shell or file tools once,
-then two side by side, and answers.
+then two side by side, and answers. Those with `-acp` get a second prompt, in the Agent Client Protocol.
 
 - **reused** is the share of the tokens repeated from earlier turns that a prompt has as recorded ids; the
   rest was rendered again. It is 100% if every call continues a turn or begins a conversation.

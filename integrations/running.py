@@ -156,24 +156,34 @@ def _why_not_answered(
 def _why_the_program_failed(
     case: Case, variables: Mapping[str, str], episode: OpenedEpisode, home: Path
 ) -> str | None:
-    """Run a command-line agent as a run does; return why it did not print the expected answer, or None."""
-    (question,) = case.conversation.questions
-    config = CliAgentConfig(cli=case.cli, context=_CONTEXT_LENGTH)
+    """Run a command-line agent as a run does; return why it did not give the expected answer, or None."""
+    questions = case.conversation.questions
+    ep = Episode(episode.id, episode.base_url, episode.api_key)
+    told = {"prompts": questions} if len(questions) > 1 else {"prompt": questions[0]}
+    config = CliAgentConfig.read({"cli": case.cli, "context": _CONTEXT_LENGTH, **told})
 
-    async def run() -> None:
+    async def run() -> str:
+        """Return what it printed, or its last reply."""
         agent = CliAgent(config, logs=home / "logs", inherited=variables)
-        async with asyncio.timeout(AGENT_TIMEOUT_S):
-            await agent.run({"instruction": question}, Episode(episode.id, episode.base_url, episode.api_key))
+        try:
+            async with asyncio.timeout(AGENT_TIMEOUT_S):
+                if len(questions) == 1:
+                    await agent.run({}, ep)
+                    return (home / "logs" / f"{ep.id}.log").read_text(errors="replace")
+                async with agent.open(ep, None, permissions="allow", log=None) as running:
+                    replies = [await running.prompt(question) for question in questions]
+                return replies[-1].text
+        finally:
+            await agent.close()
 
     try:
-        asyncio.run(run())
+        printed = asyncio.run(run())
     except TimeoutError:
         return f"it did not end within {AGENT_TIMEOUT_S:g} s"
     except AgentError as failed:
         return _shortened(str(failed))
-    printed = (home / "logs" / f"{episode.id}.log").read_text(errors="replace")
     if case.conversation.answer not in (line.strip() for line in printed.splitlines()):
-        return _shortened(f"it did not print {case.conversation.answer!r}: {printed}")
+        return _shortened(f"it did not answer {case.conversation.answer!r}: {printed}")
     return None
 
 

@@ -14,7 +14,7 @@ from areal_agents.extras import MODULES, install_command
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "search_agent" / "model"
-NAMES = {"pyyaml": "yaml"}  # distributions whose module has another name
+NAMES = {"agent-client-protocol": "acp", "pyyaml": "yaml"}  # distributions whose module has another name
 
 
 def test_every_requirement_of_an_extra_is_known() -> None:

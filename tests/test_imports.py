@@ -75,6 +75,7 @@ ALLOWED: dict[str, set[str]] = {
         "environments",
         "episode",
         "errors",
+        "extras",
         "folders",
         "process_control",
         "rewards",

@@ -85,6 +85,7 @@ NOT_RUN = {
         "docs/algorithms.md",
         "from areal_agents.algorithms.losses.tapered",
     ): "a change of a file of this package",
+    ("docs/agents.md", "# user.py"): "tests/rollout/test_acp_agent.py, with a small agent",
     ("docs/algorithms.md", '"""A policy gradient'): "tests/algorithms adds the loss of this page",
     (
         "docs/algorithms.md",

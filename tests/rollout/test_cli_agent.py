@@ -248,8 +248,8 @@ def test_an_agent_without_its_program_or_with_wrong_settings_is_not_loaded(
         load_agent({"cli": "codex"})
     with pytest.raises(AgentError, match="codex has no option for it; set rollout.limits.max_turns"):
         load_agent({"cli": "codex", "max_turns": 3})
-    with pytest.raises(AgentError, match="agent: prompts: Extra inputs"):
-        load_agent({"cli": "codex", "prompts": "x"})
+    with pytest.raises(AgentError, match="agent: colour: Extra inputs"):
+        load_agent({"cli": "codex", "colour": "x"})
     with pytest.raises(AgentError, match="agent: readable: /none does not exist"):
         load_agent({"cli": "codex", "isolation": "bubblewrap", "readable": ["/none"]})
 

@@ -1,8 +1,9 @@
 """Runs a command-line agent: one program per episode, in a home folder and a working folder of its own.
 
-Both folders are in a temporary one. When the program has ended, the processes that it left running are killed
-and its home folder is removed; the working folder stays until `release`, for the reward function. What it
-prints is in the log of its episode.
+It gets one prompt, and ends by itself; or several, one after the other, in the Agent Client Protocol. Both
+folders are in a temporary one. When the program has ended, the processes that it left running are killed and
+its home folder is removed; the working folder stays until `release`, for the reward function. What it prints
+is in the log of its episode.
 """
 
 from __future__ import annotations
@@ -10,26 +11,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
-from areal_agents.folders import remove_folder
+from areal_agents.extras import require
 from areal_agents.rollout.agents.agent_process import ChildProcess
+from areal_agents.rollout.agents.cli.acp.reply import Permissions
+from areal_agents.rollout.agents.cli.acp.session import AcpAgent, Start, opened_agent
 from areal_agents.rollout.agents.cli.config import DEFAULT_CONTEXT, CliAgentConfig
-from areal_agents.rollout.agents.cli.prepare import Launch, folder_of_task, make_home, of_task, prepare
+from areal_agents.rollout.agents.cli.folders import HOME, WORK, copy_folder, remove_logged
+from areal_agents.rollout.agents.cli.prepare import (
+    Launch,
+    folder_of_task,
+    make_home,
+    of_task,
+    prepare,
+    prompts_of_task,
+)
 from areal_agents.rollout.agents.cli.program import find_program
 from areal_agents.rollout.agents.cli.sandboxed import SandboxedPrograms
-from areal_agents.rollout.agents.cli.seam import load_seam
+from areal_agents.rollout.agents.cli.seam import Seam, load_seam
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 
 logger = logging.getLogger(__name__)
 
-HOME, WORK = "home", "work"
 _TAIL = 2000  # characters of the output in an error
 
 
@@ -48,8 +58,9 @@ class CliAgent:
         inherited: the variables from which the agent gets what concerns the machine.
 
         Raises:
-            AgentError: the seam is not valid, its program is missing or too old, or a path of `readable`
-                does not exist.
+            ConfigError: it has several prompts, and the package of the protocol is not installed.
+            AgentError: the seam is not valid or has no such mode, its program is missing or too old, or a
+                path of `readable` does not exist.
         """
         self._config = config
         self._seam = load_seam(config.cli)
@@ -57,6 +68,10 @@ class CliAgent:
             raise AgentError(
                 f"agent.max_turns: {config.cli} has no option for it; set rollout.limits.max_turns instead"
             )
+        if not self._seam.takes_one_prompt and not config.prompts:
+            raise AgentError(f"{config.cli} speaks only the Agent Client Protocol; give it prompts: [...]")
+        if config.prompts:
+            check_acp(self._seam, config)
         try:
             config.spec()
         except ValueError as error:
@@ -69,18 +84,45 @@ class CliAgent:
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of the output, if the program fails."""
+        if self._config.prompts:
+            await self._converse(prompts_of_task(self._config.prompts, task), task, ep)
+            return
         prompt = of_task(self._config.prompt, task, "prompt")
-        source = folder_of_task(self._config.workdir, task) if self._config.workdir else None
-        folder = self._folders[ep.id] = Path(tempfile.mkdtemp(prefix="areal-agents-cli-"))
-        try:
+        source = self._source(task)
+        async with self._folder_of(ep) as folder:
             if self._sandboxes is None:
-                await asyncio.to_thread(_copy, source, folder / WORK)
+                await asyncio.to_thread(copy_folder, source, folder / WORK)
                 await self._run(prompt, ep, folder / HOME, folder / WORK)
             else:
                 await self._run_in_sandbox(self._sandboxes, prompt, ep, source, folder / WORK)
-        finally:
-            # Also after a cancellation: what a killed process wrote must not remain.
-            await asyncio.shield(asyncio.to_thread(_remove, folder / HOME))
+
+    @asynccontextmanager
+    async def open(
+        self, ep: Episode, source: Path | None, *, permissions: Permissions, log: BinaryIO | None
+    ) -> AsyncIterator[AcpAgent]:
+        """Start the agent of an episode in the Agent Client Protocol, and end it after the block.
+
+        Args:
+            source: the folder that it gets a copy of; None: an empty one.
+            permissions: how its permission requests are answered.
+            log: an open file for what it writes.
+
+        Raises:
+            AgentError: it cannot be started, or begins no session.
+        """
+        async with self._folder_of(ep) as folder:
+            start = Start(
+                self._program,
+                lambda inner, home, work: self._launch(None, inner, home, work),
+                ep,
+                folder,
+                self._config.spec(source),
+                self._sandboxes,
+                log,
+            )
+            limit_s = self._config.turn_timeout_s
+            async with opened_agent(start, permissions=permissions, turn_timeout_s=limit_s) as agent:
+                yield agent
 
     def workdir_of(self, episode: str) -> Path | None:
         """Return the folder in which an episode's agent worked; None before it ran and after `release`."""
@@ -91,7 +133,36 @@ class CliAgent:
         """Remove the folder of an episode, if there is one."""
         folder = self._folders.pop(episode, None)
         if folder is not None:
-            await asyncio.to_thread(_remove, folder)
+            await asyncio.to_thread(remove_logged, folder)
+
+    async def _converse(self, prompts: Sequence[str], task: Mapping[str, Any], ep: Episode) -> None:
+        """Send the prompts one after the other; what the agent left is there after a cancellation too."""
+        source = self._source(task)
+        with self._logs.opened(ep.id) as log:
+            async with self.open(ep, source, permissions=self._config.permissions, log=log) as agent:
+                try:
+                    for prompt in prompts:
+                        await agent.prompt(prompt)
+                except asyncio.CancelledError:
+                    try:
+                        await agent.end()
+                    except AgentError as error:  # must not take the place of the cancellation
+                        logger.warning("episode %s: %s", ep.id, error)
+                    raise
+                await agent.end()
+
+    def _source(self, task: Mapping[str, Any]) -> Path | None:
+        return folder_of_task(self._config.workdir, task) if self._config.workdir else None
+
+    @asynccontextmanager
+    async def _folder_of(self, ep: Episode) -> AsyncIterator[Path]:
+        """Create the folder of an episode. Its home is removed after the block, the rest by `release`."""
+        folder = self._folders[ep.id] = Path(tempfile.mkdtemp(prefix="areal-agents-cli-"))
+        try:
+            yield folder
+        finally:
+            # Also after a cancellation: what a killed process wrote must not remain.
+            await asyncio.shield(asyncio.to_thread(remove_logged, folder / HOME))
 
     async def _run(self, prompt: str, ep: Episode, home: Path, work: Path) -> None:
         launch = self._launch(prompt, ep, home, work)
@@ -130,7 +201,7 @@ class CliAgent:
         printed = done.stdout.text().strip()
         self._check(done.status, done.stderr.text().strip() or printed, printed, ep)
 
-    def _launch(self, prompt: str, ep: Episode, home: Path, work: Path) -> Launch:
+    def _launch(self, prompt: str | None, ep: Episode, home: Path, work: Path) -> Launch:
         return prepare(
             self._seam,
             ep,
@@ -160,17 +231,12 @@ class CliAgent:
             await self._sandboxes.close()
 
 
-def _copy(source: Path | None, target: Path) -> None:
-    """Copy a folder with its symbolic links, or create an empty one."""
-    if source is None:
-        target.mkdir()
-    else:
-        shutil.copytree(source, target, symlinks=True)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder. A failure is logged: the episode has its result, and the run continues."""
-    try:
-        remove_folder(folder)
-    except OSError as error:
-        logger.error("the folder %s of an episode cannot be removed: %s", folder, error)
+def check_acp(seam: Seam, config: CliAgentConfig) -> None:
+    """Raise ConfigError or AgentError if an agent cannot be driven in the Agent Client Protocol."""
+    require("acp", "an agent that is prompted turn by turn")
+    if seam.acp is None:
+        raise AgentError(
+            f"the seam {config.cli} has no [acp]: it takes one prompt, not several (docs/agents.md)"
+        )
+    if config.max_turns is not None:
+        raise AgentError("agent.max_turns is for one prompt; set rollout.limits.max_turns instead")

@@ -27,6 +27,17 @@ class CliAgentConfig(Settings):
         min_length=1,
         description="What the agent is told; {task.NAME} is a field of the task, {task} the task as JSON.",
     )
+    prompts: tuple[str, ...] | str = Field(
+        default=(),
+        description="In place of prompt: what the agent is told, turn by turn, in the Agent Client Protocol; "
+        "or {task.NAME}, a list of the task.",
+    )
+    permissions: Literal["allow", "reject"] = Field(
+        default="allow", description="With prompts, how its permission requests are answered."
+    )
+    turn_timeout_s: float = Field(
+        default=600.0, gt=0, description="With prompts, the longest wait for the end of a turn, in seconds."
+    )
     workdir: str = Field(
         default="",
         description="A folder that every episode gets a copy of, to work in; {task.NAME} is a field of the "
@@ -67,6 +78,11 @@ class CliAgentConfig(Settings):
     def _settings_have_an_effect(self) -> CliAgentConfig:
         if self.isolation == "none" and (self.readable or self.limits != SandboxLimits()):
             raise ValueError("readable and limits have no effect without isolation: process or bubblewrap")
+        given = self.model_fields_set
+        if not self.prompts and (idle := sorted(given & {"permissions", "turn_timeout_s"})):
+            raise ValueError(f"{idle[0]} has no effect without prompts")
+        if self.prompts and "prompt" in given:
+            raise ValueError("give prompt or prompts, not both")
         return self
 
     def spec(self, folder: Path | None = None) -> SandboxSpec:

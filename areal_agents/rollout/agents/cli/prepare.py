@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def prepare(
     seam: Seam,
     ep: Episode,
     *,
-    prompt: str,
+    prompt: str | None,
     model: str,
     context: int,
     max_turns: int | None,
@@ -69,6 +69,8 @@ def prepare(
     """Return how a seam's agent is started in an episode.
 
     Args:
+        prompt: what it is told; None: it is started in the mode of its Agent Client Protocol, which the seam
+            has.
         context: the context of the model in tokens.
         max_turns: the most turns, if the seam has an option for it; None: no limit of its own.
         home: the agent's own home folder.
@@ -85,16 +87,21 @@ def prepare(
         "key": ep.api_key,
         "max_turns": str(max_turns),
         "model": model,
-        "prompt": prompt,
+        "prompt": prompt or "",
         "workdir": str(workdir),
     }
-    limit = seam.turn_limit.arguments if seam.turn_limit and max_turns is not None else ()
+    if prompt is None:
+        assert seam.acp is not None
+        arguments = seam.acp.arguments
+    else:
+        limit = seam.turn_limit.arguments if seam.turn_limit and max_turns is not None else ()
+        arguments = (*limit, *seam.arguments)
     environment = {name: filled(value, values) for name, value in seam.environment.items()}
     return Launch(
-        arguments=tuple(filled(argument, values) for argument in (*limit, *seam.arguments)),
+        arguments=tuple(filled(argument, values) for argument in arguments),
         environment={**bypassing_proxies(clean_environment(inherited, home), ep.base_url), **environment},
         files={name: filled(text, values) for name, text in seam.files.items()},
-        stdin=filled(seam.stdin, values),
+        stdin=filled(seam.stdin, values) if prompt is not None else "",
     )
 
 
@@ -137,6 +144,26 @@ def of_task(template: str, task: Mapping[str, Any], what: str) -> str:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     return _FIELD.sub(field, template)
+
+
+def prompts_of_task(templates: Sequence[str] | str, task: Mapping[str, Any]) -> list[str]:
+    """Return the prompts of an episode: each template as `of_task` fills it, or the list that a field has.
+
+    Raises:
+        AgentError: the task lacks a field, or the field is no list of strings.
+    """
+    if not isinstance(templates, str):
+        return [of_task(template, task, "prompts") for template in templates]
+    text = of_task(templates, task, "prompts")
+    try:
+        prompts = json.loads(text)
+    except ValueError:
+        prompts = None
+    if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise AgentError(
+            f"agent.prompts: {templates} must be a list of strings in the task, got {text[:100]}"
+        )
+    return prompts
 
 
 def folder_of_task(template: str, task: Mapping[str, Any]) -> Path:

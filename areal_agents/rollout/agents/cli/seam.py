@@ -48,6 +48,14 @@ class TurnLimit(Settings):
     )
 
 
+class AcpMode(Settings):
+    """How an agent is started so that it speaks the Agent Client Protocol on its standard streams."""
+
+    arguments: tuple[str, ...] = Field(
+        description="The arguments in place of those of a run with one prompt."
+    )
+
+
 class Seam(Settings):
     """How one command-line agent is run. Texts may contain the placeholders that `PLACEHOLDERS` names."""
 
@@ -62,7 +70,10 @@ class Seam(Settings):
     dialect: Literal["chat", "responses", "messages", "gemini"] = Field(
         description="The API in which it calls the model."
     )
-    arguments: tuple[str, ...] = Field(description="The arguments of a run that ends by itself.")
+    arguments: tuple[str, ...] = Field(
+        default=(),
+        description="The arguments of a run that ends by itself; none, with acp: it has only that mode.",
+    )
     stdin: str = Field(default="", description="What it reads on standard input.")
     environment: dict[str, str] = Field(
         default={}, description="Its variables, besides those that every agent gets."
@@ -71,6 +82,14 @@ class Seam(Settings):
         default={}, description="Files of its home folder, by their relative paths."
     )
     turn_limit: TurnLimit | None = Field(default=None, description="Its own limit of turns, if it has one.")
+    acp: AcpMode | None = Field(
+        default=None, description="Its mode for several prompts, in the Agent Client Protocol, if it has one."
+    )
+
+    @property
+    def takes_one_prompt(self) -> bool:
+        """Whether it can be run with one prompt, to an end that it reaches by itself."""
+        return bool(self.arguments or self.stdin)
 
     @field_validator("files")
     @classmethod
@@ -86,8 +105,12 @@ class Seam(Settings):
             if unknown := sorted(set(_PLACEHOLDER.findall(text)) - PLACEHOLDERS):
                 known = ", ".join(sorted(PLACEHOLDERS))
                 raise ValueError(f"{where}: there is no placeholder {{{unknown[0]}}}; known: {known}")
+            if "{prompt}" in text and where == "acp.arguments":
+                raise ValueError("acp.arguments: prompts are sent in the protocol, not in the arguments")
             if "{max_turns}" in text and where != "turn_limit":
                 raise ValueError(f"{where}: {{max_turns}} belongs into turn_limit.arguments")
+        if self.acp is not None and not self.takes_one_prompt:
+            return self
         told = [where for where, text in self._texts() if "{prompt}" in text]
         if len(told) != 1 or told[0] not in ("arguments", "stdin"):
             raise ValueError(f"{{prompt}} must be in arguments or in stdin, once, got it in {told or 'none'}")
@@ -97,6 +120,8 @@ class Seam(Settings):
         """Yield every text that is filled in, with its field."""
         for argument in self.arguments:
             yield "arguments", argument
+        for argument in self.acp.arguments if self.acp else ():
+            yield "acp.arguments", argument
         for argument in self.turn_limit.arguments if self.turn_limit else ():
             yield "turn_limit", argument
         yield "stdin", self.stdin
