@@ -23,7 +23,7 @@ INTEGRATIONS := .venv-integrations
 BROWSER := .venv-browser
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo test test-all test-sglang test-browser test-environments sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-nemo-gym integrations chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-browser test-environments sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -61,7 +61,7 @@ $(BROWSER)/.installed: tests/view/requirements.txt | setup
 	$(installed_above)
 
 test-environments: setup environments ## Run the tests of environments with the packages that they adapt.
-	$(BIN)/python -m pytest -m environments --environments=$(ENVIRONMENTS)/bin/python tests/environments
+	$(BIN)/python -m pytest -m environments --environments=$(ENVIRONMENTS)/bin/python tests/environments tests/inspection/test_formats.py
 
 # The Python that holds torch may be one of an environment, which an environment made from it would not see;
 # so the wheels are unpacked into a folder.
@@ -136,10 +136,11 @@ endef
 $(ENVIRONMENTS)/.installed: tests/environments/requirements.txt | setup
 	$(installed_above)
 
-# 1.4 GB, and a Python of its own; only the test of the real package needs it.
+# Each has a Python of its own (NeMo Gym: 1.4 GB); only the tests of the real packages need them.
 environments-nemo-gym: $(ENVIRONMENTS)-nemo-gym/.installed
+environments-harbor: $(ENVIRONMENTS)-harbor/.installed
 
-$(ENVIRONMENTS)-nemo-gym/.installed: tests/environments/requirements-nemo-gym.txt
+$(ENVIRONMENTS)-nemo-gym/.installed $(ENVIRONMENTS)-harbor/.installed: $(ENVIRONMENTS)-%/.installed: tests/environments/requirements-%.txt
 	$(PYTHON312) -m venv --clear $(@D)
 	$(@D)/bin/python $(PIP_INSTALL) -r $<
 	@touch $@

@@ -70,8 +70,8 @@ def stored_episode(episode: RecordedEpisode, without: Sequence[str] = ()) -> Fin
         {
             "id": turn.id,
             "parent": turn.parent,
-            "new_messages": [message.to_dict() for message in turn.new_messages],
-            "reply": turn.reply.to_dict(),
+            "new_messages": [message.to_chat() for message in turn.new_messages],
+            "reply": turn.reply.to_chat(),
         }
         for turn in episode.turns
     ]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich.console import Console
 
 from areal_agents.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_agents.inspection.export import Format
 
 Where = Annotated[
     str, typer.Argument(help="A run's folder, a store file, or the URL of a proxy.", metavar="WHERE")
@@ -110,9 +113,18 @@ def show_episode(
 @episodes_app.command("export")
 def export_episodes(
     where: Where,
+    out: Annotated[
+        Path,
+        typer.Argument(help="The file; for sft, pairs and atif a folder that does not exist.", metavar="OUT"),
+    ],
     *,
-    parquet: Annotated[Path | None, typer.Option(help="Write a Parquet file.")] = None,
-    jsonl: Annotated[Path | None, typer.Option(help="Write a file of JSON lines.")] = None,
+    form: Annotated[
+        Literal["jsonl", "parquet", "messages", "sft", "pairs", "atif", "openenv"] | None,
+        typer.Option(
+            "--format",
+            help="The format (docs/inspecting.md); default: jsonl or parquet, by the ending of OUT.",
+        ),
+    ] = None,
     split: Split = None,
     status: Status = None,
     group: Group = None,
@@ -121,22 +133,18 @@ def export_episodes(
     max_reward: MaxReward = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Write episodes to a file, one row for each."""
-    from areal_agents.inspection.export import row_of, write_jsonl, write_parquet
+    """Write episodes in the form that another program reads."""
+    from areal_agents.inspection.export import export
     from areal_agents.inspection.sources import matching, opened
 
-    if (parquet is None) == (jsonl is None):
-        raise ConfigError("give one of --parquet FILE and --jsonl FILE")
+    chosen = form or {".jsonl": "jsonl", ".parquet": "parquet"}.get(out.suffix)
+    if chosen is None:
+        raise ConfigError(f"{out} ends in neither .jsonl nor .parquet; give the format with --format")
     with opened(where, admin_key) as source:
         found = source.list(split=split, status=status, group=group)
         found = matching(found, task=task, min_reward=min_reward, max_reward=max_reward)
-        rows = (row_of(summary, source.get(summary["id"])) for summary in found)
-        if parquet is not None:
-            count = write_parquet(rows, parquet)
-        else:
-            assert jsonl is not None
-            count = write_jsonl(rows, jsonl)
-    print(f"wrote {count} episodes to {parquet or jsonl}")
+        written = export(found, source.get, out, cast("Format", chosen))
+    print(f"wrote {written} to {out}")
 
 
 def reward(

@@ -1,15 +1,21 @@
-"""Writes episodes to a file for other programs: JSON lines, or Parquet with one row for each episode."""
+"""Writes episodes to a file, or a folder, in the form that another program reads."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from areal_agents.core.conversations import conversations
 from areal_agents.errors import ConfigError
+from areal_agents.extras import require
+from areal_agents.inspection.formats.atif import documents
+from areal_agents.inspection.formats.conversations import messages_rows, preference_rows, sft_rows
+from areal_agents.inspection.formats.training_trace import trace
 from areal_agents.whole_files import replacing
 
 # In Parquet, what has no fixed form is a JSON string.
@@ -18,6 +24,40 @@ COLUMNS = (
     "branches", "turns", "sampled_tokens", "version_min", "version_max", "metadata", "created_at", "ended_at",
 )  # fmt: skip
 _AS_JSON = ("task", "rewards", "messages", "branches", "metadata")
+
+
+Format = Literal["jsonl", "parquet", "messages", "sft", "pairs", "atif", "openenv"]
+
+
+def export(
+    summaries: Iterable[Mapping[str, Any]],
+    load: Callable[[str], Mapping[str, Any]],
+    out: Path,
+    form: Format,
+) -> str:
+    """Write episodes in a format, whole or not at all; return what was written, in words.
+
+    Args:
+        summaries: the episodes, as GET /episodes lists them.
+        load: returns an episode with its tokens, as GET /episodes/{id}?tokens=1 does.
+        out: a file; for sft, pairs and atif a folder, which must not exist.
+
+    Raises:
+        ConfigError: `out` cannot be written, or nothing is to be written to it.
+    """
+    if form in ("jsonl", "parquet"):
+        write = write_jsonl if form == "jsonl" else write_parquet
+        return f"{write((row_of(found, load(found['id'])) for found in summaries), out)} episodes"
+    episodes = (load(found["id"]) for found in summaries)
+    if form == "messages":
+        return f"{_write_lines((row for e in episodes for row in messages_rows(e)), out)} conversations"
+    if form == "openenv":
+        return f"{_write_lines(map(trace, episodes), out)} traces"
+    if form == "atif":
+        return f"{_write_documents((d for e in episodes for d in documents(e)), out)} trajectories"
+    if form == "sft":
+        return f"{_write_data_set([row for e in episodes for row in sft_rows(e)], out)} conversations"
+    return f"{_write_data_set(list(preference_rows(episodes)), out)} pairs"
 
 
 def row_of(summary: Mapping[str, Any], episode: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,7 +98,7 @@ def write_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
         from pyarrow import parquet
     except ModuleNotFoundError:
         raise ConfigError(
-            "Parquet needs pyarrow: pip install 'areal-agents[train]'; or use --jsonl"
+            "Parquet needs pyarrow: pip install 'areal-agents[train]'; or use --format jsonl"
         ) from None
     number, whole, text = pyarrow.float64(), pyarrow.int64(), pyarrow.string()
     types = {
@@ -76,6 +116,57 @@ def write_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     with _replacing(path) as temporary:
         parquet.write_table(pyarrow.Table.from_pylist(data, schema=schema), temporary)
     return len(data)
+
+
+def _write_lines(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
+    """Write rows as JSON lines, as they are; return how many."""
+    count = 0
+    with _replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            count += 1
+    return count
+
+
+def _write_documents(found: Iterable[Mapping[str, Any]], folder: Path) -> int:
+    """Write a file for each ATIF document; return how many."""
+    count = 0
+    with _new_folder(folder) as temporary:
+        for document in found:
+            text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=1)
+            (temporary / f"{document['trajectory_id']}.json").write_text(text + "\n", encoding="utf-8")
+            count += 1
+    return count
+
+
+def _write_data_set(rows: Sequence[Mapping[str, Any]], folder: Path) -> int:
+    """Write a data set of `datasets`, which `datasets.load_from_disk` reads; return the number of rows."""
+    if not rows:
+        raise ConfigError("there is nothing to write: no episode fits, or no scores of one task differ")
+    require("datasets", "a data set")
+    import datasets
+
+    datasets.disable_progress_bars()
+    with _new_folder(folder) as temporary:
+        datasets.Dataset.from_list(list(rows)).save_to_disk(str(temporary))
+    return len(rows)
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `folder` at the end of the block, and is removed if the block raises."""
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; give a folder that does not")
+    if not folder.parent.is_dir():
+        raise ConfigError(f"there is no folder {folder.parent}")
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp makes it private
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _replacing(path: Path) -> AbstractContextManager[Path]:

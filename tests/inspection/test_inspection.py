@@ -70,8 +70,8 @@ def test_an_episode_is_shown_with_its_branches_and_without_control_characters(
 
 
 def test_episodes_are_exported(recorded: Recorded, where: str, tmp_path: Path) -> None:
-    call("episodes", "export", where, "--jsonl", tmp_path / "all.jsonl")
-    call("episodes", "export", where, "--parquet", tmp_path / "all.parquet")
+    call("episodes", "export", where, tmp_path / "all.jsonl")
+    call("episodes", "export", where, tmp_path / "all.parquet")
     rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     table = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
     assert [row["id"] for row in rows] == [row["id"] for row in table]

@@ -1,0 +1,1 @@
+"""Forms in which other programs read episodes, a module for each."""
