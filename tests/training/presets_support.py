@@ -51,6 +51,7 @@ def train_once(
     options: StepOptions = WHOLE,
     lr: float = 0.05,
     chunk_logits: int | None = None,
+    version: int = 0,
 ) -> tuple[StepResult, dict[str, Tensor]]:
     """Train fresh models on one batch by plain SGD, so that what the weights moved is the gradient.
 
@@ -71,7 +72,7 @@ def train_once(
         algorithm,
         options,
         ranks=ranks,
-        version=0,
+        version=version,
         seed=0,
         critic=critic,
         reference=load_reference(reference_folder, ranks) if algorithm.needs_reference else None,

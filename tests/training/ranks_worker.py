@@ -45,6 +45,7 @@ from areal_agents.training.model.lora import LoraOptions
 from areal_agents.training.model.model import ModelOptions, load_policy
 from areal_agents.training.publish import preflight, swapping
 from areal_agents.training.publish.fleet import EventLoopThread
+from areal_agents.training.records.files import step_folder, write_rows
 from areal_agents.training.run import run
 from areal_agents.training.step.optimizer import make_optimizer
 from areal_agents.training.step.step import StepOptions, Stopped, train_batch
@@ -81,25 +82,29 @@ def batch(group: Ranks, count: int | None = None) -> TrainingData | None:
 
 
 def train_preset(
-    name: str, folder: Path, reference: Path, group: Ranks
+    name: str, folder: Path, reference: Path, group: Ranks, records: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], float]:
-    """The weights after a batch, the statistics, and the norm of the gradient."""
-    options = replace(WHOLE_BATCH, microbatch_tokens=150)
+    """The weights after a batch, the statistics, and the norm of the gradient. `records` is the folder of a
+    run, to which the rank's tokens are written."""
+    options = replace(WHOLE_BATCH, microbatch_tokens=150, records_tokens=True)
     algorithm = preset(name.split()[0], observation_coefficient=0.5 if name == OBSERVATIONS else 0.0)
     result, weights = train_once(algorithm, folder, reference, group, options=options)
+    assert result.tokens is not None
+    path = step_folder(records, 1) / f"rank-{group.rank}.parquet"
+    write_rows(path, result.tokens.rows(step=1, version=0, data=None))
     statistics = result.statistics.as_dict()
     if result.observation is not None:
         statistics |= {"observed": result.observation.tokens, "cross_entropy": result.observation.loss}
     return weights, statistics, result.grad_norm
 
 
-def train_layouts(folder: Path, reference: Path) -> dict[tuple[str, str], tuple]:
+def train_layouts(folder: Path, reference: Path, records: Path) -> dict[tuple[str, str], tuple]:
     """Every preset of every layout, by (layout, preset)."""
     results = {}
     for layout, names in LAYOUTS.items():
         with ranks("cpu", **({layout: 2} if layout != "data" else {})) as group:
             for name in names:
-                results[layout, name] = train_preset(name, folder, reference, group)
+                results[layout, name] = train_preset(name, folder, reference, group, records / layout / name)
     return results
 
 
@@ -280,7 +285,7 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
             store.close()
         published = publish_by_each(Path(model), group, engine_url, folder / "published")
         slept = sleep_beside_a_slow_rank(Path(model), group, engine_url, folder / "asleep")
-        layouts = train_layouts(Path(model), Path(reference))
+        layouts = train_layouts(Path(model), Path(reference), folder / "records")
         with ranks("cpu", replicas=2) as copies:
             offloaded = {
                 ("shards", "optimizer"): train(Path(model), group, offload="optimizer"),

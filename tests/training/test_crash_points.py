@@ -35,6 +35,8 @@ from areal_agents.training.model import folder
 from areal_agents.training.publish.config import PublishConfig
 from areal_agents.training.publish.direct_folders import DirectFolders
 from areal_agents.training.publish.publisher import Publisher
+from areal_agents.training.records import writer
+from areal_agents.training.records.files import read_records
 
 STEPS, GROUPS = 3, 2
 
@@ -47,6 +49,7 @@ POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "between the weights and their row": (Store, "publish_version", "before", 3),
     "between the row and the swap": (Store, "publish_version", "after", 3),
     "between the swap and the mark": (Store, "mark_trained", "before", 2),
+    "before the tokens are written": (writer, "write_rows", "before", 2),
     "between the mark and the checkpoint": (checkpoint.Checkpoints, "save", "before", 2),
     "before the checkpoint has its name": (checkpoint, "sizes_and_sums", "after", 2),
     "between the checkpoint and its row": (Store, "commit_checkpoint", "before", 2),
@@ -86,6 +89,7 @@ class Ended:
 
     weights: dict[str, torch.Tensor]
     trained: list[tuple[str, int, int]]
+    tokens: list[dict[str, Any]]  # the records of all steps, without the versions
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +194,8 @@ def kill_in_training(
 
 def ended(run_dir: Path) -> Ended:
     trained = rows(run_dir, "SELECT group_id, use, step FROM leases WHERE state = 'trained' ORDER BY 1, 2")
-    return Ended(load_file(run_dir / "final" / "model.safetensors"), trained)
+    tokens = [{**record.as_dict(), "version": None} for record in read_records(run_dir)]
+    return Ended(load_file(run_dir / "final" / "model.safetensors"), trained, tokens)
 
 
 def rows(run_dir: Path, query: str) -> list[Any]:
@@ -204,6 +209,9 @@ def resume(run_dir: Path, recorded: Recorded, undisturbed: Ended, transport: str
     train(run_dir, recorded.model, recorded.engine_url, transport)
     end = ended(run_dir)
     assert end.trained == undisturbed.trained
+    assert end.tokens == undisturbed.tokens and {row["step"] for row in end.tokens} == set(
+        range(1, STEPS + 1)
+    )
     for name, weight in undisturbed.weights.items():
         assert torch.equal(end.weights[name], weight), name
     versions = rows(run_dir, "SELECT version, step FROM versions ORDER BY rowid")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -19,6 +20,7 @@ from areal_agents.training.checkpoint.checkpoint import TrainingProgress, load_c
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import load_policy
+from areal_agents.training.records.files import TurnRecord, read_records
 from areal_agents.training.step.optimizer import make_optimizer
 
 
@@ -49,11 +51,14 @@ def test_two_ranks_train_like_one(spawned: tuple[Path, list[Any]], model_folder:
 
 @pytest.mark.parametrize("name", LAYOUTS["data"])
 def test_every_way_to_share_the_work_has_the_same_gradient(
-    name: str, spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks
+    name: str, spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks, tmp_path: Path
 ) -> None:
     """Data parallel; where listed, one micro-batch over both ranks, and two copies of the weights."""
     out, results = spawned
-    want_weights, want_statistics, want_norm = train_preset(name, model_folder, out / "reference", group)
+    want_weights, want_statistics, want_norm = train_preset(
+        name, model_folder, out / "reference", group, tmp_path
+    )
+    want_records = by_turn(tmp_path)
     for layout in [layout for layout, names in LAYOUTS.items() if name in names]:
         for weights, statistics, norm in (result[5][layout, name] for result in results):
             assert norm == pytest.approx(want_norm, rel=1e-4), layout
@@ -61,6 +66,18 @@ def test_every_way_to_share_the_work_has_the_same_gradient(
                 torch.testing.assert_close(weights[key], tensor, atol=1e-6, rtol=1e-4, msg=f"{layout} {key}")
             if layout == "data":
                 assert statistics == pytest.approx(want_statistics, rel=1e-3, abs=1e-4)
+        records = by_turn(out / "records" / layout / name)
+        assert records.keys() == want_records.keys()
+        for turn_id, want in want_records.items():
+            assert records[turn_id].states == want.states and None not in want.states
+            assert records[turn_id].clipped == want.clipped
+            for value, array in want.values.items():
+                found = records[turn_id].values[value]
+                np.testing.assert_allclose(found, array, rtol=1e-3, atol=1e-4, err_msg=f"{layout} {value}")
+
+
+def by_turn(run_dir: Path) -> dict[str, TurnRecord]:
+    return {record.turn_id: record for record in read_records(run_dir)}
 
 
 @pytest.mark.parametrize("where", [("shards", "optimizer"), ("shards", "all"), ("copies", "all")])
