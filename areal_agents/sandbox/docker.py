@@ -54,6 +54,7 @@ server = socket.create_server(("127.0.0.1", {MODEL_PORT}), backlog=128)
 open("/tmp/.areal-agents-ready", "w").close()
 while True: threading.Thread(target=both, args=(server.accept()[0],), daemon=True).start()
 """
+_ALONE = 'exec "$@"'
 _WITH_FORWARDER = (
     'command -v python3 >/dev/null || { echo "an image for agents needs python3" >&2; exit 127; }; '
     'rm -f /tmp/.areal-agents-ready; python3 -c "$AREAL_AGENTS_FORWARD" </dev/null >/dev/null 2>&1 & '
@@ -76,8 +77,10 @@ def start_arguments(spec: SandboxSpec, *, name: str, owner: str, sockets: Path) 
     if limits.cpus is not None:
         words += ["--cpus", f"{limits.cpus:g}"]
     size = f",size={limits.disk_mb}m" if limits.disk_mb is not None else ""
+    # A folder that the image has, or that --workdir makes, keeps its mode, so the user must be its owner.
+    owned = f"mode=1777,uid={spec.user},gid={spec.user}"
     for path in dict.fromkeys((workdir, "/tmp", "/home/agent", *spec.writable)):
-        words += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,mode=1777{size}"]
+        words += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,{owned}{size}"]
     words += ["--env", "HOME=/home/agent", "--workdir", workdir]
     words += ["--mount", f"type=bind,source={sockets},target={_SOCKETS},readonly"]
     for readable in spec.readable:
@@ -91,12 +94,13 @@ def run_arguments(
     """Return the arguments of docker that run a command.
 
     Variables are named and not given: docker takes their values from its environment, so that no key is in
-    the arguments, which every user of the machine can read.
+    the arguments, which every user of the machine can read. A shell executes the command, because what docker
+    itself says of a program that it cannot find is on standard output.
     """
     words = ["exec", "--interactive", "--workdir", workdir]
     for variable in variables:
         words += ["--env", variable]
-    return [*words, name, *(("/bin/sh", "-c", _WITH_FORWARDER, "forward") if forwards else ()), *argv]
+    return [*words, name, "/bin/sh", "-c", _WITH_FORWARDER if forwards else _ALONE, "run", *argv]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ def test_the_container_has_every_limit_and_no_network() -> None:
         "--cap-drop ALL",
         "--security-opt no-new-privileges --user 1000:1000",
         "--memory 512m --memory-swap 512m --pids-limit 64 --cpus 1.5",
-        "--tmpfs /workspace:rw,exec,nosuid,nodev,mode=1777,size=100m",
-        "--tmpfs /logs:rw,exec,nosuid,nodev,mode=1777,size=100m",
+        "--tmpfs /workspace:rw,exec,nosuid,nodev,mode=1777,uid=1000,gid=1000,size=100m",
+        "--tmpfs /logs:rw,exec,nosuid,nodev,mode=1777,uid=1000,gid=1000,size=100m",
         "--mount type=bind,source=/tmp/sockets,target=/run/areal-agents,readonly python:3.11-slim -c",
     ):
         assert wanted in text, wanted
@@ -38,19 +38,11 @@ def test_the_container_has_every_limit_and_no_network() -> None:
 
 
 def test_no_key_is_in_the_arguments_of_docker() -> None:
+    given = ["exec", "--interactive", "--workdir", "/workspace", "--env", "OPENAI_API_KEY", "box"]
     words = run_arguments("box", ["env"], ["OPENAI_API_KEY"], workdir="/workspace", forwards=False)
-    assert words == [
-        "exec",
-        "--interactive",
-        "--workdir",
-        "/workspace",
-        "--env",
-        "OPENAI_API_KEY",
-        "box",
-        "env",
-    ]
+    assert words == [*given, "/bin/sh", "-c", 'exec "$@"', "run", "env"]
     forwarding = run_arguments("box", ["env"], ["OPENAI_API_KEY"], workdir="/workspace", forwards=True)
-    assert forwarding[6:9] == ["box", "/bin/sh", "-c"] and forwarding[-2:] == ["forward", "env"]
+    assert forwarding[:9] == words[:9] and forwarding[-2:] == ["run", "env"]
 
 
 def test_docker_knows_every_option() -> None:
