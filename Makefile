@@ -21,9 +21,10 @@ GPU_SITE := .gpu-site
 ENVIRONMENTS := .venv-environments
 INTEGRATIONS := .venv-integrations
 BROWSER := .venv-browser
+DOCKER_ENGINE := .docker-engine
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo test test-all test-sglang test-browser test-environments sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-browser test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -155,6 +156,10 @@ sandbox-tools: ## Install bubblewrap, for root on Debian and Ubuntu; else say ho
 	@command -v bwrap >/dev/null || if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
 		then apt-get install -y -qq bubblewrap >/dev/null || { apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; }; \
 		else echo "bwrap is not installed, so its tests are skipped; install the package bubblewrap"; fi
+
+test-docker: setup ## Run the tests of sandboxes in containers, with a Docker engine of their own where none answers.
+	tools/with_docker.sh $(DOCKER_ENGINE) $(BIN)/python -m pytest -k docker -rs tests/sandbox \
+		tests/rollout/test_modes.py tests/rollout/test_mode_failures.py
 
 chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
 	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json

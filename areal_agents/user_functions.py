@@ -114,11 +114,12 @@ def _is_file(module: ModuleType | None, path: Path) -> bool:
 
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PACKAGE = f"{Path(__file__).parent}/"
 
 
 def is_user_code(filename: str) -> bool:
     """Whether a file of a stack trace belongs neither to a library nor to this package."""
-    return not filename.startswith((*_LIBRARIES, "<")) and "/areal_agents/" not in filename
+    return not filename.startswith((*_LIBRARIES, "<", _PACKAGE))
 
 
 def describe(error: BaseException) -> str:

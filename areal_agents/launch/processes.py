@@ -31,6 +31,7 @@ from areal_agents.launch.supervision import EXIT_STOPPED, end_with_supervisor
 from areal_agents.model_folder import text_config
 from areal_agents.sockets import allow_many_connections
 from areal_agents.stacks import answer_with_stacks
+from areal_agents.whole_files import write_whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,13 +233,17 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
     from areal_agents.rollout.runner import evaluate, held_out_tasks, run
     from areal_agents.store import Store
 
+    def report_blocked(text: str) -> None:
+        logging.getLogger(__name__).error(text)
+        write_whole(folder.blocked, text)
+
     agent = told_of_context(config, config.agent)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     endpoints, rollout = folder.read_endpoints(), config.rollout.for_engines(config.engine.sequences)
     with (
         Store.open(folder.store_at(config.store.url), config.store.durability) as store,
-        BlockingWatch(logging.getLogger(__name__).error),
+        BlockingWatch(report_blocked, adds_up=True),
     ):
         if options.evaluate is None:
             await run(

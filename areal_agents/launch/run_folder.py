@@ -89,6 +89,11 @@ class RunFolder:
         """The verdict of the trial episode."""
         return self.root / "logs" / "trial.json"
 
+    @property
+    def blocked(self) -> Path:
+        """What rollout says of an agent that blocks its event loop, until the run has shown it."""
+        return self.root / "logs" / "blocked.txt"
+
     def log(self, process: str) -> Path:
         """Return the log file of one process."""
         return self.root / "logs" / f"{process}.log"

@@ -276,6 +276,7 @@ def _run(
     busy = EngineBusy(endpoints.engine_urls)
     with Store.open(folder.store_at(config.store.url)) as store:
         first = store.max_version() + 1
+    folder.blocked.unlink(missing_ok=True)
     start_serving(config, folder, children, plan)
     if config.engine.colocate != "none":  # an engine measures the memory that is left for it before it serves
         wait_until_serving(config, endpoints, children, report.stage)
@@ -302,12 +303,22 @@ def _run(
             begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
             stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
             report.warn(disk_space.shortage() or stalled)
+            _show_blocked(folder, report)
             report.update(metrics.rows, progress, memory)
             time.sleep(REFRESH_S)
         children.check(may_finish=("rollout", "trainer"))
         metrics.update()
+        _show_blocked(folder, report)
         report.update(metrics.rows, read_progress(store), memory)
     return busy.idle_share()
+
+
+def _show_blocked(folder: RunFolder, report: Report) -> None:
+    """Show, once, what the rollout process says of an agent that blocks its event loop."""
+    if folder.blocked.exists():
+        taken = folder.blocked.rename(folder.blocked.with_suffix(".shown"))
+        report.event(taken.read_text())
+        taken.unlink()
 
 
 def _run_recorded(

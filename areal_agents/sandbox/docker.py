@@ -26,7 +26,7 @@ from typing import BinaryIO
 from areal_agents.errors import SandboxError, SandboxUnavailable
 from areal_agents.sandbox.files import read_file, write_file
 from areal_agents.sandbox.output import Log, Tail, read_tail, write_all
-from areal_agents.sandbox.relay import MODEL_PORT, Relay, relayed_url
+from areal_agents.sandbox.relay import MODEL_PORT, MOST_CONNECTIONS, Relay, relayed_url
 from areal_agents.sandbox.sandbox import KEPT_OUTPUT, Finished, Mount, SandboxSpec
 
 WORKDIR = "/workspace"
@@ -36,23 +36,29 @@ _CLI_S = 120.0  # time limit of one call of docker in seconds
 _PIPE_S = 1.0
 _WAIT = "trap : TERM; while :; do sleep 3600 & wait $!; done"
 _KILL_ALL = "kill -9 -1 2>/dev/null; exit 0"  # kill fails where nothing is left
-# Forwards 127.0.0.1:MODEL_PORT to the unix socket; says "ready" when it listens.
+# Forwards 127.0.0.1:MODEL_PORT to the unix socket; makes a file when it listens. It has one thread, because
+# the threads of a container are limited, and a flood of connections must not end it.
 _FORWARD = f"""
-import socket, threading
-def copy(a, b):
+import asyncio
+places = asyncio.Semaphore({MOST_CONNECTIONS - 1})
+async def copy(reader, writer):
     try:
-        while piece := a.recv(65536): b.sendall(piece)
-        b.shutdown(socket.SHUT_WR)
+        while piece := await reader.read(65536):
+            writer.write(piece)
+            await writer.drain()
+        writer.write_eof()
     except OSError: pass
-def both(near):
-    far = socket.socket(socket.AF_UNIX)
-    with near, far:
-        far.connect("{_SOCKETS}/model")
-        thread = threading.Thread(target=copy, args=(near, far), daemon=True); thread.start()
-        copy(far, near); thread.join(60)
-server = socket.create_server(("127.0.0.1", {MODEL_PORT}), backlog=128)
-open("/tmp/.areal-agents-ready", "w").close()
-while True: threading.Thread(target=both, args=(server.accept()[0],), daemon=True).start()
+async def both(reader, writer):
+    async with places:
+        far_reader, far_writer = await asyncio.open_unix_connection("{_SOCKETS}/model")
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+        far_writer.transport.abort()
+        writer.close()
+async def main():
+    server = await asyncio.start_server(both, "127.0.0.1", {MODEL_PORT}, backlog=512)
+    open("/tmp/.areal-agents-ready", "w").close()
+    await server.serve_forever()
+asyncio.run(main())
 """
 _ALONE = 'exec "$@"'
 _WITH_FORWARDER = (
@@ -152,8 +158,16 @@ class DockerIsolation:
         sockets.chmod(0o755)
         sandbox = DockerSandbox(self._program, name, spec, sockets, self._sandboxes.discard)
         self._sandboxes.add(sandbox)
+        starting = asyncio.ensure_future(
+            docker(self._program, start_arguments(spec, name=name, owner=self._owner, sockets=sockets))
+        )
         try:
-            await docker(self._program, start_arguments(spec, name=name, owner=self._owner, sockets=sockets))
+            try:
+                await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                # A docker that is killed may have asked for a container that begins after its removal.
+                await asyncio.wait({starting})
+                raise
             if spec.folder is not None:
                 await sandbox.put(spec.folder, spec.workdir or WORKDIR)
         except BaseException:

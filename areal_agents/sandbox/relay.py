@@ -36,36 +36,49 @@ class Relay:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._open: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
-        self._is_closed = False
+        self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, listener: socket.socket) -> None:
-        """Accept connections from `listener`, which is closed with the relay."""
-        self._server = await asyncio.start_server(self._connected, sock=listener)
+        """Accept connections from `listener`, which is closed with the relay.
+
+        While MOST_CONNECTIONS are open, further ones wait in its backlog.
+        """
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(listener))
 
     async def close(self) -> None:
         """Close every connection."""
-        self._is_closed = True  # also for connections that were accepted, and that nothing forwards yet
-        if self._server is not None:
-            self._server.close()
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait({self._accepting})
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if self._is_closed or len(self._open) >= MOST_CONNECTIONS:
-            writer.transport.abort()
-            return
-        self._open.add(task)
+    async def _accept(self, listener: socket.socket) -> None:
+        loop, places = asyncio.get_running_loop(), asyncio.Semaphore(MOST_CONNECTIONS)
+        with listener:
+            while True:
+                await places.acquire()
+                connection, _ = await loop.sock_accept(listener)
+                task = asyncio.create_task(self._connected(connection))
+                self._open.add(task)
+                task.add_done_callback(self._open.discard)
+                task.add_done_callback(lambda _: places.release())
+
+    async def _connected(self, connection: socket.socket) -> None:
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
         try:
-            await self._forward(reader, writer)
-        except asyncio.CancelledError:
-            pass  # by `close`, which waits for the end; asyncio would log the cancellation as an error
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            await self._forward(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
         finally:
-            self._open.discard(task)
-            writer.transport.abort()
+            transport.abort()
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -80,8 +93,8 @@ class Relay:
             async with asyncio.TaskGroup() as both:
                 both.create_task(_copy(reader, far_writer))
                 both.create_task(_copy(far_reader, writer))
-        except* ConnectionError:
-            pass  # one side has gone, and the other is closed too
+        except* OSError:
+            pass  # one side has gone (to shut it down is ENOTCONN then), and the other is closed too
         finally:
             far_writer.transport.abort()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -83,6 +84,14 @@ async def slow(episode: FinishedEpisode) -> float:
 def endless(episode: FinishedEpisode) -> float:
     threading.Event().wait()
     return 1.0
+
+
+def ends_the_process(episode: FinishedEpisode) -> float:
+    """Ends its process on the right answer, as a grader that was a program may do."""
+    if episode.answer == episode.task["answer"]:
+        print("graded", flush=True)
+        os._exit(7)
+    return 0.0
 
 
 def tests_of_the_folder(episode: FinishedEpisode) -> float:

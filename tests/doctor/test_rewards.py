@@ -120,6 +120,18 @@ def test_a_form_that_the_prompt_does_not_name(question: str, named: bool) -> Non
     ])  # fmt: skip
 
 
+def test_a_grader_that_ends_its_process() -> None:
+    """Only the episodes of which it does are failures, and the report says what it did."""
+    report = examined("ends_the_process", most_tasks=2)
+    (right,) = [player for player in report.players if player.name == "right answer"]
+    assert len(right.grades) == 2 and right.scores == {}
+    for grade in right.grades:
+        assert grade.grader_failed and "ended the process in which it runs, with exit status 7" in grade.error
+        assert "the rollout process with all its episodes" in grade.error
+    assert means(report)["empty"] == 0.0 and report.facts.failures == 2
+    assert "ended the process" in report.findings[0].what and report.verdict == "cannot"
+
+
 def test_a_reward_that_nothing_earns() -> None:
     report = examined("never")
     said = " ".join(finding.what for finding in report.findings)

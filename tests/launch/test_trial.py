@@ -35,6 +35,11 @@ AGENTS = """
         await ask(ep)
         time.sleep(600)
 
+    async def blocks_shortly(task, ep):
+        await ask(ep)
+        time.sleep(1.5)
+        return 1.0
+
     async def asks_too_much(task, ep):
         await ask(ep, "word " * 20_000)
         return 1.0
@@ -77,7 +82,7 @@ def run(
     [
         ("agents.py:raises", "fails before its first reply: KeyError: 'oops' ("),
         ("agents.py:gives_no_reward", "the agent gave no reward: return a number, call ep.reward"),
-        ("agents.py:blocks", "agents.py, line 20: time.sleep(600)"),
+        ("agents.py:blocks", "agents.py, line 20, in blocks: time.sleep(600)"),
         ("agents.py:asks_too_much", "first prompt does not fit the context of the model"),
         (
             "agents.py:parses",
@@ -127,6 +132,33 @@ def test_a_good_agent_is_trained_after_its_trial(tmp_path: Path) -> None:
     code, output = train(tmp_path, "agents.py:good", *settings)
     assert code == 0, output
     assert "trial: the episode was played and rewarded" in output
+
+
+def test_an_agent_that_blocks_the_event_loop_for_short_times_is_named(tmp_path: Path) -> None:
+    """Its trial passes, and the episodes of the run, which wait for one another, are many short blocks."""
+    settings = ("trainer.steps=1", "rollout.groups=2", "rollout.group_size=3", "trainer.trackers=[]")
+    code, output = train(tmp_path, "agents.py:blocks_shortly", *settings)
+    assert code == 0, output
+    log = (tmp_path / "run/logs/rollout.log").read_text()
+    for said in (log, output):
+        assert f"{tmp_path}/agents.py, line 24, in blocks_shortly: time.sleep(1.5)" in said, said
+        assert "blocks its event loop again and again" in said and "use an async client" in said
+        assert "or make the agent a plain function (def)" in said
+
+
+async def test_many_tasks_with_much_to_do_do_not_count_as_a_block() -> None:
+    reports: list[str] = []
+
+    async def work() -> None:
+        for _ in range(60):
+            until = time.monotonic() + 0.02
+            while time.monotonic() < until:
+                pass
+            await asyncio.sleep(0)
+
+    with BlockingWatch(reports.append, blocked_s=2.0, adds_up=True):
+        await asyncio.gather(*(work() for _ in range(10)))  # each turn of the loop takes 200 ms
+    assert not reports
 
 
 async def test_a_blocked_event_loop_is_reported_once_for_each_time() -> None:

@@ -1,6 +1,6 @@
-// failing_agents.py for Node: the first attempt at a task misbehaves as the task's id says.
+// failing_agents.py for Node.
 import { spawn } from "node:child_process";
-import { readFileSync, renameSync, writeFileSync } from "node:fs";
+import { existsSync, readFileSync } from "node:fs";
 import { connect } from "node:net";
 
 const FLOOD = 300;
@@ -25,21 +25,14 @@ async function reward(body) {
   if (!response.ok) throw new Error(await response.text());
 }
 
-function misbehaves() {
-  for (let number = 0; number < (task.id === "dropped" ? 2 : 1); number++) {
-    try {
-      writeFileSync(`${task.folder}/${task.id}-${number}`, "", { flag: "wx" });
-      return true;
-    } catch (error) {
-      if (error.code !== "EEXIST") throw error;
-    }
+async function misbehavior() {
+  const path = `${task.decisions}/${id}`;
+  const deadline = Date.now() + 60_000;
+  while (!existsSync(path)) {
+    if (Date.now() > deadline) throw new Error("the test has decided nothing");
+    await new Promise((resolve) => setTimeout(resolve, 20));
   }
-  return false;
-}
-
-function note(name, text = "") {
-  writeFileSync(`${task.folder}/.${name}`, String(text));
-  renameSync(`${task.folder}/.${name}`, `${task.folder}/${name}`);
+  return readFileSync(path, "utf8");
 }
 
 async function play(how) {
@@ -47,15 +40,14 @@ async function play(how) {
   if (how === "raises") throw new Error("boom");
   if (how === "exits") process.exit(3);
   if (how === "hangs" || how === "dropped") {
-    await (await ask()).text();
     await reward({ reward: 0.25, name: "so far" });
-    note(`waiting-${id}`);
+    await (await ask()).text();
     await new Promise((resolve) => setTimeout(resolve, 3_600_000));
   }
   if (how === "floods") {
     await Promise.all(Array.from({ length: FLOOD }, async (_, n) => (await ask(`Call ${n}`)).text()));
   }
-  if (how === "forks") note("child", spawn("sleep", ["300"], { detached: true, stdio: "ignore" }).pid);
+  if (how === "forks") spawn("sleep", [task.nap], { detached: true, stdio: "ignore" });
   if (how === "sockets") {
     const stream = await ask("slowly", { stream: true });
     await stream.body.getReader().read();
@@ -65,6 +57,6 @@ async function play(how) {
   await (await ask()).text();
 }
 
-await play(misbehaves() ? task.id : "");
+await play(await misbehavior());
 await reward({ reward: 1.0 });
 process.exit(0); // with whatever is open

@@ -1,8 +1,8 @@
-"""Agents whose first attempt at a task misbehaves as the task's id says; later attempts succeed.
+"""Agents whose attempts misbehave as the test has decided for each of them.
 
-Of the task "dropped" the first two attempts hang. As a module it has the functions; the command is
-`python failing_agents.py`. Everything but the async function uses the standard library only, because each
-process would pay for the import of a client.
+The test writes its decision about an attempt into a folder, which also an agent in a sandbox can read. As a
+module it has the functions; the command is `python failing_agents.py`. Everything but the async function uses
+the standard library only: each process would pay for the import of a client, and an image need not have one.
 """
 
 from __future__ import annotations
@@ -17,36 +17,34 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from areal_agents.episode import Episode
+if TYPE_CHECKING:
+    from areal_agents.episode import Episode
 
+DECIDED_S = 60.0
 FLOOD = 300
 LEFT_OPEN: list[Any] = []
 
 
-def misbehaves(task: dict[str, Any]) -> bool:
-    """Whether this attempt is the one that must misbehave; marks in the folder of the task count them."""
-    for number in range(2 if task["id"] == "dropped" else 1):
-        try:
-            (Path(task["folder"]) / f"{task['id']}-{number}").touch(exist_ok=False)
-            return True
-        except FileExistsError:
-            continue
-    return False
+def decision(task: dict[str, Any], ep: Episode) -> str | None:
+    """What the test has decided about this attempt: how it misbehaves, "": it does not, None: not yet."""
+    path = Path(task["decisions"], ep.id)
+    return path.read_text() if path.exists() else None
 
 
-def note(task: dict[str, Any], name: str, text: object = "") -> None:
-    """Leave a file for the test, which it never finds half-written."""
-    whole = Path(task["folder"]) / name
-    part = whole.with_name(f".{name}")
-    part.write_text(str(text))
-    part.rename(whole)
+def misbehavior(task: dict[str, Any], ep: Episode) -> str:
+    """Wait for the decision of the test."""
+    deadline = time.monotonic() + DECIDED_S
+    while (decided := decision(task, ep)) is None:
+        assert time.monotonic() < deadline, "the test has decided nothing"
+        time.sleep(0.02)
+    return decided
 
 
 def leave_a_child(task: dict[str, Any]) -> None:
     """Start a process in a session of its own that outlives the agent."""
-    note(task, "child", subprocess.Popen(["sleep", "300"], start_new_session=True).pid)
+    subprocess.Popen(["sleep", task["nap"]], start_new_session=True)
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
@@ -63,10 +61,10 @@ def ask(ep: Episode, text: str = "Hi", **more: Any) -> Any:
     return post(f"{ep.base_url}/chat/completions", ep.api_key, chat(text, **more))
 
 
-def hang(task: dict[str, Any], ep: Episode) -> None:
-    ask(ep).read()
+def hang(ep: Episode) -> None:
+    """Call the model, which tells the test that this attempt waits from now on."""
     ep.reward(0.25, name="so far")
-    note(task, f"waiting-{ep.id}")
+    ask(ep).read()
     while True:
         time.sleep(1)
 
@@ -88,7 +86,7 @@ def leave_sockets(ep: Episode) -> None:
 
 
 def in_a_worker(task: dict, ep: Episode) -> float:
-    match task["id"] if misbehaves(task) else "":
+    match misbehavior(task, ep):
         case "silent":
             return 1.0
         case "raises":
@@ -96,7 +94,7 @@ def in_a_worker(task: dict, ep: Episode) -> float:
         case "exits":
             os._exit(3)
         case "hangs" | "dropped":
-            hang(task, ep)
+            hang(ep)
         case "floods":
             flood(ep)
         case "forks":
@@ -115,7 +113,10 @@ async def as_coroutine(task: dict, ep: Episode) -> float:
     async def ask(text: str = "Hi") -> None:
         await client.chat.completions.create(**chat(text))
 
-    match task["id"] if misbehaves(task) else "":
+    async with asyncio.timeout(DECIDED_S):
+        while (decided := decision(task, ep)) is None:
+            await asyncio.sleep(0.02)
+    match decided:
         case "silent":
             return 1.0
         case "raises":
@@ -123,9 +124,8 @@ async def as_coroutine(task: dict, ep: Episode) -> float:
         case "exits":
             sys.exit(3)
         case "hangs" | "dropped":
-            await ask()
             ep.reward(0.25, name="so far")
-            note(task, f"waiting-{ep.id}")
+            await ask()
             await asyncio.sleep(3600)
         case "floods":
             await asyncio.gather(*(ask(f"Call {n}") for n in range(FLOOD)))
@@ -138,14 +138,20 @@ async def as_coroutine(task: dict, ep: Episode) -> float:
     return 1.0
 
 
+class Program:
+    """The episode of a command, as areal_agents.Episode has it, from its variables."""
+
+    def __init__(self) -> None:
+        self.base_url, self.api_key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+        self.id = os.environ["AREAL_AGENTS_EPISODE_ID"]
+
+    def reward(self, reward: float, **more: str) -> None:
+        root = self.base_url.split("/e/")[0]
+        post(f"{root}/episodes/{self.id}/reward", self.api_key, {"reward": reward, **more}).read()
+
+
 if __name__ == "__main__":
-    found = Episode.from_environment()
-    root = found.base_url.split("/e/")[0]
-
-    def report(path: str, body: dict[str, Any]) -> None:
-        post(f"{root}/episodes/{found.id}/{path}", found.api_key, body).read()
-
-    own = Episode(found.id, found.base_url, found.api_key, report)
+    own: Any = Program()
     own.reward(in_a_worker(json.load(sys.stdin), own))
     sys.stdout.flush()
     os._exit(0)  # with whatever is open

@@ -1,7 +1,7 @@
 """What becomes of an episode, its group and everything else when an agent fails, in each mode of running one.
 
-One run for each mode has a group for each way to fail: the first attempt of each group misbehaves, and the
-others succeed.
+One run for each mode has a group for each way to fail: the first attempt of each group misbehaves (of the
+group "dropped", the first two), and the others succeed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-import shutil
-import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import httpx
 import psutil
 import pytest
 from failing_agents import FLOOD, chat
+from mode_support import MODES_OF_PROGRAMS, containers, needs
 from time_limits import LONGEST_S, TimeLimits
 
 from areal_agents.client import AsyncClient
@@ -27,10 +27,12 @@ from areal_agents.process_control import RUN_MARK, end_leftovers
 from areal_agents.proxy.episodes.sessions import NO_MODEL_CALL
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.runner import run
+from areal_agents.sandbox.home import PREFIX
+from areal_agents.whole_files import write_whole
 
 HERE = Path(__file__).parent
 ADMIN_KEY = "admin-key-of-the-tests"
-LIMIT_S = 30.0
+LIMIT_S = 150.0
 RUN = "the log of the test's rollout process"
 NO_CALL = "the agent made no model call; does its client use ep.base_url and ep.api_key?"
 # The status of the attempt that misbehaves, and what its error contains; {exit} depends on the mode.
@@ -44,15 +46,12 @@ ENDS = {
     "sockets": ("finished", None),
     "silent": ("failed", NO_CALL),
 }
-_COMMAND = shlex.join([sys.executable, str(HERE / "failing_agents.py")])
-_NODE = shlex.join(["node", str(HERE / "failing_agent.mjs")])
-MODES = {
+MODES: dict[str, tuple[Any, str]] = {
     "async function": (f"{HERE / 'failing_agents.py'}:as_coroutine", "the agent called sys.exit(3)"),
     "function in a worker": (f"{HERE / 'failing_agents.py'}:in_a_worker", "died (exit status 3)"),
-    "command": ({"command": _COMMAND}, "exited with status 3"),
-    "node": ({"command": _NODE}, "exited with status 3"),
+    "node": ({"command": shlex.join(["node", str(HERE / "failing_agent.mjs")])}, "exited with status 3"),
+    **dict.fromkeys(MODES_OF_PROGRAMS, (None, "exited with status 3")),
 }
-without_node = pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
 
 
 class LimitsOfHangs(TimeLimits):
@@ -71,10 +70,31 @@ class LimitsOfHangs(TimeLimits):
 
 
 def waiting(served: Any, group: str) -> set[int]:
-    """The places of a group whose attempts have said that they wait."""
-    said = {path.name.removeprefix("waiting-") for path in served.folder.glob("waiting-*")}
-    found = served.store.episodes(group_id=group) if said else []
-    return {episode.index for episode in found if episode.id in said}
+    """The places of a group whose attempts hang, as decided, after their one call of the model."""
+    return {
+        episode.index
+        for episode in served.store.episodes(group_id=group)
+        if served.store.load_episode(episode.id).turns and decided_for(served, episode.id)
+    }
+
+
+def decided_for(served: Any, episode: str) -> str:
+    path = served.folder / "decisions" / episode
+    return path.read_text() if path.exists() else ""
+
+
+async def decide(served: Any, decisions: Path) -> None:
+    """Write, for each attempt, how it misbehaves: of each group the first attempt, or the first two."""
+    decided: set[str] = set()
+    left = {f"{how}@0": 2 if how == "dropped" else 1 for how in ENDS}
+    while True:
+        for episode in served.store.episodes(status="open"):
+            if episode.id not in decided:
+                decided.add(episode.id)
+                misbehaves = left.get(episode.group_id, 0) > 0
+                left[episode.group_id] = left.get(episode.group_id, 0) - misbehaves
+                write_whole(decisions / episode.id, episode.group_id.partition("@")[0] * misbehaves)
+        await asyncio.sleep(0.02)
 
 
 async def until(reached: Callable[[], object]) -> None:
@@ -90,29 +110,46 @@ def connections(url: str) -> tuple[int, int]:
     return sum(each.laddr.port == port for each in found), sum(each.raddr.port == port for each in found)
 
 
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+def sleeping(nap: str) -> bool:
+    """Whether a process of this machine, also one in a sandbox, sleeps that long."""
+    return any(
+        found.info["cmdline"] == ["sleep", nap] and found.info["status"] != psutil.STATUS_ZOMBIE
+        for found in psutil.process_iter(["cmdline", "status"])
+    )
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=without_node if mode == "node" else ()) for mode in MODES]
-)
+def cgroups(owner: str) -> list[Path]:
+    """The cgroups of sandboxes whose owner has a folder of this name."""
+    return list(Path("/sys/fs/cgroup").rglob(f"{PREFIX}{owner}-*"))
+
+
+@pytest.mark.parametrize("mode", MODES)
 async def test_an_agent_that_fails_in_any_way(
     scripted: Any, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
+    needs(mode)
     agent, exit_error = MODES[mode]
-    temporary = scripted.folder / "temporary"
+    decisions, temporary = scripted.folder / "decisions", scripted.folder / "temporary"
+    decisions.mkdir()
     temporary.mkdir()
+    if agent is None:
+        agent = MODES_OF_PROGRAMS[mode](HERE / "failing_agents.py", scripted.folder, decisions)
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv(RUN_MARK, RUN)
     LimitsOfHangs(monkeypatch, lambda index: index in waiting(scripted, "hangs@0"))
+    nap = str(time.time_ns() % 10**9 + 10**9)  # seconds for which no other process sleeps
     tasks = scripted.folder / "tasks.jsonl"
-    tasks.write_text("\n".join(json.dumps({"id": id, "folder": str(scripted.folder)}) for id in ENDS))
+    rows = [{"id": how, "decisions": str(decisions), "nap": nap} for how in ENDS]
+    tasks.write_text("\n".join(map(json.dumps, rows)))
     children = psutil.Process().children(recursive=True)
+    owners: list[str] = []
 
     async def drop() -> None:
         await until(lambda: len(waiting(scripted, "dropped@0")) == 2)
+        owners.extend(path.name for path in temporary.glob("areal-agents-sandboxes-*/*"))
+        assert bool(owners) == mode.endswith((" in process", " in bubblewrap"))
+        assert bool(containers()) == mode.endswith(" in docker")
         async with AsyncClient(scripted.url, ADMIN_KEY) as client:
             await client.drop_group("dropped@0", "by hand")
 
@@ -122,8 +159,13 @@ async def test_an_agent_that_fails_in_any_way(
 
     groups = len(ENDS)
     config = RolloutConfig(groups=groups, group_size=2, concurrency=2 * groups, workers=5, max_staleness=0)
-    async with asyncio.timeout(LIMIT_S), scripted.trainer(groups=groups, steps=1, may_train=are_ended):
-        dropping = asyncio.create_task(drop())
+    async with (
+        asyncio.timeout(LIMIT_S),
+        scripted.trainer(groups=groups, steps=1, may_train=are_ended),
+        asyncio.TaskGroup() as beside,
+    ):
+        deciding = beside.create_task(decide(scripted, decisions))
+        dropping = beside.create_task(drop())
         await run(
             store=scripted.store,
             proxy_url=scripted.url,
@@ -135,21 +177,24 @@ async def test_an_agent_that_fails_in_any_way(
             steps=1,
         )
         await dropping
+        deciding.cancel()
 
     for how, (status, error) in ENDS.items():
         check_group(scripted, how, status, error and error.format(exit=exit_error))
     assert scripted.store.group_counts()["trained"] == groups  # one of the second epoch for the dropped one
     assert not scripted.store.episodes(status="open")
 
-    child = int((scripted.folder / "child").read_text())
     if mode == "async function":  # its children end with the rollout process, as those of a run do
-        assert is_running(child)
+        assert sleeping(nap)
         end_leftovers(RUN_MARK, RUN)
-    await until(lambda: not is_running(child))
+    await until(lambda: not sleeping(nap))
     left = [found for found in psutil.Process().children(recursive=True) if found not in children]
     assert not [found for found in left if found.status() != psutil.STATUS_ZOMBIE]
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
-    assert not list(temporary.iterdir())
+    # Sandboxes of all owners have one folder, which stays.
+    assert not [path for path in temporary.rglob("*") if not path.name.startswith("areal-agents-sandboxes-")]
+    assert not [found for owner in owners for found in cgroups(owner)]
+    assert not containers()
     # The proxy closes what an agent leaves open. An async function's own ends, of clients that it did not
     # close, stay open as long as the rollout process.
     of_agents = 1000 if mode == "async function" else 0
@@ -253,8 +298,8 @@ def check_group(served: Any, how: str, status: str, error: str | None) -> None:
     live = [found for found in attempts if found.status in ("finished", "truncated")]
     assert len(live) == 2 and all(found.score is not None for found in live), attempts
     if status == "failed":
-        (failed,) = [found for found in attempts if found not in live]
-        assert failed.status == status and error in failed.error, failed.error
+        (failed,) = [(found.status, found.error) for found in attempts if found not in live]
+        assert failed[0] == status and error in failed[1], failed
         return
     assert len(attempts) == 2
     turns = sorted(len(served.store.load_episode(found.id).turns) for found in attempts)

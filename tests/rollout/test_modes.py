@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from mode_agents import play
+from mode_support import MODES_OF_PROGRAMS, needs
 from openai import OpenAI
 
 from areal_agents.client import AsyncClient
@@ -99,13 +99,20 @@ async def test_a_client_that_was_made_before_the_episode(
     assert [record(episode) for episode in played] == [expected] * count
 
 
-async def test_a_command(scripted: Any, expected: Any) -> None:
+async def test_a_decorated_function_as_a_command(scripted: Any, expected: Any) -> None:
     command = shlex.join([sys.executable, str(HERE / "mode_agents.py")])
     assert record(await play_in(scripted, {"command": command})) == expected
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+@pytest.mark.parametrize("mode", MODES_OF_PROGRAMS)
+async def test_a_program(scripted: Any, expected: Any, mode: str) -> None:
+    needs(mode)
+    agent = MODES_OF_PROGRAMS[mode](HERE / "mode_program.py", scripted.folder)
+    assert record(await play_in(scripted, agent)) == expected
+
+
 async def test_a_program_in_node(scripted: Any, expected: Any) -> None:
+    needs("node")
     folder = FOLDER / "openai_node"
     node = node_environment(folder).node
     command = shlex.join([str(node), str(HERE / "mode_agent.mjs"), str(folder)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -11,7 +12,7 @@ from areal_agents.sandbox.sandbox import Isolation, Limits, SandboxSpec
 
 # Small limits: what escapes from them must not harm the machine that runs the tests.
 LIMITS = Limits(memory_mb=256, processes=64, disk_mb=64)
-IMAGE = "python:3.11-slim"
+IMAGE = os.environ.get("AREAL_AGENTS_TEST_IMAGE", "python:3.11-slim")
 
 
 def needs(isolation: str) -> None:
@@ -19,7 +20,7 @@ def needs(isolation: str) -> None:
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed; make sandbox-tools installs it")
     if isolation == "docker" and not has_engine():
-        pytest.skip("no Docker engine answers")
+        pytest.skip("no Docker engine answers; make test-docker starts one for its tests")
 
 
 def spec_for(isolation: str, **fields: object) -> SandboxSpec:

@@ -21,6 +21,7 @@ from areal_agents.core.rollout import Task
 from areal_agents.doctor.rewards.editor import editor_of_tests
 from areal_agents.doctor.rewards.facts import facts_of
 from areal_agents.doctor.rewards.findings import findings_of
+from areal_agents.doctor.rewards.grader import GraderProcess
 from areal_agents.doctor.rewards.players import Player, answer_of, players_for
 from areal_agents.doctor.rewards.report import Grade, PlayerGrades, RewardReport
 from areal_agents.doctor.serving import ObservedProxy, serving
@@ -122,10 +123,12 @@ class _Stage:
 
 
 class _TimedFunction(RewardFunction):
-    """The run's reward function; it is called twice for each episode, and remembers times and values."""
+    """The run's reward function in a process of its own; it is called twice for each episode, and remembers
+    times and values."""
 
     def __init__(self, config: RewardConfig) -> None:
         super().__init__(config)
+        self._process = GraderProcess(config)
         self.begin()
 
     def begin(self) -> None:
@@ -136,19 +139,24 @@ class _TimedFunction(RewardFunction):
 
     async def of_episode(self, episode: FinishedEpisode) -> RewardValue:
         """See RewardFunction.of_episode."""
-        started = time.perf_counter()
         try:
+            await self._process.start()
+            started = time.perf_counter()
             try:
-                value = await super().of_episode(episode)
+                value = await self._process.of_episode(episode)
             finally:
                 self.seconds = time.perf_counter() - started
-            again = await super().of_episode(episode)
+            again = await self._process.of_episode(episode)
         except RewardError:
             self.failed = True
             raise
         if again != value:
             self.again = _total(again)
         return value
+
+    async def close(self) -> None:
+        """End its process."""
+        await self._process.close()
 
 
 def _total(value: RewardValue) -> float:
@@ -201,6 +209,8 @@ class _Table:
             await self.agent.close()
             if self.editor is not None:
                 await self.editor.close()
+            if self.function is not None:
+                await self.function.close()
         return grades
 
     def _took_all_its_time(self, grade: Grade) -> bool:

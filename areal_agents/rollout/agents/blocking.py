@@ -1,13 +1,19 @@
-"""Notices an async agent that blocks its event loop, which stops every other episode and the run itself."""
+"""Notices an async agent that blocks its event loop, which stops every other episode and the run itself.
+
+A thread looks at the loop's stack while the loop does not run. The time that one call of the user's code
+takes between two turns of the loop is counted by its line, so that many short blocks at one line, such as
+calls of a client that is not async, are found like one long block. A loop that is late because many tasks
+have much to do is in another call at each look, and nothing is counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import linecache
 import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -16,19 +22,33 @@ from areal_agents.errors import AgentError
 from areal_agents.user_functions import is_user_code
 
 BLOCKED_S = 5.0
-_CHECK_S = 0.5
+_CHECK_S = 0.1
+_REMEDY = (
+    "While an async function waits without await, no other episode runs: use an async client (AsyncOpenAI, "
+    "httpx.AsyncClient), asyncio.sleep or asyncio.to_thread(...), or make the agent a plain function (def), "
+    "which runs in processes of its own"
+)
 
 
 class BlockingWatch:
     """Calls `report` from another thread if the event loop has not run for `blocked_s`, once for each time.
 
-    The report names the line of the user's code that blocks. It is a context manager, to be entered on the
-    loop's thread.
+    The report names the line and the function of the user's code that block. It is a context manager, to be
+    entered on the loop's thread.
     """
 
-    def __init__(self, report: Callable[[str], None], *, blocked_s: float = BLOCKED_S) -> None:
+    def __init__(
+        self, report: Callable[[str], None], *, blocked_s: float = BLOCKED_S, adds_up: bool = False
+    ) -> None:
+        """Args:
+        report: called with what a user is told.
+        blocked_s: how long the loop may be blocked, in seconds.
+        adds_up: whether to report a line also if its shorter blocks take that long together, and again
+            each time that their sum has doubled.
+        """
         self._report = report
         self._blocked_s = blocked_s
+        self._adds_up = adds_up
         self._ended = threading.Event()
         self._ran_at = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="blocking-watch", daemon=True)
@@ -50,26 +70,54 @@ class BlockingWatch:
     async def _beat(self) -> None:
         while True:
             self._ran_at = time.monotonic()
-            await asyncio.sleep(_CHECK_S)
+            await asyncio.sleep(_CHECK_S / 2)
 
     def _watch(self) -> None:
-        reported_at = 0.0
+        begun = time.monotonic()
+        reported_at = 0.0  # the last beat before the block that was reported
+        sums: dict[str, float] = {}  # seconds by line
+        allowed: dict[str, float] = {}  # the sum at which a line is reported
+        seen: tuple[float, int] | None = None  # the last beat, and the call that was then found to run
+        counted_to = 0.0
         while not self._ended.wait(_CHECK_S):
-            ran_at = self._ran_at
-            if time.monotonic() - ran_at > self._blocked_s and reported_at != ran_at:
-                reported_at = ran_at
-                self._report(self._describe())
+            ran_at, now = self._ran_at, time.monotonic()
+            if now - ran_at <= _CHECK_S:
+                continue
+            call, line = self._call()
+            at = f" at {line}" if line else ""
+            if now - ran_at > self._blocked_s:
+                if reported_at != ran_at:
+                    reported_at = ran_at
+                    self._report(
+                        f"the agent has blocked its event loop for {self._blocked_s:g} s{at}. {_REMEDY}"
+                    )
+                continue
+            is_same, seen = seen == (ran_at, call), (ran_at, call)
+            if not (self._adds_up and line and is_same):
+                continue
+            sums[line] = sums.get(line, 0.0) + now - max(ran_at, counted_to)
+            counted_to = now
+            if sums[line] > allowed.get(line, self._blocked_s):
+                allowed[line] = 2 * sums[line]
+                self._report(
+                    f"the agent blocks its event loop again and again, for {sums[line]:.0f} of the last "
+                    f"{now - begun:.0f} s{at}. {_REMEDY}"
+                )
 
-    def _describe(self) -> str:
+    def _call(self) -> tuple[int, str]:
+        """Return the innermost call of the user's code that the loop's thread executes, and its line.
+
+        Returns:
+            What tells the call from others, and a text for users; (0, "") if it executes none.
+        """
         frame = sys._current_frames().get(self._loop_thread)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        own = [line for line in stack if is_user_code(line.filename)]
-        at = f" at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
-        return (
-            f"the agent has blocked its event loop for {self._blocked_s:g} s{at}. While an async function "
-            "waits without await, no other episode runs: use an async client or asyncio.to_thread(...), or "
-            "make the agent a plain function (def), which runs in processes of its own"
-        )
+        while frame is not None and not is_user_code(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return 0, ""
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        text = linecache.getline(file, number).strip()
+        return id(frame), f"{file}, line {number}, in {frame.f_code.co_qualname}: {text}"
 
 
 @contextmanager

@@ -82,6 +82,7 @@ def prepare(
         "anthropic_base_url": root,
         "base_url": ep.base_url,
         "context": str(context),
+        "episode": ep.id,
         "google_base_url": root,
         "home": str(home),
         "key": ep.api_key,

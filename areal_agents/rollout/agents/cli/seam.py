@@ -23,6 +23,7 @@ PLACEHOLDERS = frozenset(
         "anthropic_base_url",
         "base_url",
         "context",
+        "episode",
         "google_base_url",
         "home",
         "key",

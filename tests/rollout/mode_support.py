@@ -1,0 +1,78 @@
+"""The modes in which a program is the agent, and what the machine needs for each of them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_agents.sandbox.docker import LABEL
+from tests.sandbox.conftest import IMAGE
+from tests.sandbox.conftest import needs as needs_isolation
+
+SEAM = """
+program = "python3"
+install = "the Python of the tests"
+least_version = "3.11"
+dialect = "chat"
+arguments = ["{script}"]
+stdin = "{{prompt}}"
+
+[environment]
+OPENAI_BASE_URL = "{{base_url}}"
+OPENAI_API_KEY = "{{key}}"
+AREAL_AGENTS_EPISODE_ID = "{{episode}}"
+"""
+
+
+def command(script: Path, _folder: Path, *readable: Path, **sandbox: Any) -> dict[str, Any]:
+    """A program as a command, if `sandbox` has an isolation, in that one."""
+    python = "python3" if sandbox.get("isolation") == "docker" else sys.executable
+    if sandbox and sandbox["isolation"] != "process":
+        sandbox["readable"] = [str(path) for path in (script, *readable)]
+    return {"command": shlex.join([python, str(script)]), **sandbox}
+
+
+def command_line_agent(script: Path, folder: Path, *readable: Path, **sandbox: Any) -> dict[str, Any]:
+    """A program that a seam of the user's describes."""
+    seam = folder / "program.toml"
+    seam.write_text(SEAM.format(script=script))
+    if sandbox:
+        sandbox["readable"] = [str(path) for path in (script, *readable)]
+    return {"cli": str(seam), "executable": sys.executable, "prompt": "{task}", **sandbox}
+
+
+# Of each mode, a function of the script, a folder for its files, and what else the script reads.
+MODES_OF_PROGRAMS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "command": command,
+    "cli": command_line_agent,
+    "command in process": partial(command, isolation="process"),
+    "command in bubblewrap": partial(command, isolation="bubblewrap"),
+    "cli in bubblewrap": partial(command_line_agent, isolation="bubblewrap"),
+    "command in docker": partial(command, isolation="docker", image=IMAGE),
+}
+
+
+def needs(mode: str) -> None:
+    """Skip a test whose mode this machine does not have."""
+    if mode == "node" and shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    needs_isolation(mode.rpartition(" in ")[2])
+
+
+def containers() -> list[str]:
+    """The containers of sandboxes of this process; none without an engine."""
+    if shutil.which("docker") is None:
+        return []
+    form = '{{.Names}} {{.Label "' + LABEL + '"}}'
+    listed = ["docker", "ps", "--all", "--filter", f"label={LABEL}", "--format", form]
+    lines = subprocess.run(listed, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return [line for line in lines if f"-{os.getpid()}-" in line.partition(" ")[2]]
