@@ -38,7 +38,7 @@ episodes_app = typer.Typer(help="Look at recorded episodes.", no_args_is_help=Tr
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
     app.add_typer(episodes_app, name="episodes")
-    for command in (runs, reward, tail, diagnose, compare, reference, why):
+    for command in (runs, reward, replay, tail, diagnose, compare, reference, why):
         app.command()(command)
 
 
@@ -164,6 +164,65 @@ def reward(
     with opened(where, admin_key) as source:
         source.reward(episode, value, name)
     print(f"rewarded {episode} with {value:g} ({name})")
+
+
+def replay(
+    episode: Annotated[str, typer.Argument(help="The id of the episode.", metavar="EPISODE")],
+    where: Annotated[
+        str, typer.Argument(help="A run's folder, that of an evaluation, or a store file.", metavar="RUN")
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The configuration that names the agent; default: that of RUN.", metavar="CONFIG"
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings that override the configuration.", metavar="KEY=VALUE"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run the agent against the recorded replies of an episode, without a model, and compare its requests.
+
+    The exit status is 1 if a request or a reward differs from the recorded one.
+    """
+    from dataclasses import asdict
+
+    from areal_agents.config import load_config
+    from areal_agents.doctor.replay import replay as run
+    from areal_agents.inspection.show import show_replay
+    from areal_agents.inspection.sources import stored
+    from areal_agents.launch.signals import interruptible
+    from areal_agents.proxy.server import make_renderer
+
+    own = Path(where) / "config.yaml"
+    if config is None and not own.is_file():
+        raise ConfigError(
+            f"{where} has no configuration; name the one of the agent: replay EPISODE RUN CONFIG"
+        )
+    loaded = load_config(config or own, overrides or (), weights=False)
+    with stored(where) as (store, _):
+        recorded, split = store.load_episode(episode), store.episode_row(episode).split
+    if not any(not turn.discarded for turn in recorded.turns):
+        raise ConfigError(f"episode {episode} has no recorded call to replay")
+    with interruptible():
+        found = run(
+            recorded,
+            model=Path(loaded.model),
+            renderer=make_renderer(loaded.model, loaded.proxy),
+            agent=loaded.agent,
+            limits=loaded.rollout.limits,
+            reward=loaded.reward,
+            proxy=loaded.proxy,
+            split=split,
+        )
+    if as_json:
+        print(json.dumps({**asdict(found), "is_same": found.is_same}, default=str))
+    else:
+        show_replay(found, _console())
+    if not found.is_same:
+        raise typer.Exit(1)
 
 
 def tail(

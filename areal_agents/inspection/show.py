@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
+
+if TYPE_CHECKING:
+    from areal_agents.doctor.replay import Replay
 
 from areal_agents.evaluation.reference import CONFIDENCE, Curve, Point, rewards_at
 
@@ -92,6 +95,33 @@ def draw_episode(episode: Mapping[str, Any], console: Console, *, full: bool = F
         node.add(_message(turn["reply"], full, "bold"))
         nodes[turn["id"]] = node
     console.print(tree)
+
+
+def show_replay(found: Replay, console: Console) -> None:
+    """Print what became of a replay: the first request that differs, and the rewards."""
+    calls = f"{found.replayed_calls} calls, recorded {found.recorded_calls}"
+    if found.is_same:
+        console.print(f"the same: {calls}, rewards {_rewards(found.replayed_rewards)}")
+        return
+    console.print(f"different: {calls}")
+    if (first := found.difference) is not None and first.message is None:
+        console.print(f"call {first.call} is the first that differs: in the tools that it offers")
+    elif first is not None:
+        console.print(f"call {first.call} is the first that differs, from message {first.message} on")
+        for name, message in (("recorded", first.recorded), ("now", first.replayed)):
+            text = "there is no such message" if message is None else _message(message.to_chat(), full=False)
+            console.print(Text(f"{name}: ", "cyan").append_text(Text(str(text))))
+    if found.recorded_rewards != found.replayed_rewards:
+        console.print(
+            f"rewards: recorded {_rewards(found.recorded_rewards)}, now {_rewards(found.replayed_rewards)}",
+            markup=False,
+        )
+    if found.error is not None:
+        console.print(Text(f"the replayed episode failed: {printable(found.error)}", "red"))
+
+
+def _rewards(rewards: Mapping[str, float]) -> str:
+    return ", ".join(f"{printable(name)} {value:g}" for name, value in rewards.items()) or "none"
 
 
 def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
