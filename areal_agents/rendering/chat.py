@@ -235,7 +235,7 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]],
         *,
         calls: Literal["auto", "none", "required"] = "auto",
-        named: str | None = None,
+        callable_tools: Sequence[str] = (),
         parallel: bool = True,
         output: Grammar | None = None,
     ) -> Grammar | None:
@@ -247,16 +247,18 @@ class ChatRenderer:
             tools: OpenAI chat function tools.
             calls: "required" allows only tool calls, and `output` is ignored; "auto" allows `output`, or
                 tool calls if there are tools; "none" allows only `output`.
-            named: with "required", the one tool that must be called; None allows any of them.
+            callable_tools: with "required", the names of the tools that may be called; () allows all of them.
             parallel: whether several calls are allowed; False allows exactly one.
             output: the JSON schema that the content must match, or None.
 
         Raises:
             RenderingError: this family's calls cannot be forced, its content cannot be JSON, or a keyword of
                 the schema cannot be enforced.
-            ValueError: a call is required but there are no tools, or `named` is not one of them.
+            ValueError: a call is required but there are no tools, or not those that may be called.
         """
-        return self._forcing.grammar(tools, calls=calls, named=named, parallel=parallel, output=output)
+        return self._forcing.grammar(
+            tools, calls=calls, callable_tools=callable_tools, parallel=parallel, output=output
+        )
 
     def special_tokens_as_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()

@@ -47,19 +47,19 @@ class Forcing:
         tools: Sequence[Mapping[str, Any]],
         *,
         calls: Literal["auto", "none", "required"],
-        named: str | None,
+        callable_tools: Sequence[str],
         parallel: bool,
         output: Grammar | None,
     ) -> Grammar | None:
         """See `ChatRenderer.reply_grammar`."""
         if calls == "required":
-            return self._tag(self._calls(tools, named, parallel=parallel))
+            return self._tag(self._calls(tools, callable_tools, parallel=parallel))
         if output is None:
             return None
         answer = self._answer(output)
         if not tools or calls == "none":
             return self._tag(answer)
-        return self._tag(_one_of([answer, self._calls(tools, None, parallel=parallel, beside_json=True)]))
+        return self._tag(_one_of([answer, self._calls(tools, (), parallel=parallel, beside_json=True)]))
 
     def _tag(self, reply: Node) -> Grammar:
         root = _sequence(*self._reasoning, reply)
@@ -68,16 +68,17 @@ class Forcing:
     def _calls(
         self,
         tools: Sequence[Mapping[str, Any]],
-        named: str | None,
+        callable_tools: Sequence[str],
         *,
         parallel: bool,
         beside_json: bool = False,
     ) -> Node:
         functions = [tool["function"] for tool in tools]
         names = [function["name"] for function in functions]
-        if not names or (named is not None and named not in names):
-            raise ValueError(f"a required tool call must name one of the tools {names}, got {named!r}")
-        chosen = [f for f in functions if named is None or f["name"] == named]
+        if not names or not set(callable_tools) <= set(names):
+            got = ", ".join(map(repr, callable_tools)) or None
+            raise ValueError(f"a required tool call must name one of the tools {names}, got {got}")
+        chosen = [f for f in functions if not callable_tools or f["name"] in callable_tools]
         markup = getattr(self._format, "markup", None)
         # The calls of a model's own template are Hermes calls.
         family = next(iter(_HERMES)) if getattr(markup, "calls", False) else self._family

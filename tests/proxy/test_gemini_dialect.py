@@ -22,6 +22,7 @@ DIALECT = Gemini()
 CONTEXT = ReadContext(max_messages=50, label="main", forest=Forest())
 USER = {"role": "user", "parts": [{"text": "Where is Lyon?"}]}
 SEARCH = {"functionDeclarations": [{"name": "search"}, {"name": "read"}]}
+THREE = [SEARCH, {"functionDeclarations": [{"name": "write"}]}]
 TURN = "chatcmpl-" + "ab" * 12
 
 
@@ -106,18 +107,26 @@ def test_what_the_model_reads_of_a_result(response: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, ("auto", None)),
-        ({"mode": "AUTO"}, ("auto", None)),
-        ({"mode": "validated", "allowedFunctionNames": ["read", "search"]}, ("auto", None)),
-        ({"mode": "NONE"}, ("none", None)),
-        ({"mode": "ANY"}, ("required", None)),
-        ({"mode": "ANY", "allowedFunctionNames": ["read"]}, ("required", "read")),
-        ({"mode": "ANY", "allowed_function_names": ["read", "search"]}, ("required", None)),
+        ({}, ("auto", ())),
+        ({"mode": "AUTO"}, ("auto", ())),
+        ({"mode": "validated", "allowedFunctionNames": ["read", "search"]}, ("auto", ())),
+        ({"mode": "NONE"}, ("none", ())),
+        ({"mode": "ANY"}, ("required", ())),
+        ({"mode": "ANY", "allowedFunctionNames": ["read"]}, ("required", ("read",))),
+        ({"mode": "ANY", "allowed_function_names": ["read", "search"]}, ("required", ())),
     ],
 )
 def test_the_modes_of_function_calling(config: Any, expected: Any) -> None:
     request = read(tools=[SEARCH], tool_config={"function_calling_config": config})
-    assert (request.calls, request.named_tool) == expected
+    assert (request.calls, request.callable_tools) == expected
+
+
+def test_any_may_be_limited_to_several_functions() -> None:
+    config = {"mode": "ANY", "allowedFunctionNames": ["write", "search"]}
+    request = read(tools=THREE, toolConfig={"functionCallingConfig": config})
+    assert (request.calls, request.callable_tools) == ("required", ("search", "write"))
+    with pytest.raises(RequestError, match="needs mode ANY"):
+        read(tools=THREE, toolConfig={"functionCallingConfig": config | {"mode": "AUTO"}})
 
 
 @pytest.mark.parametrize(
@@ -142,14 +151,24 @@ def test_the_modes_of_function_calling(config: Any, expected: Any) -> None:
         ({"tools": [{"functionDeclarations": [{}]}]}, "tools[0].functionDeclarations[0].name"),
         ({"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}}, "toolConfig.functionCallingConfig.mode"),
         ({"generationConfig": []}, "generationConfig"),
-        ({"generationConfig": {"topK": 1.5}}, "topK"),
-        ({"generationConfig": {"logprobs": 3}}, "logprobs"),
-        ({"generationConfig": {"candidateCount": 200}}, "candidateCount"),
-        ({"generationConfig": {"maxOutputTokens": 0}}, "maxOutputTokens"),
-        ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "responseMimeType"),
-        ({"generationConfig": {"responseMimeType": "text/plain", "responseSchema": {}}}, "responseMimeType"),
-        ({"generationConfig": {"responseSchema": {}, "responseJsonSchema": {}}}, "responseJsonSchema"),
-        ({"generationConfig": {"responseModalities": ["AUDIO"]}}, "responseModalities"),
+        ({"generationConfig": {"topK": 1.5}}, "generationConfig.topK"),
+        ({"generationConfig": {"logprobs": 3}}, "generationConfig.logprobs"),
+        ({"generationConfig": {"candidateCount": 200}}, "generationConfig.candidateCount"),
+        ({"generationConfig": {"maxOutputTokens": 0}}, "generationConfig.maxOutputTokens"),
+        ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "generationConfig.responseMimeType"),
+        (
+            {"generationConfig": {"responseMimeType": "text/plain", "responseSchema": {}}},
+            "generationConfig.responseMimeType",
+        ),
+        (
+            {"generationConfig": {"responseSchema": {}, "responseJsonSchema": {}}},
+            "generationConfig.responseJsonSchema",
+        ),
+        (
+            {"generationConfig": {"thinkingConfig": {"includeThoughts": 7}}},
+            "generationConfig.thinkingConfig.includeThoughts",
+        ),
+        ({"generationConfig": {"responseModalities": ["AUDIO"]}}, "generationConfig.responseModalities"),
     ],
 )
 def test_what_is_refused_names_its_field(fields: dict[str, Any], param: str) -> None:

@@ -224,17 +224,17 @@ def test_tools_are_chat_function_tools_and_marks_do_not_change_them() -> None:
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (None, ("auto", None, True)),
-        ({"type": "auto"}, ("auto", None, True)),
-        ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", None, False)),
-        ({"type": "any", "disable_parallel_tool_use": False}, ("required", None, True)),
-        ({"type": "tool", "name": "search"}, ("required", "search", True)),
-        ({"type": "none"}, ("none", None, True)),
+        (None, ("auto", (), True)),
+        ({"type": "auto"}, ("auto", (), True)),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", (), False)),
+        ({"type": "any", "disable_parallel_tool_use": False}, ("required", (), True)),
+        ({"type": "tool", "name": "search"}, ("required", ("search",), True)),
+        ({"type": "none"}, ("none", (), True)),
     ],
 )
 def test_tool_choice(choice: Any, expected: tuple[Any, ...]) -> None:
     request = read(tools=[{"name": "search", "input_schema": {}}], tool_choice=choice)
-    assert (request.calls, request.named_tool, request.parallel_calls) == expected
+    assert (request.calls, request.callable_tools, request.parallel_calls) == expected
 
 
 def test_sampling_output_and_what_passes() -> None:

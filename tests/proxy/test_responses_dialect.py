@@ -198,24 +198,28 @@ def test_tools_become_chat_tools() -> None:
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (None, ("auto", None)),
-        ("none", ("none", None)),
-        ("required", ("required", None)),
-        ({"type": "function", "name": "search"}, ("required", "search")),
-        ({"type": "custom", "name": "apply_patch"}, ("required", "apply_patch")),
+        (None, ("auto", ())),
+        ("none", ("none", ())),
+        ("required", ("required", ())),
+        ({"type": "function", "name": "search"}, ("required", ("search",))),
+        ({"type": "custom", "name": "apply_patch"}, ("required", ("apply_patch",))),
         (
             {
                 "type": "allowed_tools",
                 "mode": "required",
                 "tools": [{"name": "search"}, {"name": "apply_patch"}],
             },
-            ("required", None),
+            ("required", ()),
+        ),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"name": "apply_patch"}]},
+            ("required", ("apply_patch",)),
         ),
     ],
 )
-def test_tool_choice(choice: Any, expected: tuple[str, str | None]) -> None:
+def test_tool_choice(choice: Any, expected: tuple[str, tuple[str, ...]]) -> None:
     request = read({"input": "q", "tools": [SEARCH, PATCH], "tool_choice": choice})
-    assert (request.calls, request.named_tool) == expected
+    assert (request.calls, request.callable_tools) == expected
 
 
 def test_sampling_and_output_form() -> None:
@@ -294,7 +298,7 @@ def test_tools_of_namespaces_are_functions_and_hosted_tools_are_left_out() -> No
     assert inner["name"] == "lookup"  # the answer repeats the tools as they were sent
     assert ignored_fields("responses", body) == ("tools: web_search",)
     chosen = {"type": "function", "name": "lookup", "namespace": "atlas"}
-    assert read({**body, "tool_choice": chosen}).named_tool == "atlas__lookup"
+    assert read({**body, "tool_choice": chosen}).callable_tools == ("atlas__lookup",)
 
 
 def test_what_the_answer_cannot_repeat_is_refused() -> None:

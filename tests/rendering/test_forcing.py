@@ -91,9 +91,11 @@ def walk(renderer: ChatRenderer, compiled: xgrammar.CompiledGrammar, rng: random
     return []
 
 
-def check(renderer: ChatRenderer, *, named: str | None, parallel: bool, walks: int) -> None:
+def check(renderer: ChatRenderer, *, callable_tools: tuple[str, ...], parallel: bool, walks: int) -> None:
     """Whatever the grammar lets through is read as calls of the right tool with fitting arguments."""
-    grammar = renderer.reply_grammar(TOOLS, calls="required", named=named, parallel=parallel)
+    grammar = renderer.reply_grammar(
+        TOOLS, calls="required", callable_tools=callable_tools, parallel=parallel
+    )
     compiled = compile_tag(renderer, grammar)
     prompt = renderer.render([Message("user", "Where is Lyon?")], TOOLS)
     ended = 0
@@ -106,7 +108,7 @@ def check(renderer: ChatRenderer, *, named: str | None, parallel: bool, walks: i
         assert reply.content == "" and reply.tool_calls, renderer.tokenizer.decode(ids)
         assert parallel or len(reply.tool_calls) == 1
         for call in reply.tool_calls:
-            assert named in (None, call.name)
+            assert not callable_tools or call.name in callable_tools
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
     assert ended >= walks / 3
 
@@ -114,14 +116,15 @@ def check(renderer: ChatRenderer, *, named: str | None, parallel: bool, walks: i
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_grammar_allows_is_read_as_calls(family: str) -> None:
     renderer = family_renderer(family)
-    check(renderer, named=None, parallel=True, walks=12)
-    check(renderer, named="search", parallel=False, walks=12)
-    check(renderer, named="anything", parallel=True, walks=12)
+    check(renderer, callable_tools=(), parallel=True, walks=12)
+    check(renderer, callable_tools=("search",), parallel=False, walks=12)
+    check(renderer, callable_tools=("anything",), parallel=True, walks=12)
+    check(renderer, callable_tools=("search", "read_page"), parallel=True, walks=12)
 
 
 @pytest.mark.parametrize("family", XML_FAMILIES)
 def test_what_the_grammar_allows_of_xml_is_read_as_calls(family: str) -> None:
-    check(family_renderer(family), named="read_page", parallel=True, walks=20)
+    check(family_renderer(family), callable_tools=("read_page",), parallel=True, walks=20)
 
 
 @pytest.mark.parametrize("family", XML_FAMILIES)
@@ -133,23 +136,25 @@ def test_any_text_may_be_an_argument_in_xml(family: str, text: str) -> None:
     parameters = f"<parameter=query>\n{text}\n</parameter>\n<parameter=n>\n1\n</parameter>"
     call = f"<tool_call>\n<function=search>\n{parameters}\n</function>\n</tool_call><|im_end|>"
     ids = renderer.tokenizer.encode(("hm</think>\n\n" if opened else "") + call)
-    assert accepts(renderer, ids, named="search", parallel=False)
+    assert accepts(renderer, ids, callable_tools=("search",), parallel=False)
     reply = renderer.parse(prompt, np.array(ids, dtype=np.int32), TOOLS)
     assert [json.loads(made.arguments) for made in reply.tool_calls] == [{"query": text, "n": 1}]
 
 
 def test_the_shipped_model_is_forced() -> None:
-    check(ChatRenderer.from_folder(EXAMPLE), named="search", parallel=False, walks=15)
+    check(ChatRenderer.from_folder(EXAMPLE), callable_tools=("search",), parallel=False, walks=15)
 
 
 def test_the_real_vocabulary_is_forced(qwen3: ChatRenderer) -> None:
-    check(qwen3, named=None, parallel=True, walks=8)
+    check(qwen3, callable_tools=(), parallel=True, walks=8)
 
 
 def accepts(
-    renderer: ChatRenderer, ids: list[int], *, named: str | None = None, parallel: bool = True
+    renderer: ChatRenderer, ids: list[int], *, callable_tools: tuple[str, ...] = (), parallel: bool = True
 ) -> bool:
-    grammar = renderer.reply_grammar(TOOLS, calls="required", named=named, parallel=parallel)
+    grammar = renderer.reply_grammar(
+        TOOLS, calls="required", callable_tools=callable_tools, parallel=parallel
+    )
     return matches(renderer, grammar, ids)
 
 
@@ -172,9 +177,11 @@ def test_the_marker_must_be_the_token_itself(renderer: ChatRenderer) -> None:
 def test_named_and_single_calls_are_kept_to(renderer: ChatRenderer) -> None:
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "x", "n": 1}}\n</tool_call>'
     one, two = (renderer.tokenizer.encode(text + "<|im_end|>") for text in (call, f"{call}\n{call}"))
-    assert accepts(renderer, one, named="search", parallel=False) and accepts(renderer, two)
+    assert accepts(renderer, one, callable_tools=("search",), parallel=False) and accepts(renderer, two)
     assert not accepts(renderer, two, parallel=False)
-    assert not accepts(renderer, one, named="read_page")
+    assert not accepts(renderer, one, callable_tools=("read_page",))
+    assert accepts(renderer, two, callable_tools=("search", "anything"))
+    assert not accepts(renderer, two, callable_tools=("read_page", "anything"))
     assert not accepts(renderer, renderer.tokenizer.encode("France.<|im_end|>"))
     wrong = renderer.tokenizer.encode(call.replace('"n": 1', '"n": "1"') + "<|im_end|>")
     assert not accepts(renderer, wrong)
@@ -193,7 +200,7 @@ def test_what_cannot_be_forced_is_reported(renderer: ChatRenderer) -> None:
     with pytest.raises(RenderingError, match="gemma4 cannot be forced: use tool_choice auto"):
         family_renderer("gemma4").reply_grammar(TOOLS, calls="required")
     with pytest.raises(ValueError, match="one of the tools .*'search'.*got 'sear'"):
-        renderer.reply_grammar(TOOLS, calls="required", named="sear")
+        renderer.reply_grammar(TOOLS, calls="required", callable_tools=("sear",))
     with pytest.raises(ValueError, match=r"one of the tools \[\]"):
         renderer.reply_grammar([], calls="required")
 

@@ -60,7 +60,7 @@ class ModelRequest:
         wish: the requested sampling parameters.
         calls: "auto"; "none", to withhold the reply's tool calls from the client; or "required", to force
             the reply to be a call.
-        named_tool: with calls "required", the tool that must be called, None for any.
+        callable_tools: with calls "required", the tools that may be called; () for all of them.
         parallel_calls: if False, the client receives only the first tool call of the reply.
         output: a grammar that the reply must match (response_format), or None.
         choices: number of replies to sample (`n`), at least 1.
@@ -81,7 +81,7 @@ class ModelRequest:
     tools_id: str
     wish: SamplingWish
     calls: CallPolicy = "auto"
-    named_tool: str | None = None
+    callable_tools: tuple[str, ...] = ()
     parallel_calls: bool = True
     output: Grammar | None = None
     choices: int = 1
@@ -96,7 +96,8 @@ class ModelRequest:
     def key(self) -> Hashable:
         """Return a value that two calls have in common if and only if they request the same."""
         messages = b"".join([message.digest for message in self.messages])
-        options = (self.wish, self.calls, self.named_tool, self.parallel_calls, self.output, self.choices)
+        calls = (self.calls, self.callable_tools, self.parallel_calls)
+        options = (self.wish, calls, self.output, self.choices)
         return (self.tools_id, messages, options, _digest(self.raw_prompt))
 
 

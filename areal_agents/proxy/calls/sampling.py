@@ -123,7 +123,7 @@ def grammar_of(request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
         return renderer.reply_grammar(
             request.tools,
             calls=request.calls,
-            named=request.named_tool,
+            callable_tools=request.callable_tools,
             parallel=request.parallel_calls,
             output=request.output,
         )

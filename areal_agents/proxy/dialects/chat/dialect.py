@@ -85,7 +85,7 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
         tools_id=reading.context_digest(tools, options),
         wish=_wish(body),
         calls=calls,
-        named_tool=named,
+        callable_tools=named,
         parallel_calls=body.get("parallel_tool_calls") is not False,
         output=_output(body.get("response_format")),
         choices=reading.choices(body),
@@ -135,15 +135,15 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(value)
 
 
-def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPolicy, str | None]:
+def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPolicy, tuple[str, ...]]:
     if value in (None, "auto"):
-        return "auto", None
+        return "auto", ()
     if value == "none":
-        return "none", None
+        return "none", ()
     if value == "required":
         if not tools:
             refuse('tool_choice "required" needs at least one tool in tools', "tool_choice")
-        return "required", None
+        return "required", ()
     function = value.get("function") if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
@@ -154,7 +154,7 @@ def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPo
         )
     if name not in [tool["function"]["name"] for tool in tools]:
         refuse(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice")
-    return "required", name
+    return "required", (name,)
 
 
 def _output(value: Any) -> Grammar | None:

@@ -9,7 +9,8 @@ content of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from areal_agents.core.completion import Grammar
@@ -93,7 +94,8 @@ def ignored_settings(fields: Mapping[str, Any]) -> list[str]:
 def wants_thoughts(fields: Mapping[str, Any]) -> bool:
     """Whether a body asks for the model's thoughts."""
     thinking = _object(generation_config(fields), "thinkingConfig", "generationConfig.thinkingConfig")
-    return reading.flag(thinking, "includeThoughts")
+    with _within("generationConfig.thinkingConfig"):
+        return reading.flag(thinking, "includeThoughts")
 
 
 def named_turn(body: Mapping[str, Any]) -> str | None:
@@ -116,22 +118,39 @@ def _canonical(fields: Fields, context: ReadContext, *, counting: bool) -> Model
         unsupported("the last content must have the role user; prefill is not supported", "contents")
     config = generation_config(fields)
     wants_thoughts(fields)  # refused here if it is no flag; the answer's writer reads it
-    _refuse_other_modalities(config)
+    with _within("generationConfig"):
+        _refuse_other_modalities(config)
+        wish, output = _wish(config), _output(config)
+        choices, logprobs = (
+            reading.choices(config, "candidateCount"),
+            reading.flag(config, "responseLogprobs"),
+        )
     tools, options = _tools(fields.get("tools")), reading.template_options(_template_fields(fields))
     calls, named = _tool_choice(fields, tools)
     return ModelRequest(
         messages=messages,
         tools=tools,
         tools_id=reading.context_digest(tools, options),
-        wish=_wish(config),
+        wish=wish,
         calls=calls,
-        named_tool=named,
-        output=_output(config),
-        choices=reading.choices(config, "candidateCount"),
+        callable_tools=named,
+        output=output,
+        choices=choices,
         template_options=options,
-        logprobs=reading.flag(config, "responseLogprobs"),
+        logprobs=logprobs,
         label=context.label,
     )
+
+
+@contextmanager
+def _within(where: str) -> Iterator[None]:
+    """Name the fields of errors by their path in the request, of which `where` is the beginning."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param is not None:
+            error.param = f"{where}.{error.param}"
+        raise
 
 
 def _template_fields(fields: Fields) -> Fields:
@@ -254,8 +273,8 @@ def _function(value: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPolicy, str | None]:
-    """Return the call policy, and the function that must be called, None for any."""
+def _tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPolicy, tuple[str, ...]]:
+    """Return the call policy, and the functions that may be called with ANY; () for all."""
     where = "toolConfig.functionCallingConfig"
     config = _object(_object(fields, "toolConfig", "toolConfig"), "functionCallingConfig", where)
     mode, allowed = config.get("mode"), config.get("allowedFunctionNames") or []
@@ -274,21 +293,16 @@ def _tool_choice(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> tuple[Ca
         case "ANY":
             if not tools:
                 refuse("mode ANY needs at least one function declaration in tools", f"{where}.mode")
-            if excludes and len(set(allowed)) > 1:
-                unsupported(
-                    "allowedFunctionNames must name one function or all; leave the others out of tools",
-                    f"{where}.allowedFunctionNames",
-                )
-            return "required", allowed[0] if excludes else None
+            return "required", tuple(name for name in declared if name in allowed) if excludes else ()
         case "AUTO" | "VALIDATED" | "MODE_UNSPECIFIED":
             if excludes:
                 unsupported(
                     "allowedFunctionNames needs mode ANY; leave the other functions out of tools",
                     f"{where}.allowedFunctionNames",
                 )
-            return "auto", None
+            return "auto", ()
         case "NONE":
-            return "none", None
+            return "none", ()
     return refuse(f"mode must be AUTO, ANY, NONE or VALIDATED, got {shown(mode)}", f"{where}.mode")
 
 

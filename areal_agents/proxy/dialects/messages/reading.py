@@ -77,7 +77,7 @@ def _canonical(body: Mapping[str, Any], context: ReadContext, counting: bool) ->
         tools_id=reading.context_digest(tools, options),
         wish=_wish(body),
         calls=calls,
-        named_tool=named,
+        callable_tools=named,
         parallel_calls=parallel,
         output=_output(body),
         template_options=options,
@@ -137,27 +137,27 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPolicy, str | None, bool]:
-    """Return the call policy, the tool that must be called, and whether parallel calls are allowed."""
+def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPolicy, tuple[str, ...], bool]:
+    """Return the call policy, the tools that may be called, () for all, and whether calls may be parallel."""
     if value is None:
-        return "auto", None, True
+        return "auto", (), True
     if not isinstance(value, dict):
         refuse(f"tool_choice must be an object, got {shown(value)}", "tool_choice")
     parallel = not reading.flag(value, "disable_parallel_tool_use")
     match value.get("type"):
         case "auto":
-            return "auto", None, parallel
+            return "auto", (), parallel
         case "none":
-            return "none", None, parallel
+            return "none", (), parallel
         case "any":
             if not tools:
                 refuse('tool_choice of type "any" needs at least one tool in tools', "tool_choice")
-            return "required", None, parallel
+            return "required", (), parallel
         case "tool":
             name = value.get("name")
-            if name not in [tool["function"]["name"] for tool in tools]:
+            if not isinstance(name, str) or name not in [tool["function"]["name"] for tool in tools]:
                 refuse(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice.name")
-            return "required", name, parallel
+            return "required", (name,), parallel
         case kind:
             refuse(f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", "tool_choice.type")
 

@@ -97,7 +97,7 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
             reading.refuse(f"{name} must be {expected}, got {shown(body[name])}", name)
     tools = read_tools(body.get("tools"))
     _refuse_unanswerable(body)
-    calls, named_tool = read_tool_choice(body.get("tool_choice"), tools)
+    calls, named = read_tool_choice(body.get("tool_choice"), tools)
     options = reading.template_options(body)
     messages, has_instructions = _messages(body, context)
     return ModelRequest(
@@ -106,7 +106,7 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
         tools_id=reading.context_digest(tools, options),
         wish=_wish(body),
         calls=calls,
-        named_tool=named_tool,
+        callable_tools=named,
         parallel_calls=body.get("parallel_tool_calls") is None or reading.flag(body, "parallel_tool_calls"),
         output=_output_grammar(body.get("text") or {}),
         template_options=options,

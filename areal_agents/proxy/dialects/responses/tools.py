@@ -71,17 +71,17 @@ def flat_name(name: str, namespace: object) -> str:
 
 def read_tool_choice(
     value: Any, tools: tuple[dict[str, Any], ...], *, where: str = "tool_choice"
-) -> tuple[CallPolicy, str | None]:
-    """Return the call policy, and the tool that must be called, if the choice names one."""
+) -> tuple[CallPolicy, tuple[str, ...]]:
+    """Return the call policy, and the tools that may be called if a call is required; () for all."""
     if value is None or value == "auto":
-        return "auto", None
+        return "auto", ()
     if value == "none":
-        return "none", None
+        return "none", ()
     names = [tool["function"]["name"] for tool in tools]
     if value == "required":
         if not names:
             reading.refuse('tool_choice "required" needs at least one tool in tools', where)
-        return "required", None
+        return "required", ()
     if not isinstance(value, dict):
         reading.refuse(
             f'tool_choice must be "auto", "none", "required" or an object, got {shown(value)}', where
@@ -97,7 +97,7 @@ def read_tool_choice(
             f"tool_choice names {shown(value.get('name'))}, which is not in tools: {shown(names)}",
             f"{where}.name",
         )
-    return "required", named
+    return "required", (named,)
 
 
 def client_tools(body: Mapping[str, Any]) -> dict[str, ClientTool]:
@@ -186,15 +186,21 @@ def _custom_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"name": tool["name"], "description": description, "parameters": schema}
 
 
-def _allowed(value: Mapping[str, Any], names: list[str], where: str) -> tuple[CallPolicy, str | None]:
+def _allowed(value: Mapping[str, Any], names: list[str], where: str) -> tuple[CallPolicy, tuple[str, ...]]:
     listed = value.get("tools")
     tools = listed if isinstance(listed, list) else []
     allowed = [
         flat_name(str(tool.get("name")), tool.get("namespace")) for tool in tools if isinstance(tool, dict)
     ]
-    if len(allowed) != len(tools) or any(name not in allowed for name in names):
+    chosen = tuple(name for name in names if name in allowed)
+    is_subset = len(allowed) != len(tools) or len(chosen) < len(names)
+    mode = value.get("mode", "auto")
+    if mode == "required" and chosen and is_subset:
+        return "required", chosen
+    if is_subset:
         reading.unsupported(
-            "tool_choice of type allowed_tools must allow every tool; send only the tools that may be called",
+            "tool_choice of type allowed_tools must allow every tool, unless its mode is required and it "
+            "allows at least one; send only the tools that may be called",
             where,
         )
-    return read_tool_choice(value.get("mode", "auto"), tuple({"function": {"name": n}} for n in names))
+    return read_tool_choice(mode, tuple({"function": {"name": n}} for n in names))
