@@ -43,7 +43,7 @@ def kept_weights(run: Path, store: Store) -> list[KeptWeights]:
     model = Path(str(tree.get("model") or ""))
     if (model / "config.json").is_file():
         found[0] = KeptWeights("initial model", model, "model", 0, by_step.get(0, 0))
-    for row in published:
+    for row in reversed(published):  # of a step that was taken again, the weights of the last time
         path = Path(row.path)
         if row.step in found or not row.path or row.folder_pending:
             continue
@@ -82,12 +82,13 @@ def logprobs_by_version(
         kept = kept_weights(run, store)
     if not kept:
         raise ConfigError(f"no weights of {run} remain (trainer.keep_weights, trainer.keep_checkpoints)")
-    base = Path(str(config_of_run(RunFolder(run)).get("model") or ""))
+    tree = config_of_run(RunFolder(run))
+    base, dtype = Path(str(tree.get("model") or "")), tree["trainer"].get("dtype", "auto")
     rows = []
     for number, weights in enumerate(kept, start=1):
         say(f"{number}/{len(kept)}: {weights.name}")
         with _as_model(weights, base) as (model, adapter):
-            logprobs = rescored(model, episode, turn_id, adapter=adapter)
+            logprobs = rescored(model, episode, turn_id, adapter=adapter, dtype=dtype)
         rows.append(
             {
                 "name": weights.name, "step": weights.step, "version": weights.version,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from presets_support import WHOLE, groups, preset, train_once
 from training_support import build_model, record_groups
 
@@ -25,7 +26,10 @@ from areal_agents.training import run as trainer
 from areal_agents.training.batches.leasing import keep_samples
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, load_policy
 from areal_agents.training.publish.config import PublishConfig
+from areal_agents.training.publish.version_folder import write_policy, write_policy_adapter
 from areal_agents.training.records.files import (
     StepRows,
     read_records,
@@ -34,6 +38,7 @@ from areal_agents.training.records.files import (
     write_rows,
 )
 from areal_agents.training.records.recompute import recompute
+from areal_agents.training.records.rescoring import rescored
 from areal_agents.training.records.writer import RecordWriter
 
 VERSION, MAX_STALENESS = 3, 2
@@ -204,3 +209,22 @@ def test_a_record_that_cannot_be_written_ends_the_run_and_says_what_to_do(tmp_pa
     with pytest.raises(TrainingError, match=r"step 1 cannot be written: .*trainer.record_tokens"):
         writer.wait()
     writer.close()
+
+
+def test_logprobs_under_an_adapter_are_those_of_the_merged_weights(
+    model_folder: Path, group: Ranks, tmp_path: Path
+) -> None:
+    policy = load_policy(model_folder, group, options=ModelOptions(lora=LoraOptions(rank=4)))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:  # 0 at first
+                parameter.normal_(std=0.1)
+    write_policy_adapter(policy, tmp_path / "adapter", base=model_folder, writes=True)
+    write_policy(policy, tmp_path / "merged", like=model_folder, writes=True)
+    episode = groups()[0].rollouts[0].episode
+    turn = episode.turns[1]
+    merged = rescored(tmp_path / "merged", episode, turn.id)
+    assert rescored(model_folder, episode, turn.id, adapter=tmp_path / "adapter") == pytest.approx(
+        merged, abs=1e-4
+    )
+    assert rescored(model_folder, episode, turn.id) != pytest.approx(merged, abs=1e-2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,16 +17,22 @@ from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import ranks
-from areal_agents.training.model.model import Policy, load_policy
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
 
 
 def rescored(
-    model: Path, episode: RecordedEpisode, turn_id: str, *, adapter: Path | None = None
+    model: Path,
+    episode: RecordedEpisode,
+    turn_id: str,
+    *,
+    adapter: Path | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> list[float]:
     """Return the logprobs [C] of a turn's sampled tokens under a model, at the turn's temperature.
 
     Args:
         adapter: a folder with an adapter in PEFT's form, which is merged into the model.
+        dtype: the compute type; auto: bfloat16 on a GPU, float32 on a CPU.
 
     Raises:
         TrainingError: the weights cannot be loaded, or the adapter does not fit the model.
@@ -33,7 +40,10 @@ def rescored(
     sample = _sample_of(episode, turn_id)
     (batch,) = pack([sample], token_budget=len(sample))
     with ranks("auto") as alone, torch.no_grad():
-        policy = load_policy(model, alone)
+        on_gpu = alone.device.type == "cuda"
+        half = dtype == "bfloat16" or (dtype == "auto" and on_gpu)
+        options = ModelOptions(dtype=torch.bfloat16 if half else torch.float32, frozen=True)
+        policy = load_policy(model, alone, options=options)
         if adapter is not None:
             _merge(policy, adapter)
         logprobs = policy(batch.to(alone.device))[0]
