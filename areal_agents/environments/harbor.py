@@ -26,8 +26,8 @@ from areal_agents.environments.schemes import SCHEMES
 from areal_agents.episode import Episode
 from areal_agents.errors import SandboxError, TaskEnvironmentError
 from areal_agents.sandbox.grading import grade
-from areal_agents.sandbox.isolations import open_isolation
-from areal_agents.sandbox.sandbox import Finished, Isolation, Limits, Sandbox, SandboxSpec
+from areal_agents.sandbox.isolations import IsolationOnFirstUse
+from areal_agents.sandbox.sandbox import Finished, Limits, Sandbox, SandboxSpec
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Harbor:
         rows = [{"id": task.id, "instruction": task.instruction} for task in found]
         self._tasks = ListedTasks(line, self._own, rows)
         self._model = Model()
-        self._opening: asyncio.Task[Isolation] | None = None
+        self._isolation = IsolationOnFirstUse("bubblewrap")
         self._preparing = asyncio.Lock()
         self._folders: tempfile.TemporaryDirectory[str] | None = None
 
@@ -76,7 +76,7 @@ class Harbor:
             raise TaskEnvironmentError(f"{self._line.text!r} has no task {task['id']!r} any more")
         try:
             spec = _spec(found, await self._folder(found))
-            sandbox = await (await self._isolation(spec)).start(spec)
+            sandbox = await self._isolation.start(spec)
             try:
                 await self._work(found, sandbox, ep)
                 graded = await grade(
@@ -95,11 +95,7 @@ class Harbor:
     async def close(self) -> None:
         """End the sandboxes, and close the connections to the model."""
         await self._model.close()
-        opening, self._opening = self._opening, None
-        if opening is not None:
-            await asyncio.wait({opening})
-            if opening.exception() is None:
-                await opening.result().close()
+        await self._isolation.close()
         if self._folders is not None:
             await asyncio.to_thread(self._folders.cleanup)
 
@@ -130,12 +126,6 @@ class Harbor:
                 await asyncio.to_thread(task.recipe.copy_into, unfinished)
                 unfinished.rename(folder)
             return folder
-
-    async def _isolation(self, spec: SandboxSpec) -> Isolation:
-        """Return the isolation, which the first episode opens."""
-        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
-            self._opening = asyncio.create_task(open_isolation("bubblewrap", replace(spec, folder=None)))
-        return await asyncio.shield(self._opening)
 
     def _reward(self, task: HarborTask, rewards: Mapping[str, float]) -> float:
         wanted = self._own["score"] or ("reward" if len(rewards) != 1 else next(iter(rewards)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from areal_agents.errors import SandboxError, SandboxUnavailable
@@ -9,7 +10,7 @@ from areal_agents.sandbox.bubblewrap import Bubblewrap
 from areal_agents.sandbox.docker import DockerIsolation
 from areal_agents.sandbox.local import LocalIsolation
 from areal_agents.sandbox.process import Process
-from areal_agents.sandbox.sandbox import Isolation, SandboxSpec
+from areal_agents.sandbox.sandbox import Isolation, Sandbox, SandboxSpec
 
 NAMES = ("process", "bubblewrap", "docker")
 _PROBE_S = 30.0
@@ -42,6 +43,30 @@ async def open_isolation(name: str, spec: SandboxSpec) -> Isolation:
         await isolation.close()
         raise
     return isolation
+
+
+class IsolationOnFirstUse:
+    """An isolation that its first sandbox opens; see `Isolation`. A start that failed is tried again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._opening: asyncio.Task[Isolation] | None = None
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """Start a sandbox. Raises SandboxError if it cannot be, also if the isolation cannot be opened."""
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            self._opening = asyncio.create_task(open_isolation(self.name, spec))
+        # Shielded: a cancelled episode must not end the start for which others wait.
+        isolation = await asyncio.shield(self._opening)
+        return await isolation.start(spec)
+
+    async def close(self) -> None:
+        """End every sandbox."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            await asyncio.wait({opening})
+            if opening.exception() is None:
+                await opening.result().close()
 
 
 async def check_isolation(name: str, spec: SandboxSpec) -> None:

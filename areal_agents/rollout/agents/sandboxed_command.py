@@ -6,7 +6,6 @@ nothing else of the environment of the run but what `pass_environment` names.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -19,9 +18,8 @@ from areal_agents.errors import AgentError, SandboxError
 from areal_agents.rollout.agents.command import command_variables
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 from areal_agents.sandbox.config import SandboxConfig
-from areal_agents.sandbox.isolations import open_isolation
+from areal_agents.sandbox.isolations import IsolationOnFirstUse
 from areal_agents.sandbox.pool import SandboxPool
-from areal_agents.sandbox.sandbox import Isolation
 
 _TAIL = 4096  # bytes of standard error in a message
 
@@ -48,15 +46,15 @@ class SandboxedCommandAgent:
         except ValueError as error:
             raise AgentError(f"the agent's sandbox: {error}") from None
         self._logs = EpisodeLogs(logs)
-        self._opening = asyncio.Lock()
-        self._opened: tuple[Isolation, SandboxPool] | None = None
+        self._isolation = IsolationOnFirstUse(sandbox.isolation)
+        self._pool = SandboxPool(self._isolation, self._spec, warm=sandbox.warm)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of standard error, if the exit status is not 0."""
         text = json.dumps(dict(task))
         passed = {name: os.environ[name] for name in self._config.pass_environment if name in os.environ}
         try:
-            sandbox = await (await self._pool()).take()
+            sandbox = await self._pool.take()
             try:
                 with self._logs.opened(ep.id) as log:
                     inner = dataclasses.replace(ep, base_url=sandbox.inner_url(ep.base_url))
@@ -82,15 +80,5 @@ class SandboxedCommandAgent:
 
     async def close(self) -> None:
         """End the sandboxes that wait, and those of episodes that were cancelled."""
-        if self._opened is not None:
-            isolation, pool = self._opened
-            self._opened = None
-            await pool.close()
-            await isolation.close()
-
-    async def _pool(self) -> SandboxPool:
-        async with self._opening:
-            if self._opened is None:
-                isolation = await open_isolation(self._config.isolation, self._spec)
-                self._opened = isolation, SandboxPool(isolation, self._spec, warm=self._config.warm)
-            return self._opened[1]
+        await self._pool.close()
+        await self._isolation.close()

@@ -20,8 +20,8 @@ from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, SandboxError
 from areal_agents.rollout.agents.agent_process import LONGEST_LINE
 from areal_agents.rollout.agents.cli.prepare import Launch
-from areal_agents.sandbox.isolations import open_isolation
-from areal_agents.sandbox.sandbox import Finished, Isolation, Sandbox, SandboxSpec
+from areal_agents.sandbox.isolations import IsolationOnFirstUse
+from areal_agents.sandbox.sandbox import Finished, Sandbox, SandboxSpec
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ class SandboxedPrograms:
     """Runs programs in sandboxes of one isolation, which is opened at the first of them."""
 
     def __init__(self, isolation: str) -> None:
-        self._name = isolation
-        self._opening = asyncio.Lock()
-        self._isolation: Isolation | None = None
+        self._isolation = IsolationOnFirstUse(isolation)
 
     async def run(
         self,
@@ -117,7 +115,7 @@ class SandboxedPrograms:
         self, launch: Callable[[Episode, Path, Path], Launch], ep: Episode, spec: SandboxSpec
     ) -> AsyncIterator[tuple[Sandbox, Launch]]:
         """Start a sandbox with the files of a launch, and end it after the block."""
-        sandbox = await (await self._opened(spec)).start(spec)
+        sandbox = await self._isolation.start(spec)
         try:
             inner = dataclasses.replace(ep, base_url=sandbox.inner_url(ep.base_url))
             home = await _home_of(sandbox)
@@ -130,15 +128,7 @@ class SandboxedPrograms:
 
     async def close(self) -> None:
         """End the isolation with all its sandboxes."""
-        if self._isolation is not None:
-            await self._isolation.close()
-            self._isolation = None
-
-    async def _opened(self, spec: SandboxSpec) -> Isolation:
-        async with self._opening:
-            if self._isolation is None:
-                self._isolation = await open_isolation(self._name, spec)
-            return self._isolation
+        await self._isolation.close()
 
 
 class SandboxedConversation:
