@@ -24,7 +24,7 @@ BROWSER := .venv-browser
 DOCKER_ENGINE := .docker-engine
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo test test-all test-sglang test-browser test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,6 +57,9 @@ test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 
 test-browser: setup $(BROWSER)/.installed ## Run the tests of the page in a real Chromium (CHROME_PATH names another one).
 	$(BROWSER)/bin/python -m pytest -m browser tests/view/test_browser.py
+
+screenshots: setup $(BROWSER)/.installed ## Train two small runs and write the pictures of docs/images from them.
+	$(BROWSER)/bin/python tools/screenshots.py
 
 $(BROWSER)/.installed: tests/view/requirements.txt | setup
 	$(installed_above)
@@ -101,6 +104,7 @@ bench: setup litellm ## Run every benchmark on this machine (about three quarter
 	$(BIN)/python -m benchmarks async --json
 	$(BIN)/python -m benchmarks simulator --json
 	$(BIN)/python -m benchmarks sandbox --json
+	$(BIN)/python -m benchmarks view --json
 
 litellm: $(LITELLM)/.installed ## Install LiteLLM's proxy, which ours is compared with, in its own environment.
 

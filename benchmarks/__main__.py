@@ -136,6 +136,22 @@ def store(
     run(json=as_json)
 
 
+@app.command("view")
+def view(
+    as_json: AsJson = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A run of 2,000 episodes, for a first look.")
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keep the generated run here, for another measurement.")
+    ] = None,
+) -> None:
+    """The page that shows runs, with 100,000 episodes of 20 turns: opening a run, and each of its pages."""
+    from benchmarks.view.run import EPISODES, run
+
+    run(json=as_json, episodes=2_000 if quick else EPISODES, folder=folder)
+
+
 @app.command("sandbox")
 def sandbox(
     as_json: AsJson = False,

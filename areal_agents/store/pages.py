@@ -7,13 +7,12 @@ its time is up; the answer then says where to go on.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 import sqlalchemy as sa
 
@@ -22,8 +21,6 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.store.codec import EMPTIED, decode_turn
 from areal_agents.store.errors import NotFound
 from areal_agents.store.schema import checkpoints, episodes, groups, leases, rewards, tasks, turns, versions
-
-Times = npt.NDArray[np.float64]
 
 _CHUNK_S = 0.03  # wanted time of one query of a search
 _FIRST_EPISODES, _FIRST_EPISODES_OF_TEXTS = 1024, 32  # of the first query of a search
@@ -478,12 +475,39 @@ def checkpoint_times(connection: sa.Connection) -> list[tuple[int, float]]:
     return [(row[0], row[1]) for row in connection.execute(query)]
 
 
-def episode_times(connection: sa.Connection) -> tuple[Times, Times, Times]:
-    """Return when episodes were opened, when they ended, and when failed ones ended; each [N], in seconds."""
-    query = sa.select(episodes.c.created_at, episodes.c.ended_at, episodes.c.status == "failed")
-    rows = connection.execute(query.order_by(episodes.c.seq)).all()
-    return (
-        np.array([opened for opened, _, _ in rows], np.float64),
-        np.array([ended for _, ended, _ in rows if ended is not None], np.float64),
-        np.array([ended for _, ended, failed in rows if failed and ended is not None], np.float64),
-    )
+@dataclass(frozen=True, slots=True)
+class OpenEpisodes:
+    """How many episodes were open at equally spaced times, and when episodes failed.
+
+    Attributes:
+        start, end: when the first episode was opened, and when the last one was opened or ended.
+        counts: how many were open at the end of each part of the time between.
+        failed: when the newest of the failed episodes ended, the newest first.
+    """
+
+    start: float
+    end: float
+    counts: list[int]
+    failed: list[float]
+
+
+def open_episodes_by_time(connection: sa.Connection, parts: int, most_failed: int) -> OpenEpisodes | None:
+    """Return how many episodes were open in each of so many parts of the run; None without an episode."""
+    opened, ended = episodes.c.created_at, episodes.c.ended_at
+    start, last_opened, last_ended = connection.execute(
+        sa.select(sa.func.min(opened), sa.func.max(opened), sa.func.max(ended))
+    ).one()
+    if start is None:
+        return None
+    end = max(last_opened, last_ended or last_opened)
+    width = (end - start) / parts or 1.0
+    change = [0] * (parts + 1)
+    for column, by in ((opened, 1), (ended, -1)):
+        part = sa.cast((column - start) / width, sa.Integer)
+        query = sa.select(part, sa.func.count()).where(column.is_not(None)).group_by(part)
+        for index, count in connection.execute(query):
+            change[min(max(index, 0), parts)] += by * count
+    counts = list(itertools.accumulate(change))[:parts]
+    query = sa.select(ended).where(episodes.c.status == "failed", ended.is_not(None))
+    failed = connection.execute(query.order_by(episodes.c.seq.desc()).limit(most_failed)).scalars()
+    return OpenEpisodes(start, end, counts, list(failed))

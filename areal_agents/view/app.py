@@ -28,6 +28,7 @@ from areal_agents.view.episodes import shown_episode, shown_tokens
 from areal_agents.view.metrics import columns_of, names_of
 from areal_agents.view.runs import Run, Runs
 from areal_agents.view.timeline import timeline_of
+from areal_agents.view.why import Explainer
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -45,6 +46,7 @@ _HEADERS = {
 _LARGEST_PAGE = 200  # episodes
 _LARGEST_KEY_BODY = 4096  # bytes
 _CHECK_S = 1.0  # time between two looks at whether a run has changed
+_STORE_EVERY_S = 5.0  # shortest time between two events about the store
 _ALIVE_S = 15.0  # longest silence of a stream of events
 
 
@@ -71,6 +73,7 @@ class _Routes:
         self._runs = runs
         self._access = access
         self._is_stopping = is_stopping
+        self._explainer = Explainer()
         # The only files that are served are those that exist now; no path of a request is ever opened.
         self._files = {
             str(path.relative_to(STATIC)): path
@@ -95,6 +98,7 @@ class _Routes:
             Route(f"{run}/episodes", self.episodes, methods=["GET"]),
             Route(f"{run}/episodes/{{episode}}", self.episode, methods=["GET"]),
             Route(f"{run}/episodes/{{episode}}/tokens", self.tokens, methods=["GET"]),
+            Route(f"{run}/episodes/{{episode}}/why", self.why, methods=["GET"]),
             Route(f"{run}/events", self.events, methods=["GET"]),
         ]
 
@@ -241,27 +245,51 @@ class _Routes:
         start = _integer(request, "start", 0)
         return _json(shown_tokens(self._run(request), request.path_params["episode"], leaf, max(0, start)))
 
+    async def why(self, request: Request) -> Response:
+        """Explain the gradient of a token: ?turn=ID, and ?token=INDEX of a sampled token of it."""
+        self._require(request)
+        run = await asyncio.to_thread(self._runs.get, request.path_params["run"])
+        turn, token = request.query_params.get("turn"), _integer(request, "token", None)
+        if run.folder is None:
+            raise RequestError("a store alone says nothing about training; show the run's folder", status=409)
+        if not turn or token is None:
+            raise RequestError("turn and token are required", param="token" if turn else "turn")
+        episode = request.path_params["episode"]
+        return _json(await self._explainer.explain(str(run.folder.root), episode, turn, token))
+
     async def events(self, request: Request) -> Response:
-        """Send an event whenever the run has changed, at most once a second, until the run has ended."""
+        """Send an event when the run has changed: "step" for its metrics, "store" for what it records.
+
+        The store of a running run changes all the time, so that its event comes every few seconds only.
+        """
         self._require(request)
         run = await asyncio.to_thread(self._runs.get, request.path_params["run"])
         headers = {"content-type": "text/event-stream"}
         return StreamingResponse(self._changes(run), headers=headers)
 
     async def _changes(self, run: Run) -> AsyncIterator[bytes]:
-        seen: tuple[Any, ...] | None = None
-        silent_s = 0.0
+        seen: dict[str, tuple[Any, ...]] = {}
+        silent_s, since_store_s = 0.0, _STORE_EVERY_S
         yield b"retry: 2000\n\n"
         while not self._is_stopping():
-            found, running = await asyncio.to_thread(lambda: (run.changed(), run.is_running()))
-            if found != seen:
-                seen, silent_s = found, 0.0
-                yield b"event: change\ndata: " + orjson.dumps({"running": running}) + b"\n\n"
-            elif silent_s >= _ALIVE_S:
+            running, metrics, store = await asyncio.to_thread(
+                lambda: (run.is_running(), run.metrics_mark(), run.store_mark())
+            )
+            found = {"step": metrics}
+            if since_store_s >= _STORE_EVERY_S:
+                found["store"] = store
+            for name, mark in found.items():
+                if seen.get(name) != mark:
+                    seen[name], silent_s = mark, 0.0
+                    since_store_s = 0.0 if name == "store" else since_store_s
+                    data = orjson.dumps({"running": running})
+                    yield b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
+            if silent_s >= _ALIVE_S:
                 silent_s = 0.0
                 yield b": alive\n\n"
             await asyncio.sleep(_CHECK_S)
             silent_s += _CHECK_S
+            since_store_s += _CHECK_S
 
     def _require(self, request: Request) -> None:
         if not self._access.permits(request):

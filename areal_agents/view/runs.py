@@ -94,12 +94,13 @@ class Run:
         """Whether a supervisor runs it."""
         return self.folder is not None and is_running(self.folder)
 
-    def changed(self) -> tuple[Any, ...]:
-        """Return a value that changes with the metrics, the store and the summary of the run."""
-        paths = [self.store.path, self.store.path.with_name(self.store.path.name + "-wal")]
-        if self.folder is not None:
-            paths += [self.folder.metrics, self.folder.summary]
-        return tuple(map(_mark, paths))
+    def metrics_mark(self) -> tuple[Any, ...]:
+        """Return a value that changes with the metrics and the summary of the run."""
+        return () if self.folder is None else (_mark(self.folder.metrics), _mark(self.folder.summary))
+
+    def store_mark(self) -> tuple[Any, ...]:
+        """Return a value that changes with the store."""
+        return (_mark(self.store.path), _mark(self.store.path.with_name(self.store.path.name + "-wal")))
 
     def texts(self) -> TokenTexts:
         """Return what turns token ids into texts."""

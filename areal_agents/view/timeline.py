@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 from areal_agents.store import pages
 from areal_agents.view.runs import Run
 
-_BINS = 600  # of the curve of open episodes
-_MOST_MARKS = 2_000  # of failed episodes
+_PARTS = 600  # of the time of a run, in each of which the open episodes are counted
+_MOST_FAILED = 2_000  # failed episodes that are marked
 
 
 def timeline_of(run: Run) -> dict[str, Any]:
@@ -24,27 +22,22 @@ def timeline_of(run: Run) -> dict[str, Any]:
         versions = pages.version_times(connection)
         checkpoints = pages.checkpoint_times(connection)
         evaluations = pages.evaluations(connection)
-        opened, ended, failed = pages.episode_times(connection)
-    times = [
-        *opened[:1].tolist(),
-        *(row["time"] - row["step_s"] for row in rows[:1]),
-        *(row["time"] for row in rows[-1:]),
-        *(published for _, _, published in versions[-1:]),
-    ]
-    if len(ended):
-        times.append(float(ended.max()))
+        episodes = pages.open_episodes_by_time(connection, _PARTS, _MOST_FAILED)
+    times = [published for _, _, published in versions[-1:]]
+    if rows:
+        times += [rows[0]["time"] - rows[0]["step_s"], rows[-1]["time"]]
+    if episodes is not None:
+        times += [episodes.start, episodes.end]
     if times and run.is_running():
         times.append(time.time())
-    start, end = (min(times), max(times)) if times else (0.0, 0.0)
     return {
-        "start": start,
-        "end": end,
+        "start": min(times, default=0.0),
+        "end": max(times, default=0.0),
         "steps": [_step(row) for row in rows],
         "versions": [{"version": v, "step": s, "time": t} for v, s, t in versions],
         "checkpoints": [{"step": s, "time": t} for s, t in checkpoints],
         "evaluations": [asdict(evaluation) for evaluation in evaluations],
-        "open_episodes": _open_episodes(opened, ended, start, end),
-        "failed": failed[:_MOST_MARKS].tolist(),
+        "open_episodes": asdict(episodes) if episodes is not None else None,
         "events": _events(run),
     }
 
@@ -56,19 +49,6 @@ def _step(row: Mapping[str, Any]) -> dict[str, Any]:
         "sampled_tokens": row.get("sampled_tokens"),
         "reward_mean": row.get("reward_mean"),
     }
-
-
-def _open_episodes(
-    opened: np.ndarray, ended: np.ndarray, start: float, end: float
-) -> dict[str, Sequence[Any]]:
-    """Return how many episodes were open at equally spaced times."""
-    if end <= start:
-        return {"times": [], "counts": []}
-    times = np.linspace(start, end, _BINS)
-    counts = np.searchsorted(np.sort(opened), times, "right") - np.searchsorted(
-        np.sort(ended), times, "right"
-    )
-    return {"times": np.round(times, 3).tolist(), "counts": counts.tolist()}
 
 
 def _events(run: Run) -> list[dict[str, Any]]:

@@ -121,7 +121,8 @@ def test_numbers_of_a_token_on_hover_and_a_link_that_shows_it_again(page: Any) -
     until(page, "document.querySelector('.tokens canvas')?.width > 0")
     canvas = page.locator(".tokens canvas")
     found = {}
-    for y in range(60, 330, 24):  # every line; the sampled tokens follow the prompt's
+    height = int(canvas.bounding_box()["height"])
+    for y in range(12, height, 24):  # every line; the sampled tokens follow the prompt's
         canvas.hover(position={"x": 20, "y": y})
         text = page.locator(".hover").inner_text() if page.locator(".hover").count() else ""
         if "logprob, sampled" in text:
@@ -161,7 +162,8 @@ def test_what_training_did_with_a_token(page: Any) -> None:
         if "ratio" in card.inner_text():
             break
     text = card.inner_text()
-    assert "clipped high" in text and "1.5000" in text and "step 1 on version 0" in text
+    page.get_by_role("button", name="Explain").wait_for()
+    assert "clipped high" in text and "1.5000" in text and "step 1, on version 0" in text
 
 
 def test_nothing_that_a_model_wrote_is_interpreted(page: Any) -> None:

@@ -26,7 +26,7 @@ def test_a_proxy_shows_its_episodes_while_it_records_them(tmp_path: Path) -> Non
         assert page.url.path == "/view/" and 'src="static/main.js"' in page.text
         assert proxy.http.get("/view/static/main.js").status_code == 200
         with proxy.http.stream("GET", "/view/api/runs/store.db/events") as stream:
-            changes = (line for line in stream.iter_lines() if line.startswith("data:"))
+            changes = (line for line in stream.iter_lines() if line == "event: store")
             next(changes)
             episode = proxy.open_episode(task={"id": "t1", "input": {"q": "Where?"}})
             messages = [{"role": "user", "content": "Where is Lyon?"}]

@@ -1,5 +1,5 @@
 // Reads JSON from the server. Paths are relative to the page, which may be at / or at /view/.
-import { useEffect, useRef, useState } from "./vendor/htm-preact.js";
+import { useEffect, useState } from "./vendor/htm-preact.js";
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -55,20 +55,21 @@ export function useData(path, tick = 0) {
   return state.path === path ? state : { path, data: null, error: null };
 }
 
-// Counts the changes of a live run, which the server sends.
+// Counts the changes of a live run that the server sends: its steps, and all. The first event of a kind says
+// what was read just now.
 export function useChanges(run) {
-  const [tick, setTick] = useState({ count: 0, running: false });
-  const first = useRef(true);
+  const [tick, setTick] = useState({ steps: 0, all: 0, running: false });
   useEffect(() => {
-    if (run === null) return undefined;
-    first.current = true;
+    const heard = new Set();
     const events = new EventSource("api/" + runPath(run, "events"));
-    events.addEventListener("change", (event) => {
+    const update = (event) => {
       const { running } = JSON.parse(event.data);
-      const again = !first.current;
-      first.current = false;
-      setTick((old) => ({ count: old.count + (again ? 1 : 0), running }));
-    });
+      const again = heard.has(event.type) ? 1 : 0;
+      heard.add(event.type);
+      setTick((old) => ({ steps: old.steps + (event.type === "step" ? again : 0), all: old.all + again, running }));
+    };
+    events.addEventListener("step", update);
+    events.addEventListener("store", update);
     return () => events.close();
   }, [run]);
   return tick;

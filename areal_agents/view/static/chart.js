@@ -79,15 +79,15 @@ export function Chart({ title, curves, xName, xFormat = number, yFormat = number
     best?.curve.open?.(best.index);
   }
 
-  const last = Math.max(...shown.map((curve) => curve.x.at(-1)));
-  const x = at === null || !plot.current ? last : plot.current.data[0][at];
+  const x = at === null || !plot.current ? null : plot.current.data[0][at];
+  const read = x === null ? (curve) => curve.y.findLast((value) => value !== null) : (curve) => curve.y[curve.x.indexOf(x)];
   return html`<section class="chart" aria-label=${title}>
     <h2>${title}</h2>
     ${close && html`<button class="quiet close" onClick=${close} aria-label=${`Remove the chart of ${title}`}>✕</button>`}
-    <div class="read">${Number.isFinite(x) && html`<span>${xName} ${xFormat(x)}</span>${shown.map((curve) => {
-          const index = curve.x.indexOf(x);
-          return index < 0 ? null : html`<span title=${curve.name}><i class="dot" style=${{ background: curve.colour }}></i>${yFormat(curve.y[index])}</span>`;
-        })}`}</div>
+    <div class="read"><span>${x === null ? "last" : `${xName} ${xFormat(x)}`}</span>${shown.map((curve) => {
+      const value = read(curve);
+      return value !== undefined && html`<span title=${curve.name}><i class="dot" style=${{ background: curve.colour }}></i>${yFormat(value)}</span>`;
+    })}</div>
     ${shown.length ? html`<div class="plot" ref=${box} onClick=${open}></div>` : html`<div class="none">no values</div>`}
   </section>`;
 }

@@ -56,11 +56,13 @@ function Row({ run, episode, index, selected }) {
 
 function Filters({ filters, search }) {
   const set = (name) => (event) => change({ [name]: event.target.value.trim() });
-  const text = (name, label, type = "text") => html`<label class="field">${label}<input name=${name} type=${type} step="any" value=${filters[name] ?? ""} onChange=${set(name)} /></label>`;
-  const choice = (name, label, options) => html`<label class="field">${label}<select name=${name} value=${filters[name] ?? ""} onChange=${set(name)}>
+  const [open, setOpen] = useState(false);
+  const text = (name, label, type = "text") => html`<label class="field rest">${label}<input name=${name} type=${type} step="any" value=${filters[name] ?? ""} onChange=${set(name)} /></label>`;
+  const choice = (name, label, options) => html`<label class="field rest">${label}<select name=${name} value=${filters[name] ?? ""} onChange=${set(name)}>
     <option value="">all</option>${options.map((value) => html`<option value=${value}>${value}</option>`)}</select></label>`;
-  return html`<form class="filters" onSubmit=${(event) => event.preventDefault()}>
+  return html`<form class=${open ? "filters open" : "filters"} onSubmit=${(event) => event.preventDefault()}>
     <label class="field wide">Search in texts<input ref=${search} name="text" role="searchbox" placeholder="messages, tool calls, errors" value=${filters.text ?? ""} onChange=${set("text")} /></label>
+    <button type="button" class="unfold" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>${open ? "Fewer filters" : "More filters"}</button>
     ${choice("split", "Split", ["train", "eval"])}
     ${choice("status", "Status", ["open", "finished", "truncated", "failed", "aborted"])}
     ${text("min_reward", "Score from", "number")}${text("max_reward", "to", "number")}

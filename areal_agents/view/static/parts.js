@@ -27,7 +27,7 @@ export function Strip({ run, episodes, here, low, high }) {
   const stacked = new Map();
   return html`<svg class="strip" role="img" aria-label=${`${values.length} scores from ${score(Math.min(...values))} to ${score(Math.max(...values))}, mean ${score(mean)}`}>
     <line class="axis" x1="2%" x2="98%" y1="24" y2="24" />
-    ${scored.map((episode) => {
+    ${[...scored].sort((a, b) => (a.id === here) - (b.id === here)).map((episode) => {
       const x = place(episode.score);
       const level = stacked.get(Math.round(x)) ?? 0;
       stacked.set(Math.round(x), level + 1);

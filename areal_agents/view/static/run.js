@@ -12,8 +12,8 @@ import { Timeline } from "./timeline.js";
 const TABS = [["curves", "Curves"], ["timeline", "Timeline"], ["episodes", "Episodes"], ["config", "Configuration"]];
 
 export function Run({ run, tab, values, children }) {
-  const { count, running } = useChanges(run);
-  const { data, error } = useData(runPath(run), count);
+  const { steps, all, running } = useChanges(run);
+  const { data, error } = useData(runPath(run), all);
   if (error && !data) return html`<${Problem} error=${error} />`;
   if (!data) return null;
   const total = data.episodes && Object.values(data.episodes.train).reduce((a, b) => a + b, 0);
@@ -33,8 +33,8 @@ export function Run({ run, tab, values, children }) {
       data.started && ["Started", when(data.started)],
     ]} />
     <nav class="tabs">${tabs.map(([name, text]) => html`<a href=${runLink(run, ...(name === "curves" ? [] : [name]))} aria-current=${name === current ? "page" : null}>${text}</a>`)}</nav>
-    ${current === "curves" && html`<${Curves} runs=${[{ name: run, colour: CATEGORIES[0] }]} values=${values} tick=${count} />`}
-    ${current === "timeline" && html`<${Timeline} run=${run} tick=${count} />`}
+    ${current === "curves" && html`<${Curves} runs=${[{ name: run, colour: CATEGORIES[0] }]} values=${values} tick=${steps} />`}
+    ${current === "timeline" && html`<${Timeline} run=${run} tick=${steps} />`}
     ${current === "episodes" && children}
     ${current === "config" && html`<${Configuration} config=${data.config ?? {}} />`}`;
 }

@@ -130,7 +130,7 @@ function placed(data) {
   for (const one of data.evaluations) {
     add("evaluations", one.began, one.ended ?? one.began, PARTS.evaluation, [`evaluation ${one.label}: ${score(one.reward)}`, `${number(one.episodes)} episodes, ${number(one.failed)} failed`], (run) => go(episodesLink(run, { evaluation: one.label })));
   }
-  for (const at of data.failed) add("marks", at, at, PARTS.bad, ["an episode failed"], (run) => go(episodesLink(run, { status: "failed" })));
+  for (const at of data.open_episodes?.failed ?? []) add("marks", at, at, PARTS.bad, ["an episode failed"], (run) => go(episodesLink(run, { status: "failed" })));
   for (const event of data.events) {
     const bad = event.event === "died";
     add("marks", event.time, event.time, bad ? PARTS.bad : PARTS.swap, [`${event.process} ${event.event}`, event.detail].filter(Boolean));
@@ -179,14 +179,16 @@ function drawAll(canvas, { data, items, x, from, to, width, height }) {
   }
 }
 
-function drawOpen(context, { times, counts }, x) {
+function drawOpen(context, episodes, x) {
+  if (!episodes) return;
+  const { start, end, counts } = episodes;
   const lane = laneOf("open");
   const most = counts.reduce((a, b) => Math.max(a, b), 1);
   const base = lane.y + lane.height;
   context.beginPath();
-  context.moveTo(x(times[0]), base);
-  times.forEach((time, i) => context.lineTo(x(time), base - (counts[i] / most) * (lane.height - 6)));
-  context.lineTo(x(times.at(-1)), base);
+  context.moveTo(x(start), base);
+  counts.forEach((count, i) => context.lineTo(x(start + ((i + 1) / counts.length) * (end - start)), base - (count / most) * (lane.height - 6)));
+  context.lineTo(x(end), base);
   context.fillStyle = PARTS.open + "66";
   context.fill();
   context.fillStyle = colour("soft");

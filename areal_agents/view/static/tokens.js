@@ -7,6 +7,7 @@ import { change } from "./route.js";
 import { scaleOf } from "./scales.js";
 import { colour as themed, useThemeTick } from "./theme.js";
 import { layOut, LINE, measure } from "./layout.js";
+import { Why } from "./why.js";
 
 const PROMPT_END = 40; // tokens that are shown of a folded prompt
 const AHEAD = 2; // heights of the window that are loaded ahead of what is in sight
@@ -31,6 +32,7 @@ export function Tokens({ run, episode, leaf, turn, values }) {
       <${Canvas} tokens=${tokens} heads=${heads} scale=${scale} turn=${turn} picked=${picked} onHover=${setHovered} onPick=${(index) => change({ token: index === null ? "" : String(index) })} more=${more} />
       ${shown && tokens[shown.index] && html`<${Card} token=${tokens[shown.index]} at=${shown.at} />`}
     </div>
+    ${picked !== null && tokens[picked]?.sampled && html`<${Why} run=${run} episode=${episode} token=${tokens[picked]} />`}
     <${Shares} tokens=${tokens} />
     <p class="small soft" aria-live="polite">${number(tokens.length)} tokens${state.next === null ? "" : ` of ${state.loaded} of ${state.turns} turns; the rest follows when you scroll`}</p>`;
 }
@@ -53,12 +55,13 @@ function Card({ token, at }) {
     <div class="text">${JSON.stringify(token.text)}</div>
     <dl><dt>id</dt><dd>${token.id}</dd><dt>turn, position</dt><dd>${token.turn}, ${token.position}</dd>
     ${token.sampled ? html`
-      <dt>version</dt><dd>${token.version}${token.staleness !== null ? `, staleness ${token.staleness}` : ""}</dd>
-      <dt>logprob, sampled</dt><dd>${number(token.logprob, 4)} <span class="faint">p ${number(Math.exp(token.logprob), 3)}</span></dd>
+      <dt>version</dt><dd>${token.version}</dd>${token.staleness !== null && html`<dt>staleness</dt><dd>${token.staleness}</dd>`}
+      <dt>logprob, sampled</dt><dd>${number(token.logprob, 4)}</dd>
+      <dt>probability</dt><dd>${number(Math.exp(token.logprob), 4)}</dd>
       <dt>mask</dt><dd>${token.mask}</dd>
       ${trained && TRAINED.map(([name, text, digits]) => trained[name] !== null && html`<dt>${text}</dt><dd>${number(trained[name], digits)}${
         name === "ratio" && trained.clipped !== "no" && trained.clipped ? `, clipped ${trained.clipped}` : ""}</dd>`)}
-      ${trained && html`<dt>trained in</dt><dd>step ${trained.step} on version ${trained.version}</dd>`}` : html`<dt>mask</dt><dd>prompt</dd>`}</dl></div>`;
+      ${trained && html`<dt>trained in</dt><dd>step ${trained.step}, on version ${trained.version}</dd>`}` : html`<dt>mask</dt><dd>prompt</dd>`}</dl></div>`;
 }
 
 // How many of the tokens are not trained, stale, or judged differently by engine and trainer.
@@ -110,9 +113,9 @@ function Canvas({ tokens, heads, scale, turn, picked, onHover, onPick, more }) {
     const [ink, faint, soft, line] = ["ink", "faint", "soft", "line"].map(themed);
     for (const head of layout.headsBetween(top, top + height)) {
       context.fillStyle = line;
-      context.fillRect(12, head.y - top + 4, width - 24, 1);
+      if (head.y > 0) context.fillRect(12, head.y - top + 1, width - 24, 1);
       context.fillStyle = soft;
-      context.fillText(head.text, 12, head.y - top + LINE);
+      context.fillText(head.text, 12, head.y - top + LINE - 4);
     }
     for (const box of layout.boxesBetween(top, top + height)) {
       const token = tokens[box.index];
@@ -144,7 +147,7 @@ function Canvas({ tokens, heads, scale, turn, picked, onHover, onPick, more }) {
     const y = box?.y ?? head?.y;
     const element = scroll.current;
     if (y !== undefined && (y < element.scrollTop || y > element.scrollTop + element.clientHeight - 2 * LINE)) element.scrollTop = Math.max(0, y - (box ? element.clientHeight / 2 : 0));
-  }, [turn, picked, layout !== null]);
+  }, [turn, picked, layout !== null, layout?.boxes[picked ?? -1] !== undefined]);
 
   const found = (event) => {
     const bounds = canvas.current.getBoundingClientRect();
@@ -160,7 +163,7 @@ function Canvas({ tokens, heads, scale, turn, picked, onHover, onPick, more }) {
       index,
       at: {
         x: Math.max(8, Math.min(event.clientX - frame.left + 14, frame.width - 290)),
-        y: event.clientY - frame.top + (event.clientY - frame.top > frame.height - 230 ? -210 : 18),
+        y: event.clientY - frame.top + (event.clientY - frame.top > frame.height - 330 ? -Math.min(330, event.clientY - frame.top - 4) : 18),
       },
     });
   };
@@ -238,7 +241,7 @@ function flattened(parts, version, bound, folded) {
       const isSampled = place >= 0;
       const age = isSampled && version !== null ? version - one.versions[place] : null;
       tokens.push({
-        id, text: one.texts ? one.texts[index] : `${id} `, turn: one.number + 1, position: position - 1, sampled: isSampled,
+        turnId: one.turn, place, id, text: one.texts ? one.texts[index] : `${id} `, turn: one.number + 1, position: position - 1, sampled: isSampled,
         logprob: isSampled ? one.logprobs[place] : null, version: isSampled ? one.versions[place] : null,
         staleness: age, stale: age !== null && bound !== null && age > bound,
         mask: isSampled ? (one.trained ? one.trained.untrained ?? one.trained.states[place] ?? "not recorded" : one.mask) : "prompt",
