@@ -26,6 +26,7 @@ from areal_agents.evaluation.policies import NamedPolicy
 from areal_agents.evaluation.results import Results, field_of_tasks
 from areal_agents.evaluation.scoring import ScoringFunction, score
 from areal_agents.launch.children import Children
+from areal_agents.launch.engines import EnginePlan
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.train import (
@@ -87,19 +88,21 @@ def evaluate(
     check_sandbox(config)
     config = without_trainer(config)
     folder = RunFolder((out or Path(config.run_dir + "-eval")).resolve())
+    files = EvaluationFolder(folder.root)
+    with _played(policy, folder) as played:
+        has_ended = out is not None and played.is_complete(files.read_tasks(), evaluation.attempts)
+    # Planned before anything is written; results that are complete need no engine.
+    plan = plan_of(config, trains=False) if isinstance(policy, NamedPolicy) and not has_ended else None
     if out is None:
         folder.set_aside()
-    files = EvaluationFolder(folder.root)
     files.begin(identity_of(config, model=model, ablate_tool=ablate_tool))
     with folder.locked(), interruptible():
-        with _played(policy, folder) as played:
-            has_ended = played.is_complete(files.read_tasks(), evaluation.attempts)
-        if not has_ended and isinstance(policy, Endpoint):
+        if isinstance(policy, Endpoint) and not has_ended:
             _play_endpoint(config, policy, folder, console, ablate_tool=ablate_tool)
-        elif not has_ended and isinstance(policy, NamedPolicy):
+        elif isinstance(policy, NamedPolicy) and plan is not None:
             weights = policy.exported(folder.root / "model")
             served = config.model_copy(update={"model": str(weights)})
-            _play(served, policy, folder, console, ablate_tool=ablate_tool)
+            _play(served, policy, plan, folder, console, ablate_tool=ablate_tool)
         name = policy.model if isinstance(policy, Endpoint) else policy.name
         with _played(policy, folder) as played:
             results = _results(config, name, played, files.read_tasks(), by, console)
@@ -127,10 +130,15 @@ def identity_of(config: Config, *, model: Any, ablate_tool: bool) -> dict[str, A
 
 
 def _play(
-    config: Config, policy: NamedPolicy, folder: RunFolder, console: Console, *, ablate_tool: bool
+    config: Config,
+    policy: NamedPolicy,
+    plan: EnginePlan,
+    folder: RunFolder,
+    console: Console,
+    *,
+    ablate_tool: bool,
 ) -> None:
-    """Play the episodes that are missing, with weights that an engine of ours serves."""
-    plan = plan_of(config, trains=False)
+    """Play the episodes that are missing, with weights that engines of ours serve."""
     with chosen_endpoints(config) as endpoints:
         save_config(config, folder.config)
         folder.write_endpoints(endpoints)

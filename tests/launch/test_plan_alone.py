@@ -12,9 +12,11 @@ from test_train import EXAMPLE
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
+from areal_agents.evaluation.policies import NamedPolicy
 from areal_agents.launch.engines import plan_engines
+from areal_agents.launch.evaluation import evaluate
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.launch.train import evaluate, train, without_trainer
+from areal_agents.launch.train import train, without_trainer
 
 ONE_GPU = """#!/bin/sh
 echo '{"sglang": "0.5.21", "gpus": 1, "error": null}'
@@ -47,7 +49,7 @@ def test_an_evaluation_leaves_no_gpu_to_a_trainer(sglang: str, run_dir: Path) ->
     with pytest.raises(ConfigError, match="from GPU 1 on, need 2 GPUs, besides the trainer's 1"):
         train(given, console=Console(quiet=True))
     with pytest.raises(ConfigError, match="another process is using the run folder"):  # so it was planned
-        evaluate(given, console=Console(quiet=True))
+        evaluate(given, NamedPolicy(given.model, Path(given.model)), console=Console(quiet=True))
 
 
 def test_an_evaluation_shares_no_memory_with_a_trainer(sglang: str, run_dir: Path) -> None:
