@@ -19,12 +19,13 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 SGLANG_PINS := tools/sglang_cpu
 GPU_SITE := .gpu-site
 ENVIRONMENTS := .venv-environments
+MINI := $(ENVIRONMENTS)-mini-swe-agent
 INTEGRATIONS := .venv-integrations
 BROWSER := .venv-browser
 DOCKER_ENGINE := .docker-engine
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
+.PHONY: help setup demo demo-cli test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,6 +41,9 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 
 demo: setup ## Train the search agent on this machine: under ten minutes on two cores.
 	$(BIN)/areal-agents train examples/search_agent/config.yaml --fresh seed=$(SEED)
+
+demo-cli: setup $(MINI)/.installed ## Train mini-swe-agent to repair small functions on this machine.
+	$(BIN)/areal-agents train examples/repair_tasks/config.yaml --fresh seed=$(SEED) agent.executable=$(MINI)/bin/mini
 
 test: setup ## Run the test suite, in three processes, since many tests wait (WORKERS=1: in one).
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
@@ -65,7 +69,8 @@ $(BROWSER)/.installed: tests/view/requirements.txt | setup
 	$(installed_above)
 
 test-environments: setup environments ## Run the tests of environments with the packages that they adapt.
-	$(BIN)/python -m pytest -m environments --environments=$(ENVIRONMENTS)/bin/python tests/environments tests/inspection/test_formats.py
+	$(BIN)/python -m pytest -m environments --environments=$(ENVIRONMENTS)/bin/python tests/environments tests/inspection/test_formats.py \
+		tests/examples/test_repair_agent.py
 
 # The Python that holds torch may be one of an environment, which an environment made from it would not see;
 # so the wheels are unpacked into a folder.
@@ -127,7 +132,8 @@ $(SGLANG)/.installed: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/without_dep
 	@touch $@
 
 # Install the packages of environments, in environments of their own.
-environments: $(ENVIRONMENTS)/.installed $(ENVIRONMENTS)-verifiers/.installed $(ENVIRONMENTS)-older-verifiers/.installed
+environments: $(ENVIRONMENTS)/.installed $(ENVIRONMENTS)-verifiers/.installed $(ENVIRONMENTS)-older-verifiers/.installed \
+	$(MINI)/.installed
 
 # Some pin what the project has in another version, so they lie above its packages and do not replace them.
 define installed_above
@@ -140,6 +146,13 @@ endef
 
 $(ENVIRONMENTS)/.installed: tests/environments/requirements.txt | setup
 	$(installed_above)
+
+# A program that the example of repair tasks runs, and that needs nothing of this project.
+$(MINI)/.installed: tests/environments/requirements-mini-swe-agent.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
 
 # Each has a Python of its own (NeMo Gym: 1.4 GB); only the tests of the real packages need them.
 environments-nemo-gym: $(ENVIRONMENTS)-nemo-gym/.installed

@@ -1,4 +1,6 @@
-"""Build the starting policy of the example from nothing: `python make_model.py --out model`.
+"""Build the starting policy of the example from nothing.
+
+`PYTHONPATH=examples python examples/search_agent/make_model.py` writes it to the folder `model`.
 
 A tokenizer is learnt from the encyclopedia, then a 0.92M-parameter Qwen3 model is trained in three stages:
 copying (A), imitation of a perfect searcher on mostly fictional facts (B), imitation of a flawed one (C).
@@ -9,21 +11,22 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from conversation import call_text
 from corpus import encyclopedia
+from demonstrations import FLAWED, PERFECT, Habits, SearchTranscriber
+from fiction import NameMaker
+from mixture import Mixture, examples, perfect_examples
 from questions import is_held_out, question_bank
 from search import search
 from warmup.copying import train_copying
-from warmup.demonstrations import FLAWED, PERFECT, Habits, Transcriber
 from warmup.export import save_model
-from warmup.fiction import NameMaker
-from warmup.imitation import Mixture, examples, perfect_examples, teacher_forced, train_imitation
+from warmup.imitation import teacher_forced, train_imitation
 from warmup.network import Network, Shape
+from warmup.stages import Reporter, resume_or
 from warmup.tokenizer import MARKERS, TAGS, byte_tokenizer, train_tokenizer
 
 READING_BAR = 0.95  # teacher-forced answers after B; what is misread here caps reinforcement learning
@@ -46,7 +49,7 @@ def main() -> None:
     report = Reporter()
     tokenizer = train_tokenizer(tokenizer_texts(random.Random(0)))
     network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
-    imitation = Imitation(network, Transcriber(tokenizer), options.seed, report)
+    imitation = Imitation(network, SearchTranscriber(tokenizer), options.seed, report)
 
     def copying() -> None:
         train_copying(network, first_token=len(MARKERS + TAGS), seed=options.seed, report=report)
@@ -64,33 +67,11 @@ def main() -> None:
     report(f"wrote {options.out}")
 
 
-def resume_or(train: Callable[[], None], network: Network, folder: Path | None, stage: str) -> None:
-    """Load the weights after `stage` from `folder` if they are there; otherwise train and save them."""
-    if folder is None:
-        train()
-    elif (folder / f"{stage}.pt").exists():
-        network.load_state_dict(torch.load(folder / f"{stage}.pt"))
-    else:
-        train()
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(network.state_dict(), folder / f"{stage}.pt")
-
-
-class Reporter:
-    """Prints lines with the CPU-seconds since the start."""
-
-    def __init__(self) -> None:
-        self._start = time.process_time()
-
-    def __call__(self, line: str) -> None:
-        print(f"[{time.process_time() - self._start:6.0f} CPU-s] {line}", flush=True)
-
-
 class Imitation:
     """Stages B and C on one network, scored on questions that neither trains on."""
 
     def __init__(
-        self, network: Network, transcriber: Transcriber, seed: int, report: Callable[[str], None]
+        self, network: Network, transcriber: SearchTranscriber, seed: int, report: Callable[[str], None]
     ) -> None:
         self._network = network
         self._transcriber = transcriber
@@ -149,7 +130,9 @@ class Imitation:
 
 def tokenizer_texts(rng: random.Random, *, draws: int = 6000) -> Iterator[str]:
     """What the model will read and write: passages, questions, calls, answers and the system prompt."""
-    system_prompt = byte_tokenizer().decode(Transcriber(byte_tokenizer()).prefix, skip_special_tokens=False)
+    system_prompt = byte_tokenizer().decode(
+        SearchTranscriber(byte_tokenizer()).prefix, skip_special_tokens=False
+    )
     for tag in MARKERS + TAGS:
         system_prompt = system_prompt.replace(tag, "")
     yield from (entity.passage for entity in encyclopedia())

@@ -141,7 +141,10 @@ NOT_RUN = {
     ("docs/sglang.md", "python3 -m venv"): "make sglang, in CI",
     ("docs/rewards.md", "@episode"): "a part of an agent",
     ("examples/search_agent/README.md", ". .venv/bin/activate"): "tests/examples",
-    ("examples/search_agent/README.md", "python examples/search_agent/make_model.py"): "25 minutes",
+    ("examples/search_agent/README.md", "PYTHONPATH=examples python"): "25 minutes",
+    ("examples/repair_tasks/README.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",
+    ("examples/repair_tasks/README.md", "PYTHONPATH=examples python"): "minutes",
+    ("docs/benchmarks.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",
     ("docs/training.md", "areal-agents export"): "as in deploying.md",
     (
         "docs/training.md",

@@ -1,4 +1,4 @@
-"""The example is a folder of scripts: its modules import each other by their plain names."""
+"""The examples are folders of scripts: their modules import each other by their plain names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-SEARCH_AGENT = Path(__file__).parents[2] / "examples" / "search_agent"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SEARCH_AGENT, REPAIR_TASKS = EXAMPLES / "search_agent", EXAMPLES / "repair_tasks"
 
-sys.path.insert(0, str(SEARCH_AGENT))
+sys.path[:0] = map(str, (SEARCH_AGENT, REPAIR_TASKS, EXAMPLES))
 
 
 @pytest.fixture(scope="session")

@@ -9,16 +9,17 @@ import pytest
 import torch
 from conversation import SEARCH_TOOL, call_text, opening
 from corpus import encyclopedia
+from demonstrations import FLAWED, PERFECT, Demonstrator, SearchTranscriber, reading_drill
+from fiction import NameMaker, fictional_world
+from mixture import BATCH, Mixture, examples
 from questions import is_held_out, question_bank
 from safetensors.torch import load_file
 from search import search
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from warmup.copying import LENGTHS, SPAN, copy_batch, train_copying
-from warmup.demonstrations import FLAWED, PERFECT, Demonstrator, Transcriber, reading_drill
 from warmup.export import save_model
-from warmup.fiction import NameMaker, fictional_world
-from warmup.imitation import BATCH, Mixture, examples, imitation_loss
+from warmup.imitation import imitation_loss
 from warmup.network import Network, Shape, to_hf_state
 from warmup.tokenizer import MARKERS, TAGS, train_tokenizer
 
@@ -32,8 +33,8 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def transcriber(tokenizer: Tokenizer) -> Transcriber:
-    return Transcriber(tokenizer)
+def transcriber(tokenizer: Tokenizer) -> SearchTranscriber:
+    return SearchTranscriber(tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,9 @@ def test_chat_template_renders_what_the_proxy_renders(model_folder: Path) -> Non
     assert fast.encode(text) == ours
 
 
-def test_traces_are_token_for_token_what_serving_builds(model_folder: Path, transcriber: Transcriber) -> None:
+def test_traces_are_token_for_token_what_serving_builds(
+    model_folder: Path, transcriber: SearchTranscriber
+) -> None:
     renderer = ChatRenderer.from_folder(model_folder)
     example = transcriber.trace("Where?", [call_text("Peru"), "Lima"], [search("Peru")])
     first = [Message.from_dict(m) for m in opening("Where?")]
@@ -104,7 +107,9 @@ def test_traces_are_token_for_token_what_serving_builds(model_folder: Path, tran
     assert sum(example.trained()) == sum(end - start for start, end in example.replies)
 
 
-def test_demonstrations_and_drills(transcriber: Transcriber, tokenizer: Tokenizer, names: NameMaker) -> None:
+def test_demonstrations_and_drills(
+    transcriber: SearchTranscriber, tokenizer: Tokenizer, names: NameMaker
+) -> None:
     rng = random.Random(0)
     perfect = Demonstrator(transcriber, PERFECT, {})
     for _ in range(20):
@@ -155,7 +160,9 @@ def test_copying_that_does_not_pass_is_an_error() -> None:
         train_copying(Network(Shape()), first_token=9, seed=0, report=print, max_steps=2)
 
 
-def test_shared_prefix_changes_neither_loss_nor_gradient(transcriber: Transcriber, names: NameMaker) -> None:
+def test_shared_prefix_changes_neither_loss_nor_gradient(
+    transcriber: SearchTranscriber, names: NameMaker
+) -> None:
     torch.manual_seed(0)
     network = Network(Shape())
     batch = next(examples(Mixture(0.3, 0.3, PERFECT), transcriber, names, {}, random.Random(0)))[:4]
@@ -172,7 +179,7 @@ def test_shared_prefix_changes_neither_loss_nor_gradient(transcriber: Transcribe
 
 
 def test_batches_and_saved_models(
-    transcriber: Transcriber, names: NameMaker, tokenizer: Tokenizer, tmp_path: Path
+    transcriber: SearchTranscriber, names: NameMaker, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     stream = examples(Mixture(0.4, 0.3, PERFECT), transcriber, names, {}, random.Random(1))
     batches = [next(stream) for _ in range(2)]

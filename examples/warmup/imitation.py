@@ -1,65 +1,17 @@
-"""Stages B and C: imitate a perfect searcher until reading works, then a flawed one.
-
-What the flawed one gets wrong (guessing, vague queries, stopping before the second hop, reading the wrong
-field) is what reinforcement learning is there to repair.
-"""
+"""Imitation: cross-entropy on the replies of examples whose beginning is the same."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from questions import QuestionBank, question_bank
-from search import SearchIndex, search
 from torch import Tensor
 
-from warmup.demonstrations import PERFECT, Demonstrator, Example, Habits, Transcriber, reading_drill
-from warmup.fiction import NameMaker, fictional_world
 from warmup.network import Network
 from warmup.optim import Optimizers
-
-BATCH = 16
-WORLD_LIFE = 64  # examples drawn from one fictional world, also the pool that batches are cut from
-
-
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """What the examples of a stage are: fictional episodes, reading drills, the rest real episodes."""
-
-    fictional: float
-    drills: float
-    habits: Habits
-
-
-def examples(
-    mixture: Mixture,
-    transcriber: Transcriber,
-    names: NameMaker,
-    guesses: Mapping[str, Sequence[str]],
-    rng: random.Random,
-) -> Iterator[list[Example]]:
-    """Endless batches of `BATCH` examples of similar length."""
-    demonstrator = Demonstrator(transcriber, mixture.habits, guesses)
-    real = question_bank("train")
-    while True:
-        world = fictional_world(names, rng)
-        bank, index = QuestionBank(world), SearchIndex(world)
-        pool = []
-        for _ in range(WORLD_LIFE):
-            kind = rng.random()
-            if kind < mixture.drills:
-                pool.append(reading_drill(world, transcriber, rng))
-            elif kind < mixture.drills + mixture.fictional:
-                pool.append(demonstrator.demonstrate(bank.draw(rng), index.search, rng))
-            else:
-                pool.append(demonstrator.demonstrate(real.draw(rng), search, rng))
-        pool.sort(key=lambda example: len(example.ids))
-        batches = [pool[start : start + BATCH] for start in range(0, WORLD_LIFE, BATCH)]
-        rng.shuffle(batches)
-        yield from batches
+from warmup.transcripts import Example
 
 
 def imitation_loss(network: Network, batch: Sequence[Example], prefix_length: int) -> Tensor:
@@ -94,7 +46,7 @@ class Reading:
 
 @torch.no_grad()
 def teacher_forced(network: Network, batch: Sequence[Example], prefix_length: int) -> Reading:
-    """Score `network` on perfect traces, given everything before each reply."""
+    """Score `network` on perfect traces, given everything before each reply; the last reply is the answer."""
     logits, targets, wanted = _reply_logits(network, batch, prefix_length)
     right = torch.ones_like(wanted)
     right[wanted] = logits.argmax(-1) == targets
@@ -105,20 +57,6 @@ def teacher_forced(network: Network, batch: Sequence[Example], prefix_length: in
             exact = bool(right[row, start - prefix_length - 1 : end - prefix_length - 1].all())
             (answers if number == len(example.replies) else calls).append(exact)
     return Reading(sum(calls) / len(calls), sum(answers) / len(answers))
-
-
-def perfect_examples(
-    transcriber: Transcriber, names: NameMaker, rng: random.Random, count: int
-) -> tuple[list[Example], list[Example]]:
-    """`count` perfect traces about held-out real entities, and as many about new fictional ones."""
-    demonstrator = Demonstrator(transcriber, PERFECT, {})
-    real = [demonstrator.demonstrate(question_bank("heldout").draw(rng), search, rng) for _ in range(count)]
-    fictional = []
-    for _ in range(count):
-        world = fictional_world(names, rng)
-        question = QuestionBank(world).draw(rng)
-        fictional.append(demonstrator.demonstrate(question, SearchIndex(world).search, rng))
-    return real, fictional
 
 
 def train_imitation(

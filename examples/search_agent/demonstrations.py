@@ -1,28 +1,18 @@
-"""Demonstrations of searching, perfect or flawed, and reading drills, as token ids with a training mask.
-
-Every trace is built as serving builds it: the opening is rendered, each reply is encoded as the model would
-sample it and ends with the end-of-turn token, and each tool result is bridged onto what is there. Only
-replies are trained.
-"""
+"""Demonstrations of searching, perfect or flawed, and reading drills, as examples for imitation."""
 
 from __future__ import annotations
 
-import os.path
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import tokenizers
 from conversation import SEARCH_TOOL, SYSTEM_PROMPT, call_text, opening
 from corpus import Entity
 from questions import FIELDS, Question, ask
-from renderers import Qwen3RendererConfig
+from warmup.transcripts import Example, Transcriber, as_messages
 
-from areal_agents.core.completion import as_token_ids
 from areal_agents.core.messages import Message
-from areal_agents.rendering import ChatRenderer, Tokenizer
-from warmup.tokenizer import END_OF_TEXT, TURN_END, marker_id
 
 Search = Callable[[str], str]
 
@@ -54,77 +44,36 @@ DRILL_KINDS = ("country", "country", "city", "element")  # countries have the lo
 VAGUE = ("capital", "currency", "country", "domain", "time zone", "element", "city")
 
 
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Token ids [L], which of them are trained [L], and the (start, end) of each reply."""
-
-    ids: tuple[int, ...]
-    replies: tuple[tuple[int, int], ...]
-
-    def trained(self) -> list[bool]:
-        mask = [False] * len(self.ids)
-        for start, end in self.replies:
-            mask[start:end] = [True] * (end - start)
-        return mask
-
-
-class Transcriber:
-    """Turns conversations into examples with the renderer that serving uses."""
+class SearchTranscriber:
+    """Turns questions, searches and drills into examples."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = Tokenizer(
-            tokenizer, name_or_path="search-agent", eos_token=TURN_END, pad_token=END_OF_TEXT
-        )
-        self._turn_end = marker_id(tokenizer, TURN_END)
-        self._renderer = ChatRenderer.from_config(self._tokenizer, Qwen3RendererConfig())
+        self._episodes = Transcriber(tokenizer, [SEARCH_TOOL])
         # A drill asks several questions in one conversation; only a template that keeps history bridges that.
-        self._drill_renderer = ChatRenderer.from_config(
-            self._tokenizer, Qwen3RendererConfig(thinking_retention="all")
-        )
+        self._drills = Transcriber(tokenizer, [SEARCH_TOOL], keeps_history=True)
 
     @property
     def prefix(self) -> list[int]:
         """The ids that every example starts with: system prompt and tool."""
-        one, other = (self._renderer.render(_messages(opening(q)), [SEARCH_TOOL]).tolist() for q in "ab")
-        return os.path.commonprefix([one, other])
+        return self._episodes.prefix(as_messages(opening("a")), as_messages(opening("b")))
 
     def trace(self, question: str, replies: Sequence[str], results: Sequence[str]) -> Example:
         """An episode: after each reply but the last comes the next tool result."""
         turns = [Message("tool", result) for result in results]
-        return self._build(self._renderer, _messages(opening(question)), replies, turns)
+        return self._episodes.transcribe(as_messages(opening(question)), replies, turns)
 
     def drill(self, passages: str, questions: Sequence[Question]) -> Example:
         """A search result, then questions about it, answered one after the other."""
         asked = [Message("user", question.text) for question in questions]
         first = [Message("system", SYSTEM_PROMPT), Message("tool", passages), asked[0]]
-        return self._build(self._drill_renderer, first, [q.answer for q in questions], asked[1:])
-
-    def _build(
-        self, renderer: ChatRenderer, first: list[Message], replies: Sequence[str], turns: Sequence[Message]
-    ) -> Example:
-        ids = renderer.render(first, [SEARCH_TOOL])
-        spans = []
-        for index, reply in enumerate(replies):
-            completion = as_token_ids([*self._tokenizer.encode(reply), self._turn_end])
-            spans.append((len(ids), len(ids) + len(completion)))
-            added = as_token_ids([])
-            if index < len(replies) - 1:
-                bridged = renderer.bridge(ids, completion, [turns[index]], [SEARCH_TOOL])
-                assert bridged is not None, "tool results and kept user turns always extend"
-                added = bridged
-            ids = np.concatenate([ids, completion, added])
-        return Example(tuple(ids.tolist()), tuple(spans))
-
-
-def _messages(plain: Sequence[Mapping[str, str]]) -> list[Message]:
-    return [Message.from_dict(message) for message in plain]
+        return self._drills.transcribe(first, [q.answer for q in questions], asked[1:])
 
 
 class Demonstrator:
     """Answers questions by searching, with the given habits."""
 
     def __init__(
-        self, transcriber: Transcriber, habits: Habits, guesses: Mapping[str, Sequence[str]]
+        self, transcriber: SearchTranscriber, habits: Habits, guesses: Mapping[str, Sequence[str]]
     ) -> None:
         self._transcriber = transcriber
         self._habits = habits
@@ -168,7 +117,7 @@ class Demonstrator:
 
 
 def reading_drill(
-    entities: Sequence[Entity], transcriber: Transcriber, rng: random.Random, *, questions: int = 8
+    entities: Sequence[Entity], transcriber: SearchTranscriber, rng: random.Random, *, questions: int = 8
 ) -> Example:
     """Two passages and up to `questions` different one-hop questions about them."""
     by_kind = {kind: [entity for entity in entities if entity.kind == kind] for kind in FIELDS}

@@ -1,0 +1,112 @@
+"""The repair tasks can be repaired, nothing else earns their reward, and demonstrations show what happens."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import repairs
+from demonstrator import CAREFUL, CARELESS, Habits, play
+from dialogue import SUBMIT
+from repairs import Repair, draw_repair, heldout_tasks, train_tasks
+from reward import solved
+
+from areal_agents.rewards import FinishedEpisode
+
+
+@pytest.fixture(autouse=True)
+def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the tasks of these tests to a folder of their own."""
+    monkeypatch.setattr(repairs, "TASKS", tmp_path / "tasks")
+    return tmp_path / "tasks"
+
+
+def outputs_of(commands: Sequence[str], folder: Path) -> list[str]:
+    """Run commands as mini-swe-agent does: each in a shell of its own, with both outputs together."""
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+    return [
+        subprocess.run(
+            command, shell=True, cwd=folder, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30,
+        ).stdout
+        for command in commands
+    ]  # fmt: skip
+
+
+def left_in(folder: Path, task: dict[str, Any]) -> FinishedEpisode:
+    return FinishedEpisode("e", task, (), "finished", {}, folder)
+
+
+def copy_of(task: dict[str, Any], to: Path) -> Path:
+    return Path(shutil.copytree(task["folder"], to))
+
+
+def commands_of(repair: Repair) -> list[str]:
+    """What a repairer without mishaps does, without the end."""
+    commands, _, _ = play(repair, Habits(), random.Random(0))
+    assert commands[-1] == SUBMIT
+    return commands[:-1]
+
+
+def test_no_function_of_training_is_held_out() -> None:
+    train, heldout = train_tasks(), heldout_tasks()
+    assert (len(train), len(heldout)) == (1000, 256)
+    shown = [(Path(task["folder"]) / task["file"]).read_text() for task in (*train, *heldout)]
+    docstrings = [text.split('"""')[1] for text in shown]
+    assert not set(docstrings[:1000]) & set(docstrings[1000:])
+    assert [task["id"] for task in train] != [task["id"] for task in train_tasks(seed=1)]
+    assert heldout == heldout_tasks()
+
+
+def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(tmp_path: Path) -> None:
+    (task, *_) = heldout_tasks()
+    repair = draw_repair(random.Random("heldout/0"), held_out=True)  # the same task
+    broken = copy_of(task, tmp_path / "broken")
+    assert solved(left_in(broken, task)) == 0.0
+    (broken / "test.py").write_text("print('ok')\n")
+    assert solved(left_in(broken, task)) == 0.0
+
+    repaired = copy_of(task, tmp_path / "repaired")
+    assert outputs_of(commands_of(repair), repaired)[-1] == "ok\n"
+    assert solved(left_in(repaired, task)) == 1.0
+    file = repaired / task["file"]
+    for text in (
+        "def pick(*_):\n    return 0\n",
+        "raise SystemExit(0)\n",
+        "print([True] * 4)\nraise SystemExit(0)\n",
+        "def pick(\n",
+        "import sys\nsys.stdout = None\n",
+    ):
+        file.write_text(text)
+        assert solved(left_in(repaired, task)) == 0.0, text
+    file.write_bytes(b"\xff\xfe")
+    assert solved(left_in(repaired, task)) == 0.0
+    file.unlink()
+    assert solved(left_in(repaired, task)) == 0.0
+
+
+@pytest.mark.parametrize("habits", [CAREFUL, CARELESS], ids=["careful", "careless"])
+def test_demonstrations_show_what_the_commands_print(habits: Habits, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    for number in range(6):
+        repair = draw_repair(rng, held_out=False)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / repair.wanted.file).write_text(repair.source)
+        (folder / "test.py").write_text(repair.test)
+        commands, outputs, _ = play(repair, habits, rng)
+        assert outputs_of(commands[:-1], folder) == outputs
+        assert commands[-1] == SUBMIT
+
+
+def test_every_task_starts_with_a_failing_test_and_ends_repaired(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        repair = draw_repair(rng, held_out=False)
+        assert not repair.passes(repair.broken) and repair.passes(repair.wanted)
+        assert any(repair.broken(values, limit) != result for values, limit, result in repair.hidden)
