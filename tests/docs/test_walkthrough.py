@@ -142,6 +142,7 @@ NOT_RUN = {
     ("docs/rewards.md", "@episode"): "a part of an agent",
     ("examples/search_agent/README.md", ". .venv/bin/activate"): "tests/examples",
     ("examples/search_agent/README.md", "PYTHONPATH=examples python"): "25 minutes",
+    ("examples/repair_tasks/README.md", "def pick(grants, limit):"): "a task; tests/examples has others",
     ("examples/repair_tasks/README.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",
     ("examples/repair_tasks/README.md", "PYTHONPATH=examples python"): "minutes",
     ("docs/benchmarks.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",

@@ -1,4 +1,4 @@
-"""The real mini-swe-agent plays a repair task: what it sends and shows is, token by token, a demonstration."""
+"""The real mini-swe-agent plays a repair task; what it sends and shows is token for token a demonstration."""
 
 from __future__ import annotations
 
