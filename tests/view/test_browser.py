@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from view_support import ATTACK, make_run, serving
 
+from areal_agents.launch.run_folder import RunFolder
+from benchmarks.view.generate import make_run as make_large_run
+
 CHROMIUM = os.environ.get("CHROME_PATH") or next(
     filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser", "chrome"))), None
 )
@@ -336,3 +339,24 @@ def test_a_folder_without_runs_says_how_to_make_one(browser: Any, tmp_path: Path
         page.goto(url)
         page.wait_for_selector(".empty")
         assert "areal-agents train" in page.locator(".empty").inner_text()
+
+
+@pytest.mark.slow
+def test_a_run_of_100_000_episodes(browser: Any, tmp_path: Path) -> None:
+    make_large_run(RunFolder(tmp_path / "large"), episodes=100_000, turns=2)
+    with serving(tmp_path) as url, browser.new_context(base_url=url) as context:
+        page = context.new_page()
+        page.set_default_timeout(60_000)
+        page.goto("/#/run/large/episodes")
+        page.wait_for_selector("tr[data-row='49']")
+        assert page.locator("tr[data-row]").count() == 50  # a page, not all
+        page.get_by_role("button", name="Show more").click()
+        page.wait_for_selector("tr[data-row='99']")
+        page.get_by_role("searchbox").fill("needle")
+        page.get_by_role("searchbox").press("Enter")
+        page.wait_for_selector("tr[data-row='49']")  # the search goes on by itself until a page is full
+        page.get_by_role("button", name="Show more").click()
+        page.wait_for_selector("text=all 100 episodes shown")
+        assert page.locator("tr[data-row]").count() == 100
+        page.goto("/#/run/large/timeline")
+        until(page, "document.querySelector('.timeline canvas')?.width > 600")
