@@ -22,10 +22,15 @@ ENVIRONMENTS := .venv-environments
 MINI := $(ENVIRONMENTS)-mini-swe-agent
 INTEGRATIONS := .venv-integrations
 BROWSER := .venv-browser
+DOCS := .venv-docs
 DOCKER_ENGINE := .docker-engine
 GPU_SECONDS ?= 540
 
+<<<<<<< HEAD
 .PHONY: help setup demo demo-cli test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
+=======
+.PHONY: help setup demo test test-all test-sglang test-browser test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
+>>>>>>> 19c1880 (The documentation as an offline site, with pages for the first hour and for troubleshooting)
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +60,12 @@ static: setup ## Lint and type-check.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: ## Build the documentation as a site that needs no other host: site/index.html.
+	@test -x $(DOCS)/bin/mkdocs || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(PIP_INSTALL) -r tools/docs_site/requirements.txt
+	$(DOCS)/bin/python tools/docs_site/mermaid.py $(DOCS)/mermaid.min.js
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 	$(BIN)/python -m pytest -m sglang --sglang=$(SGLANG)/bin/python
