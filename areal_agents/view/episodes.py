@@ -10,6 +10,7 @@ import numpy as np
 
 from areal_agents.core.rollout import Reward
 from areal_agents.core.trajectory import Turn
+from areal_agents.errors import ConfigError
 from areal_agents.store import NotFound, pages, reads
 from areal_agents.view.runs import Run
 from areal_agents.view.trained import trained_turns
@@ -73,7 +74,12 @@ def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, 
         count += len(path[end].new_prompt_ids) + len(path[end].completion)
         end += 1
     shown, texts, parts = path[start:end], run.texts(), []
-    trained = trained_turns(run, [turn.id for turn in shown], steps)
+    trained: dict[str, dict[str, Any]] = {}
+    record_problem = None
+    try:
+        trained = trained_turns(run, [turn.id for turn in shown], steps)
+    except ConfigError as error:  # the store's part can be shown all the same
+        record_problem = str(error)
     for number, turn in enumerate(shown, start):
         prompt, sampled = turn.new_prompt_ids.tolist(), turn.completion.token_ids.tolist()
         found = texts.of([*prompt, *sampled])
@@ -95,6 +101,7 @@ def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, 
         "next": end if end < len(path) else None,
         "turns": len(path),
         "problem": texts.problem,
+        "record_problem": record_problem,
         "batch_version": version,
         "max_staleness": _max_staleness(run),
     }

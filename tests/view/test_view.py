@@ -178,6 +178,15 @@ def test_tokens_have_what_training_did_with_them(http: httpx.Client) -> None:
     assert differences == pytest.approx([-0.25] * len(differences), abs=1e-4)
 
 
+def test_a_damaged_record_of_training_is_named_and_the_tokens_are_shown(copied: Path) -> None:
+    (record,) = copied.rglob("rank-0.parquet")
+    record.write_bytes(b"no parquet")
+    with serving(copied.parent) as url, httpx.Client(base_url=url, timeout=30) as http:
+        found = get(http, "run/episodes/lyon-1-1/tokens", leaf="lyon-1-1/2")
+    assert "cannot read" in found["record_problem"] and "rank-0.parquet" in found["record_problem"]
+    assert [part["trained"] for part in found["parts"]] == [None, None] and found["parts"][0]["texts"]
+
+
 def test_the_timeline_has_steps_versions_evaluations_and_failures(http: httpx.Client) -> None:
     found = get(http, "run/timeline")
     assert [step["wait_s"] for step in found["steps"]] == [4.0] * STEPS

@@ -27,6 +27,7 @@ export function Tokens({ run, episode, leaf, turn, values }) {
       <${Choice} label="Prompts" value=${folded ? "end" : "whole"} options=${[["end", "Ends of prompts"], ["whole", "Whole prompts"]]} onChange=${(prompts) => change({ prompts: prompts === "whole" ? prompts : "", token: "" })} /></div>
     <${Problem} error=${state.error} />
     ${state.problem && html`<div class="note">${state.problem}. Ids are shown instead.</div>`}
+    ${state.recordProblem && html`<div class="note">What training did with the tokens cannot be shown: ${state.recordProblem}.</div>`}
     <div class="tokens">
       <${Legend} legend=${scale.legend} />
       <${Canvas} tokens=${tokens} heads=${heads} scale=${scale} turn=${turn} picked=${picked} onHover=${setHovered} onPick=${(index) => change({ token: index === null ? "" : String(index) })} more=${more} />
@@ -199,7 +200,7 @@ function useTokens(run, episode, leaf, folded) {
       (found) => {
         busy.current = false;
         setParts((old) => [...old, ...found.parts]);
-        setState({ next: found.next, loaded: found.next ?? found.turns, turns: found.turns, problem: found.problem, error: null, version: found.batch_version, bound: found.max_staleness });
+        setState({ next: found.next, loaded: found.next ?? found.turns, turns: found.turns, problem: found.problem, recordProblem: found.record_problem, error: null, version: found.batch_version, bound: found.max_staleness });
       },
       (error) => {
         busy.current = false;
