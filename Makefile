@@ -26,11 +26,7 @@ DOCS := .venv-docs
 DOCKER_ENGINE := .docker-engine
 GPU_SECONDS ?= 540
 
-<<<<<<< HEAD
-.PHONY: help setup demo demo-cli test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations chaos attack clean
-=======
-.PHONY: help setup demo test test-all test-sglang test-browser test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
->>>>>>> 19c1880 (The documentation as an offline site, with pages for the first hour and for troubleshooting)
+.PHONY: help setup demo demo-cli test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
