@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -195,6 +196,7 @@ def _report_plan(
         "" if config.engine.colocate == "none" else f", colocated with the engines ({config.engine.colocate})"
     )
     report.say(f"{trainer}{colocated}; logs of all processes: {folder.log('trainer').parent}")
+    report.say(f"to follow it in a browser: areal-agents view {shlex.quote(str(folder.root))}")
 
 
 @contextmanager
