@@ -27,13 +27,16 @@ class Explainer:
     def __init__(self) -> None:
         self._one_at_a_time = asyncio.Lock()
 
-    async def explain(self, run_dir: str, episode_id: str, turn_id: str, token: int) -> dict[str, Any]:
-        """Return the terms of one sampled token.
+    async def explain(
+        self, run_dir: str, episode_id: str, turn: str | None = None, token: int | None = None
+    ) -> dict[str, Any]:
+        """Return the terms of an episode, of a turn (by its id or its number), or of one sampled token.
 
         Raises:
             RequestError: the command failed or took too long; the message says why.
         """
-        arguments = ["why", "--json", "--", episode_id, turn_id, str(token), run_dir]
+        about = [str(part) for part in (turn, token) if part is not None]
+        arguments = ["why", "--json", "--", episode_id, *about, run_dir]
         async with self._one_at_a_time:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "areal_agents", *arguments,

@@ -34,7 +34,7 @@ async def test_a_coding_agent_finds_the_worst_episode(root: Path) -> None:
     )
     async with Client(command) as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-        assert {"runs", "run", "metrics", "episodes", "episode", "step"} <= tools.keys()
+        assert {"runs", "run", "metrics", "episodes", "episode", "step", "why"} <= tools.keys()
         assert all(tool.description for tool in tools.values())
         (run,) = await ask(client, "runs")
         assert (run["name"], run["state"], run["step"], run["after"]) == ("run", "finished", STEPS, 1.0)
@@ -57,6 +57,8 @@ async def test_a_coding_agent_finds_the_worst_episode(root: Path) -> None:
         for tool, arguments, said in (
             ("run", {"name": "../other"}, "there is no run"),
             ("episode", {"name": "run", "episode": "nobody"}, "nobody"),
+            ("why", {"name": "run", "episode": "nobody"}, "areal-agents why failed"),
+            ("why", {"name": "run", "episode": "evil", "token": 1}, "give turn, too"),
             ("metrics", {"name": "run", "metrics": ["nothing"]}, "no metrics ['nothing']"),
         ):
             refused = await client.call_tool(tool, arguments)
