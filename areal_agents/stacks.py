@@ -56,19 +56,20 @@ def stacks_folder(logs: Path) -> Path:
 def collect_stacks(logs: Path) -> dict[str, str]:
     """Ask every process of a run on this machine for its stacks; return them by "<name>-<pid>".
 
+    Files of processes that are not found here stay: they were killed, or run on another machine.
+
     Args:
         logs: the folder of the logs of the run.
     """
     asked: dict[Path, int] = {}
     for path in sorted(stacks_folder(logs).glob("*-*.txt")):
-        pid = int(path.stem.rpartition("-")[2])
-        mark = mark_of(pid, RUN_MARK)
+        pid = path.stem.rpartition("-")[2]
+        mark = mark_of(int(pid), RUN_MARK) if pid.isdecimal() else None
         if mark is None or Path(mark).parent.resolve() != logs.resolve():
-            path.unlink(missing_ok=True)  # it was killed, and another process may have its number
-            continue
+            continue  # it was killed or is on another machine; another process may have its number
         asked[path] = path.stat().st_size
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR2)
+            os.kill(int(pid), signal.SIGUSR2)
     _wait(asked)
     return {path.stem: _added(path, size) for path, size in asked.items()}
 

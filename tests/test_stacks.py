@@ -56,13 +56,16 @@ def test_threads_and_tasks_are_written_and_the_process_goes_on(tmp_path: Path) -
             process.stdout.close()
 
 
-def test_a_file_that_a_killed_process_left_signals_no_one(tmp_path: Path) -> None:
+def test_a_file_of_a_process_that_was_killed_or_is_elsewhere_signals_no_one_and_stays(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         stacks_folder(tmp_path).mkdir()
-        (stacks_folder(tmp_path) / f"trainer-{other.pid}.txt").touch()
+        names = {f"trainer-{other.pid}.txt", "notes-of-somebody.txt"}
+        for name in names:
+            (stacks_folder(tmp_path) / name).touch()
         assert collect_stacks(tmp_path) == {}
-        assert other.poll() is None and [*stacks_folder(tmp_path).iterdir()] == []
+        # A run on another machine that shares the folder can still be asked from there.
+        assert other.poll() is None and {path.name for path in stacks_folder(tmp_path).iterdir()} == names
     finally:
         kill_process(other)
 

@@ -195,9 +195,10 @@ def rescore(
             old_function=tree.get("reward") is not None,
             workers=workers or available_cores(),
         )
-    show_rescoring(rescored, _wide())
     if out is not None:
         rescored.write(out)
+    show_rescoring(rescored, _wide())
+    if out is not None:
         print(f"new rewards: {out}")
 
 

@@ -78,7 +78,7 @@ class Rescoring:
     def write(self, path: Path) -> None:
         """Write everything as one JSON file, whole or not at all."""
         tree = {"format": FORMAT, **asdict(self)}
-        write_whole(path, json.dumps(tree, ensure_ascii=False, indent=1) + "\n")
+        write_whole(path, json.dumps(tree, indent=1) + "\n")
 
 
 def rescore(

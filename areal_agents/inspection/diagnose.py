@@ -33,17 +33,28 @@ from areal_agents.whole_files import replacing
 LOG_BYTES = 500_000  # of the end of each log
 ROWS = 500  # of the end of metrics.jsonl
 FAILURES = 20  # errors of the episodes that failed last
+ERROR_CHARACTERS = 300  # of each of them
 COMMAND_S = 10.0  # longest time of a program that describes the machine
 HIDDEN = "[removed]"
-_SECRET_NAME = re.compile(r"(key|token|secret|password|passwd|credential)s?$", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"(key|token|secret|pass|password|passwd|passphrase|credential|auth|authorization|cookie|_pat)s?(_?\d+)?$",
+    re.IGNORECASE,
+)
 _NOT_SECRET = re.compile(r"tokens$", re.IGNORECASE)  # max_tokens, context_tokens: numbers
 _SHORTEST_SECRET = 8  # shorter values of variables are not searched for in other texts
 _PATTERNS = (
     re.compile(r"()\b(?:sk|hf|ghp|gho|github_pat|xox[a-z]|AKIA|AIza)[-_A-Za-z0-9]{12,}"),
     re.compile(r"(Bearer\s+)[^\s\"']+", re.IGNORECASE),
-    re.compile(r"(://)[^/\s:@]+:[^/\s@]+(?=@)"),
+    re.compile(r"(Authorization[\"']?\s*[=:]\s*[\"']?\w+\s+)[^\s\"']+", re.IGNORECASE),
+    re.compile(r"(://)[^/\s:@]*:[^/\s@]+(?=@)"),
+    re.compile(r"(/e/)[^/\s\"']+"),  # the key of an episode
+    re.compile(r"()-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
     re.compile(r"()\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"),
-    re.compile(r"((?:key|token|secret|password)[\"']?\s*[=:]\s*[\"']?)[^\s\"',}]{8,}", re.IGNORECASE),
+    re.compile(r"((?:key|token|secret|passw(?:or)?d)[\"']?\s*[=:]\s*[\"']?)[^\s\"',}]{8,}", re.IGNORECASE),
+    re.compile(
+        r"(--?[\w-]*(?:key|token|secret|passw(?:or)?d)[\"']?,?\s+[\"']?)[^\s\"',-][^\s\"',]{7,}",
+        re.IGNORECASE,
+    ),  # an option of a command and its value
 )
 
 
@@ -91,6 +102,7 @@ class Secrets:
         found = {value for name, value in environment.items() if _is_secret(name)}
         found |= {str(value) for name, value in _leaves(config) if _is_secret(name)}
         found |= {str(value) for name, value in _leaves(_endpoints(folder)) if _is_secret(name)}
+        found |= {json.dumps(value)[1:-1] for value in found}  # as they are in JSON
         known = sorted((value for value in found if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
@@ -175,7 +187,12 @@ def _summary_of_store(
         proxy = f"http://{endpoints['proxy_host']}:{endpoints['proxy_port']}"
         waiting = Waiting(endpoints["engine_urls"], proxy, groups=config["rollout"]["groups"])
         yield f"the next step: {waiting.reason(groups, activity, started=bool(running_rows))}"
-    yield from (f"failed episode {e.id}: {(e.error or '')[:300]}" for e in failed)
+    yield from (f"failed episode {e.id}: {_beginning(e.error or '')}" for e in failed)
+
+
+def _beginning(text: str) -> str:
+    """Return the first words of a text, whole: a part of a secret would not be found."""
+    return text if len(text) <= ERROR_CHARACTERS else text[:ERROR_CHARACTERS].rpartition(" ")[0] + " …"
 
 
 def _files(folder: RunFolder) -> Iterator[tuple[str, str]]:
@@ -194,6 +211,8 @@ def _end_of(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LOG_BYTES))
+        if size > LOG_BYTES:
+            file.readline()  # the rest of a line, which may have a part of a secret
         return file.read().decode(errors="replace")
 
 

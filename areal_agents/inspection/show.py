@@ -7,6 +7,7 @@ cannot write to the terminal by itself.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 from areal_agents.evaluation.reference import CONFIDENCE, Curve, Point, rewards_at
 
 LONGEST = 600  # characters of a message, unless all of it is wanted
-_KEPT = ("\n", "\t")
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return text with a visible sign in place of every control character but line feed and tab."""
-    return "".join(c if c in _KEPT or (c >= " " and not "\x7f" <= c <= "\x9f") else "\ufffd" for c in text)
+    """Return text with a visible sign for each lone surrogate and control character but line feed and tab."""
+    return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def episodes_table(episodes: Iterable[Mapping[str, Any]]) -> Table:

@@ -18,12 +18,14 @@ import sqlalchemy as sa
 
 from areal_agents.core.rollout import EpisodeStatus, Reward, Split, Task
 from areal_agents.core.trajectory import Turn
+from areal_agents.errors import RequestError
 from areal_agents.store.codec import EMPTIED, decode_turn
 from areal_agents.store.errors import NotFound
 from areal_agents.store.schema import checkpoints, episodes, groups, leases, rewards, tasks, turns, versions
 
 _CHUNK_S = 0.03  # wanted time of one query of a search
 _FIRST_EPISODES, _FIRST_EPISODES_OF_TEXTS = 1024, 32  # of the first query of a search
+_LONGEST_SEARCH = 1_000  # characters; SQLite refuses patterns of more than 50,000 bytes
 _PREVIEW = 160  # characters of a task's input in a list
 
 
@@ -37,6 +39,9 @@ class EpisodeFilter:
         has_error: whether the episode has an error message.
         tool: the name of a tool that the episode called.
         text: a string in its messages, its tool calls or its error; the case of ASCII letters is ignored.
+
+    Raises:
+        RequestError: a string is too long to be searched for.
     """
 
     split: Split | None = None
@@ -50,6 +55,13 @@ class EpisodeFilter:
     has_error: bool | None = None
     tool: str = ""
     text: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value in (("tool", self.tool), ("text", self.text)):
+            if len(value) > _LONGEST_SEARCH:
+                raise RequestError(
+                    f"{name} must have at most {_LONGEST_SEARCH} characters, got {len(value)}", param=name
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class _Routes:
             Route(run, self.show_run, methods=["GET"]),
             Route(f"{run}/curves", self.curves, methods=["GET"]),
             Route(f"{run}/timeline", self.timeline, methods=["GET"]),
-            Route(f"{run}/steps/{{step:int}}", self.step, methods=["GET"]),
+            Route(f"{run}/steps/{{step}}", self.step, methods=["GET"]),
             Route(f"{run}/groups/{{group:path}}", self.group, methods=["GET"]),
             Route(f"{run}/episodes", self.episodes, methods=["GET"]),
             Route(f"{run}/episodes/{{episode}}", self.episode, methods=["GET"]),
@@ -192,7 +192,7 @@ class _Routes:
 
     def step(self, request: Request) -> Response:
         """Show the groups that a step trained on, and its metrics."""
-        run, step = self._run(request), request.path_params["step"]
+        run, step = self._run(request), _whole("step", request.path_params["step"])
         rows = run.rows()
         with run.store.read() as connection:
             groups = pages.groups_of_step(connection, step)
@@ -358,8 +358,10 @@ def _one_of(request: Request, name: str, known: tuple[Any, ...]) -> Any:
 
 def _integer(request: Request, name: str, default: Any) -> Any:
     value = request.query_params.get(name)
-    if not value:
-        return default
+    return _whole(name, value) if value else default
+
+
+def _whole(name: str, value: str) -> int:
     if not value.isascii() or not value.isdigit() or len(value) > 15:
         raise RequestError(f"{name} must be a whole number, got {shown(value)}", param=name)
     return int(value)

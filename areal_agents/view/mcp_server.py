@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 from areal_agents import __version__
+from areal_agents.core.rollout import EpisodeStatus, Split
 from areal_agents.errors import ArealAgentsError
 from areal_agents.health.rules import findings
 from areal_agents.store import pages
@@ -86,8 +87,8 @@ class _Tools:
     def episodes(
         self,
         name: str,
-        split: str = "",
-        status: str = "",
+        split: Split | Literal[""] = "",
+        status: EpisodeStatus | Literal[""] = "",
         task: str = "",
         group: str = "",
         tool: str = "",
@@ -107,8 +108,8 @@ class _Tools:
 
         def found() -> dict[str, Any]:
             wanted = pages.EpisodeFilter(
-                split=split or None,  # type: ignore[arg-type]
-                status=status or None,  # type: ignore[arg-type]
+                split=split or None,
+                status=status or None,
                 group=group,
                 task=task,
                 min_reward=min_reward,

@@ -166,9 +166,11 @@ class Runs:
         if self._only is not None:
             if name == self._only.name:
                 return self._only
-        elif name not in ("", ".", "..") and "/" not in name and (self.place / name / "lock").exists():
-            with contextlib.suppress(ConfigError):  # another program's folder
-                return self._run(self.place / name)
+        elif name not in ("", ".", "..") and "/" not in name:
+            # Another program's folder, or a name that no file can have.
+            with contextlib.suppress(ConfigError, OSError):
+                if (self.place / name / "lock").exists():
+                    return self._run(self.place / name)
         raise NotFound(f"there is no run {name!r} in {self.place}; it was renamed or deleted")
 
     def _run(self, root: Path) -> Run:

@@ -23,6 +23,13 @@ async def agent(task: dict[str, Any], ep: Episode) -> float:
     return float(again == reply.choices[0].message.content)
 
 
+async def asks_once(task: dict[str, Any], ep: Episode) -> float:
+    """Ask once."""
+    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}])
+    return 1.0
+
+
 async def responses_agent(task: dict[str, Any], ep: Episode) -> float:
     """Use another API."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)

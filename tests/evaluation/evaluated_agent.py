@@ -46,7 +46,7 @@ def length(episode: FinishedEpisode) -> float:
 def fails_on_t1(episode: FinishedEpisode) -> dict[str, float]:
     """Fails, ends its process, or hangs, by the task."""
     if episode.task["id"] == "t1":
-        raise KeyError("no such rubric")
+        raise LookupError("no such rubric: \ud800")  # which has no UTF-8
     if episode.task["id"] == "t2":
         os._exit(3)
     if episode.task["id"] == "t3":  # longer than its time limit

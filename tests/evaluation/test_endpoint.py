@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +46,8 @@ async def played(server: RunningProxy, folder: Path, agent: str, tasks: list[Tas
         "seed": 0,
         "logs": folder,
     }
-    endpoint = Endpoint(f"{server.url}/v1", "some-model", changes.pop("key_variable", ""))
+    url = changes.pop("url", server.url)
+    endpoint = Endpoint(f"{url}/v1", "some-model", changes.pop("key_variable", ""))
     await play(endpoint, folder, tasks, **{**arguments, **changes})
 
 
@@ -87,6 +91,51 @@ async def test_another_api_fails_with_the_reason(server: RunningProxy, tmp_path:
     await played(server, tmp_path, "responses_agent", TASKS[:1])
     results = [entry.result for entry in journal_of(tmp_path).latest.values()]
     assert all(r.status == "failed" and "chat completions only" in (r.error or "") for r in results)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (b"<html>log in</html>", "failed"),
+        (b'{"choices": []}', "failed"),
+        (b'{"choices": [{"message": {"content": "a"}}], "usage": {"completion_tokens": "many"}}', "failed"),
+        (b'{"choices": [{"message": {"role": "assistant", "content": "a\\ud800"}}]}', "finished"),
+    ],
+)
+async def test_an_answer_that_is_no_chat_completion_is_shown_and_any_reply_is_kept(
+    server: RunningProxy, tmp_path: Path, answer: bytes, status: str
+) -> None:
+    with answering(answer) as url:
+        await played(server, tmp_path, "asks_once", TASKS[:1], url=url)
+    results = [entry.result for entry in journal_of(tmp_path).latest.values()]
+    assert [result.status for result in results] == [status] * 2
+    if status == "failed":
+        assert all("answer is not a chat completion" in (result.error or "") for result in results)
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """A server that answers every request alike; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            http.shutdown()
+            thread.join()
 
 
 async def test_an_endpoint_that_refuses_ends_the_evaluation(

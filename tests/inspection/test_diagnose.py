@@ -25,6 +25,14 @@ SECRETS = {
     "in a header": "opaque.value/with+signs==",
     "in a URL": "someone:hunter2hunter2",
     "by its name": "zzzz-9999-xxxx",
+    "of an option": "option.value.0123",
+    "of basic authentication": "dXNlcjpwYXNzd29yZA==",
+    "in a URL without a user": "redispassword99",
+    "of an episode": "ep-key-0123456789",
+    "of a numbered variable": "the-second-of-two-keys",
+    "in JSON": 'a"quoted\\value',
+    "in PEM": "MIIEvQIBADANBgkqhkiG9w0",
+    "at the cut of an error": "cut-in-the-middle-of-it",
 }
 
 
@@ -32,6 +40,9 @@ SECRETS = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run that has ended after eight steps without a gradient, and whose texts contain secrets."""
     monkeypatch.setenv("SOME_PASSWORD", SECRETS["of the environment"])
+    monkeypatch.setenv("PROVIDER_API_KEY_2", SECRETS["of a numbered variable"])
+    monkeypatch.setenv("DB_PASS", SECRETS["in JSON"])
+    monkeypatch.setenv("OTHER_TOKEN", SECRETS["at the cut of an error"])
     folder = RunFolder(tmp_path / "run")
     folder.log("x").parent.mkdir(parents=True)
     (folder.root / "lock").touch()
@@ -45,10 +56,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     with Store.open(folder.store) as store:
         store.open_episode(NewEpisode("e", "hash")).result()
         store.seal("e", "failed", error=f"refused: api_key={SECRETS['by its name']}").result()
+        store.open_episode(NewEpisode("long", "other-hash")).result()
+        padding = "x" * (290 - len("it failed "))
+        error = f"it failed {padding} {SECRETS['at the cut of an error']}"
+        store.seal("long", "failed", error=error).result()
     folder.log("rollout").write_text(
         f"asked with {SECRETS['by its form']}\nAuthorization: Bearer {SECRETS['in a header']}\n"
         f"http://{SECRETS['in a URL']}@host/path\nthe password {SECRETS['of the environment']}\n"
         f"the admin {SECRETS['of the proxy']}, max_tokens=512\n"
+        f"ran server --api-key {SECRETS['of an option']} --port 8000\n"
+        f"Authorization: Basic {SECRETS['of basic authentication']}\n"
+        f"redis://:{SECRETS['in a URL without a user']}@host\n"
+        f"404 for http://127.0.0.1:9/e/{SECRETS['of an episode']}/v1/models\n"
+        f"the second {SECRETS['of a numbered variable']}\n{json.dumps({'db': SECRETS['in JSON']})}\n"
+        f"-----BEGIN PRIVATE KEY-----\n{SECRETS['in PEM']}\n-----END PRIVATE KEY-----\nthe end\n"
     )
     return folder
 
@@ -76,7 +97,10 @@ def test_no_secret_is_in_the_file_or_on_the_terminal(folder: RunFolder, tmp_path
     path = diagnose(folder.root, tmp_path / "out.zip", say=said.append)
     with zipfile.ZipFile(path) as file:
         everything = "\n".join([*said, *(file.read(name).decode() for name in file.namelist())])
-    assert {where for where, secret in SECRETS.items() if secret in everything} == set()
+    forms = {where: (secret, json.dumps(secret)[1:-1]) for where, secret in SECRETS.items()}
+    assert {where for where, of in forms.items() if any(form in everything for form in of)} == set()
+    assert SECRETS["at the cut of an error"][:8] not in everything
+    assert "--port 8000" in everything and "/v1/models" in everything and "the end" in everything
     assert everything.count(HIDDEN) >= len(SECRETS)
 
 

@@ -59,6 +59,7 @@ async def test_a_coding_agent_finds_the_worst_episode(root: Path) -> None:
             ("episode", {"name": "run", "episode": "nobody"}, "nobody"),
             ("why", {"name": "run", "episode": "nobody"}, "areal-agents why failed"),
             ("why", {"name": "run", "episode": "evil", "token": 1}, "give turn, too"),
+            ("episodes", {"name": "run", "status": "done"}, "'finished'"),
             ("metrics", {"name": "run", "metrics": ["nothing"]}, "no metrics ['nothing']"),
         ):
             refused = await client.call_tool(tool, arguments)

@@ -232,6 +232,9 @@ def _events(stream: httpx.Response) -> Iterator[tuple[str, Any]]:
         ("/api/runs/other", 404, "there is no run"),
         ("/api/runs/run/episodes/none", 404, "no episode none"),
         ("/api/runs/run/steps/99", 404, "no step 99; its last is 3"),
+        ("/api/runs/" + "a" * 300, 404, "there is no run"),  # no file can have this name
+        ("/api/runs/run/steps/" + "9" * 20, 400, "step must be a whole number"),
+        ("/api/runs/run/episodes?text=" + "a" * 2000, 400, "text must have at most 1000 characters"),
         ("/api/runs/run/groups/none", 404, "no group none"),
         ("/api/runs/run/episodes?limit=1000", 400, "limit must be from 1 to 200"),
         ("/api/runs/run/episodes?status=done", 400, "status must be one of open, finished"),

@@ -57,7 +57,8 @@ class Journal:
     def add(self, entry: JournalEntry) -> None:
         """Append an attempt; it is on the disk when this returns."""
         with open(self._path, "ab") as file:
-            file.write(json.dumps(asdict(entry), ensure_ascii=False).encode() + b"\n")
+            # ASCII, because a reply may have a lone surrogate, which has no UTF-8.
+            file.write(json.dumps(asdict(entry)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self._keep(entry)

@@ -29,6 +29,7 @@ from areal_agents.evaluation.results import AttemptResult
 from areal_agents.proxy.episodes.control_forms import final_rewards_of, rewards_of
 
 _REFUSING = (401, 403, 404)
+_SHOWN = 200  # characters of an answer that is no chat completion
 ONLY_CHAT = (
     "an evaluation of an endpoint relays chat completions only (POST /v1/chat/completions); agents that use "
     "another API can be evaluated with a model folder"
@@ -80,8 +81,8 @@ class RelayedEpisode:
         turn_id = f"turn-{len(self.turns)}"
         self.turns.append({"id": turn_id, "parent": parent, "new_messages": new, "reply": dict(reply)})
         self.conversations.append([*messages, reply])
-        self.prompt_tokens += int(usage.get("prompt_tokens") or 0)
-        self.sampled_tokens += int(usage.get("completion_tokens") or 0)
+        self.prompt_tokens += usage.get("prompt_tokens") or 0
+        self.sampled_tokens += usage.get("completion_tokens") or 0
 
     def entry(self, error: str | None) -> JournalEntry:
         """Return the ended attempt for the journal."""
@@ -239,8 +240,7 @@ class Relay:
             return await self._refusal(answer)
         self._has_answered = True
         if not sent.get("stream"):
-            tree = answer.json()
-            episode.record(messages, tree["choices"][0]["message"], tree.get("usage") or {})
+            episode.record(messages, *_completion_of(answer))
             return Response(answer.content, media_type="application/json")
         streamed = self._streamed(answer, episode, messages, wants_usage=wants_usage)
         return StreamingResponse(streamed, media_type="text/event-stream")
@@ -273,6 +273,24 @@ class Relay:
                 episode.record(messages, reply.message(), reply.usage)
         finally:
             await answer.aclose()
+
+
+def _completion_of(answer: httpx.Response) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the reply and the usage of a chat completion. Raises RequestError 502 for any other answer."""
+    try:
+        tree = answer.json()
+        reply, usage = tree["choices"][0]["message"], tree.get("usage") or {}
+        numbers = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
+        is_completion = isinstance(reply, Mapping) and all(isinstance(n, int) and n >= 0 for n in numbers)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        is_completion = False
+    if not is_completion:
+        raise RequestError(
+            f"the endpoint's answer is not a chat completion: {answer.text[:_SHOWN]!r}",
+            status=502,
+            code="not_a_completion",
+        )
+    return reply, usage
 
 
 def _sent(body: Mapping[str, Any], model: str, episode: RelayedEpisode) -> dict[str, Any]:
