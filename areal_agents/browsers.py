@@ -1,4 +1,4 @@
-"""Refuses requests that foreign web pages send from a browser.
+"""Refuses requests, also for WebSockets, that foreign web pages send from a browser.
 
 A script of any page that a user opens can send requests to this machine. If the page's host name resolves to
 this machine (DNS rebinding), the script can also read the responses; the Host header then has that name.
@@ -58,7 +58,7 @@ class BrowserGuard:
         self._is_everywhere = _is_unspecified(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+        if scope["type"] in ("http", "websocket") and (refusal := self._refusal(scope)) is not None:
             await self._refuse(scope["path"], refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -80,7 +80,7 @@ class BrowserGuard:
                 code="unknown_host",
             )
         foreign = origin is not None and not self._is_own(origin, host)
-        if foreign or (site is not None and site not in _OWN_SITE and scope["method"] not in _SAFE):
+        if foreign or (site is not None and site not in _OWN_SITE and scope.get("method") not in _SAFE):
             return RequestError(
                 f"web pages of another origin ({origin or site}) may not call this server{self._remedy}",
                 status=403,

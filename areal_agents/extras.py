@@ -17,7 +17,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "aiohttp", "docstring_parser", "fastokens", "httptools", "jinja2", "numpy", "openai",
         "orjson",
         "prometheus_client", "renderers", "rich", "sqlalchemy", "starlette", "tokenizers", "typer", "uvicorn",
-        "uvloop", "yaml",
+        "uvloop", "websockets", "yaml",
     ),
     "train": (
         "cloudpickle", "datasets", "llvmlite", "matplotlib", "numba", "peft", "psutil", "safetensors",

@@ -58,14 +58,16 @@ def serving(
     with listen("127.0.0.1", 0) as listener:
         proxy.url = url_of(listener)
         engine = SGLangEngine(engine_url)
+        settings = config or ProxyConfig()
         app = create_app(
             store=proxy.store,
             engine=engine,
             renderer=renderer,
-            config=config or ProxyConfig(),
+            config=settings,
             observer=proxy.records.append,
         )
-        server = build_server(RequestRecorder(app, proxy.requests))
+        recorder = RequestRecorder(app, proxy.requests)
+        server = build_server(recorder, max_message_bytes=settings.max_body_bytes)
         server.config.timeout_graceful_shutdown = 1
 
         def run() -> None:

@@ -142,7 +142,7 @@ def _app_of(
         lifespan=parts.lifespan(parts.housekeeping(retention)),
     )
     app.router.redirect_slashes = False  # the redirect of a wrong path would repeat the episode's key
-    return ModelCallShortcut(app, calls.endpoints), calls
+    return ModelCallShortcut(app, calls.endpoints, calls.sockets()), calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class _Parts:
             sessions=sessions,
             implicit=ImplicitEpisodes(store, sessions, split=config.implicit_split, ownership=ownership),
             auth=Authenticator(config),
-            bodies=Bodies(max_bytes=int(config.max_body_mb * 2**20), max_values=config.max_json_values),
+            bodies=Bodies(max_bytes=config.max_body_bytes, max_values=config.max_json_values),
             completer=Completer(store=store, engine=engine, renderer=renderer, config=config),
             pass_through=PassThrough(config),
         )
@@ -272,13 +272,18 @@ class ModelCallShortcut:
     Args:
         app: the app that answers all other requests.
         endpoints: the endpoints of the model calls, by path without an episode's key.
+        sockets: the app that serves WebSockets.
     """
 
-    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint], sockets: ASGIApp) -> None:
         self._app = app
         self._endpoints = endpoints
+        self._sockets = sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._sockets(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] not in ("POST", "HEAD"):
             await self._app(scope, receive, send)
             return

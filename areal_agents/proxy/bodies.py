@@ -57,6 +57,10 @@ class Bodies:
             ClientGone: the client disconnected before the end of the body.
         """
         body = await _received(request, self.max_bytes if max_bytes is None else max_bytes)
+        return await self.parsed(request, body)
+
+    async def parsed(self, request: Request, body: bytes | bytearray) -> dict[str, Any]:
+        """Return the JSON object in a body that was received for `request`; see `object`."""
         request.state.body_bytes = len(body)
         if not body:
             return {}
@@ -88,7 +92,7 @@ class Bodies:
         gc.collect(1)  # the exception of a refused request is part of a reference cycle
         self._trim(0)
 
-    def _parse(self, body: bytearray) -> Any:
+    def _parse(self, body: bytes | bytearray) -> Any:
         refuse_many_values(body, self._max_values)
         try:
             return orjson.loads(body)

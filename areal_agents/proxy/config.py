@@ -197,6 +197,11 @@ class ProxyConfig(Settings):
         "pins them.",
     )
 
+    @property
+    def max_body_bytes(self) -> int:
+        """The value of `max_body_mb`, in bytes."""
+        return int(self.max_body_mb * 2**20)
+
     def for_engines(self, sequences: int) -> ProxyConfig:
         """Return these settings with values for what is automatic.
 

@@ -21,8 +21,8 @@ HEAD_S = 60.0  # from the connection's opening, or from the first byte of a requ
 BODY_GRACE_S = 30.0  # after the head, during which a body may be slower than LEAST_BYTES_PER_S
 LEAST_BYTES_PER_S = 16 * 2**10
 UNREAD_S = 120.0  # longest time for which a client may read nothing of a response
-_DISCARDED_BYTES = 64 * 2**20  # most bytes that are read and dropped after a refusal
-_LINGER_S = 5.0  # for which a refused client may continue sending, so that it reads the refusal
+DISCARDED_BYTES = 64 * 2**20  # most bytes that are read and dropped after a refusal
+LINGER_S = 5.0  # for which a refused client may continue sending, so that it reads the refusal
 _CHECK_S = 5.0  # interval between checks of the speed of a body
 _MOST_FRAMING = 9  # most bytes received per byte of a body
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # sent before a response if the client waits for it
@@ -138,7 +138,25 @@ class LimitedProtocol(HttpToolsProtocol):
         """Limit the time to read and drop the rest of a request that has its response."""
         super().on_response_complete()
         if self._is_in_body and self.cycle.response_complete and not self.transport.is_closing():
-            self._set_reading_timer(self.loop.call_later(_LINGER_S, self.transport.abort))
+            self._set_reading_timer(self.loop.call_later(LINGER_S, self.transport.abort))
+
+    def handle_websocket_upgrade(self) -> None:
+        """Pass the connection to the WebSocket protocol, without the limits of HTTP requests."""
+        if self._is_refused:
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            message = "a WebSocket was requested before the response to the earlier request was complete"
+            self._refuse(RequestError(message, code="invalid_http"))
+            return
+        self._is_in_body = False
+        self._set_reading_timer(None)
+        if self._writing_timer is not None:
+            self._writing_timer.cancel()
+        super().handle_websocket_upgrade()
+
+    def _should_upgrade(self) -> bool:
+        # Other methods never open a WebSocket; such a request is answered like one without the header.
+        return self.scope["method"] == "GET" and super()._should_upgrade()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse malformed HTTP with an error in the form of the client's API."""
@@ -173,7 +191,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _discard(self, size: int) -> None:
         self._discarded += size
-        if self._discarded > _DISCARDED_BYTES:
+        if self._discarded > DISCARDED_BYTES:
             self.transport.abort()
 
     def _check_reader(self) -> None:
@@ -235,7 +253,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.write(b"".join([*lines, b"\r\n", body]))
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._set_reading_timer(self.loop.call_later(_LINGER_S, self.transport.abort))
+        self._set_reading_timer(self.loop.call_later(LINGER_S, self.transport.abort))
 
     def _set_reading_timer(self, timer: asyncio.TimerHandle | None) -> None:
         if self._reading_timer is not None:

@@ -30,6 +30,7 @@ from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
 from areal_agents.proxy.http_limits import LimitedProtocol
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.page import Page
+from areal_agents.proxy.socket_limits import LimitedWebSocket
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
 from areal_agents.rendering import ChatRenderer
@@ -183,7 +184,7 @@ def serve_with_engines(
 
     async def run() -> None:
         try:
-            servers.append(build_server(served, handover))
+            servers.append(build_server(served, handover, max_message_bytes=config.max_body_bytes))
             await servers[0].serve(sockets=list(listeners))
         finally:
             await pool.aclose()
@@ -211,15 +212,23 @@ async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:
     await build_server(app).serve(sockets=list(listeners))
 
 
-def build_server(app: ASGIApp, handover: Handover | None = None) -> uvicorn.Server:
+def build_server(
+    app: ASGIApp, handover: Handover | None = None, *, max_message_bytes: int | None = None
+) -> uvicorn.Server:
     """Return the HTTP server of the proxy; set its `should_exit` to stop it.
 
     With `handover` it is the server of one of several workers, which pass connections to one another.
+    `max_message_bytes` limits the messages on WebSockets; without it, and with `handover`, because the
+    episodes of one WebSocket may belong to several workers, the app gets their requests as HTTP requests.
     """
+    has_websockets = handover is None and max_message_bytes is not None
     config = uvicorn.Config(
         app,
         http=LimitedProtocol if handover is None else protocol_of(handover),
-        ws="none",
+        ws=LimitedWebSocket if has_websockets else "none",
+        ws_max_size=max_message_bytes or 0,
+        ws_ping_timeout=None,  # some clients answer pings only while they wait for an event
+        ws_per_message_deflate=False,  # HTTP bodies may not be compressed either
         proxy_headers=False,
         date_header=False,
         lifespan="on",

@@ -112,7 +112,7 @@ def running_proxy(
         servers: list[uvicorn.Server] = []
         made = page and page.make(key=settings.admin_key, is_stopping=lambda: servers[0].should_exit)
         app = create_app(store=store, engine=engine, renderer=engine.renderer, config=settings, page=made)
-        server = build_server(app)
+        server = build_server(app, max_message_bytes=settings.max_body_bytes)
         servers.append(server)
         server.config.timeout_graceful_shutdown = 1
 

@@ -28,7 +28,7 @@ BEGIN = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch, proxy: RunningProxy) -> RunningProxy:
     """A proxy whose time limits are short."""
-    for name in ("HEAD_S", "BODY_GRACE_S", "UNREAD_S", "_LINGER_S", "_CHECK_S"):
+    for name in ("HEAD_S", "BODY_GRACE_S", "UNREAD_S", "LINGER_S", "_CHECK_S"):
         monkeypatch.setattr(http_limits, name, SHORT_S)
     return proxy
 
@@ -281,7 +281,7 @@ def test_a_request_behind_another_has_its_own_time(
     proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
     """The end of an answer begins no limit for the request that follows it on the connection."""
-    monkeypatch.setattr(http_limits, "_LINGER_S", SHORT_S)
+    monkeypatch.setattr(http_limits, "LINGER_S", SHORT_S)
     proxy.engine.delay_s = 0.2
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
     length = b"Content-Length: %d\r\n\r\n" % len(body)

@@ -31,6 +31,7 @@ from areal_agents.proxy.calls.passthrough import PassThrough
 from areal_agents.proxy.calls.record import CallRecord, Observer
 from areal_agents.proxy.calls.request import ModelRequest, Retry, refuse_unknown_results
 from areal_agents.proxy.calls.shared_reply import SharedReply
+from areal_agents.proxy.calls.sockets import Read, ResponsesSockets
 from areal_agents.proxy.calls.streaming import EventStream, events_of, lists_many_tokens
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.base import CountingDialect, Dialect, ReadContext, StreamWriter
@@ -52,11 +53,11 @@ from areal_agents.rendering import ChatRenderer
 
 _logger = logging.getLogger(__name__)
 
-_MESSAGES, _GEMINI = Messages(), Gemini()
+_MESSAGES, _GEMINI, _RESPONSES = Messages(), Gemini(), ResponsesDialect()
 _DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": ChatDialect(),
     "/v1/completions": Completions(),
-    "/v1/responses": ResponsesDialect(),
+    "/v1/responses": _RESPONSES,
     "/v1/messages": _MESSAGES,
     GENERATE: _GEMINI,
     STREAM: _GEMINI,
@@ -127,9 +128,19 @@ class ModelCalls:
         return routes
 
     async def no_websocket(self, request: Request) -> Response:
-        """GET /v1/responses: refuse a WebSocket; clients that try one first then continue with HTTP."""
+        """GET /v1/responses: refuse a WebSocket that the server has not opened.
+
+        Clients that try one first then continue with HTTP.
+        """
         if "upgrade" in request.headers.get("connection", "").lower():
-            return _json({"error": {"message": "WebSockets are not supported; use POST /v1/responses"}}, 426)
+            return _json(
+                {
+                    "error": {
+                        "message": "a proxy with several workers serves no WebSockets; use POST /v1/responses"
+                    }
+                },
+                426,
+            )
         raise HTTPException(405)
 
     async def models(self, request: Request) -> Response:
@@ -229,23 +240,35 @@ class ModelCalls:
 
     def _endpoint(self, path: str, dialect: Dialect) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            record = CallRecord(path, dialect.name, client=request.headers.get("user-agent", ""))
-            started = time.monotonic()
-            try:
-                return await self._answer(dialect, request, record, started)
-            except Exception as error:
-                self._report(record, started, error)
-                return _refused(dialect, request, error)
-            finally:
-                self._bodies.done_with(request)
+            return await self._call(path, dialect, request, self._body)
 
         return endpoint
 
+    def sockets(self) -> ResponsesSockets:
+        """Return the app that serves WebSockets."""
+
+        async def answer(request: Request, read: Read) -> Response:
+            return await self._call("/v1/responses", _RESPONSES, request, read)
+
+        return ResponsesSockets(check_caller=self._check_caller, answer=answer, bodies=self._bodies)
+
+    async def _call(self, path: str, dialect: Dialect, request: Request, read: Read) -> Response:
+        """Return the response to a call, whose fields `read` returns."""
+        record = CallRecord(path, dialect.name, client=request.headers.get("user-agent", ""))
+        started = time.monotonic()
+        try:
+            return await self._answer(dialect, request, read, record, started)
+        except Exception as error:
+            self._report(record, started, error)
+            return _refused(dialect, request, error)
+        finally:
+            self._bodies.done_with(request)
+
     async def _answer(
-        self, dialect: Dialect, request: Request, record: CallRecord, started: float
+        self, dialect: Dialect, request: Request, read: Read, record: CallRecord, started: float
     ) -> Response:
         caller = self._auth.identify(request)
-        body = await self._body(request)
+        body = await read(request)
         record.ignored = ignored_fields(dialect.name, body)
         record.streamed = flag(body, "stream")
         if (upstream := self._pass_through.upstream(body)) is not None:
