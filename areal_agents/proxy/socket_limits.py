@@ -7,11 +7,14 @@ limits the size of a message. A client that exceeds this limit can read the clos
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from areal_agents.proxy import http_limits
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
 
 
 class LimitedWebSocket(WebSocketsSansIOProtocol):
@@ -37,6 +40,12 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self._discarded += len(data)
         if self._discarded > http_limits.DISCARDED_BYTES:
             self.transport.abort()
+
+    async def send(self, message: ASGISendEvent) -> None:
+        """Send a message of the app. A complete response in place of a WebSocket ends the handshake."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True  # uvicorn would log an error that there was none
 
     def handle_parser_exception(self) -> None:
         """Send the close frame for a message that is too large or malformed."""

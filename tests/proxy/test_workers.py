@@ -25,6 +25,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_support import MODEL, SEARCH
 from relay_support import relay_to
+from websockets.exceptions import InvalidStatus
 from workers_support import Serving, is_running, lasting_port, wait_for, workers_of
 
 from areal_agents.sockets import listen
@@ -628,3 +629,14 @@ def test_a_worker_that_does_not_start_is_an_error(engine: Engine, tmp_path: Path
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and "ended before it served" in done.stderr
     assert str(tmp_path) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_websocket_is_refused_so_that_clients_continue_over_http(serving: Serving) -> None:
+    for index in range(2):
+        opened = open_on(serving, index)
+        client = OpenAI(base_url=opened["base_url"], api_key=opened["key"], max_retries=0)
+        with pytest.raises(InvalidStatus) as refusal:
+            client.responses.connect().enter()
+        assert refusal.value.response.status_code == 426
+        assert b"several workers" in refusal.value.response.body
+        assert client.responses.create(model="policy", input="When?").output_text

@@ -179,7 +179,9 @@ class _ClientEvent:
         fields = await bodies.parsed(request, data)
         kind, stream_id = fields.pop("type", None), fields.pop("stream_id", None)
         if stream_id is not None and not isinstance(stream_id, str):
-            raise RequestError(f"stream_id must be a string, got {shown(stream_id)}", param="stream_id")
+            raise RequestError(
+                f"stream_id must be a string, got {shown(stream_id)}", code="invalid_value", param="stream_id"
+            )
         self.stream_id = stream_id
         if kind == "response.steer":
             self.steer = {name: fields.get(name) for name in ("input", "previous_response_id")}
@@ -189,7 +191,9 @@ class _ClientEvent:
             )
         if kind != "response.create":
             raise RequestError(
-                f"the type of an event must be response.create, got {shown(kind)}", param="type"
+                f"the type of an event must be response.create, got {shown(kind)}",
+                code="invalid_value",
+                param="type",
             )
         if fields.pop("generate", None) is False:
             raise RequestError(
