@@ -7,6 +7,7 @@ limits the size of a message. A client that exceeds this limit can read the clos
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -22,6 +23,11 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     def __init__(self, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
+        quiet = logging.Logger(
+            self.logger.name, logging.WARNING
+        )  # below, uvicorn logs paths, which have keys
+        quiet.parent = self.logger
+        self.logger = quiet
         self._is_refused = False
         self._discarded = 0
         self._writing_timer: asyncio.TimerHandle | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from itertools import groupby
@@ -200,7 +201,8 @@ def test_steering_is_refused(proxy: RunningProxy) -> None:
         assert (event.steer.input, event.steer.previous_response_id) == ("wait", first.id)
 
 
-def test_callers_without_access_open_nothing(proxy: RunningProxy) -> None:
+def test_callers_without_access_open_nothing(proxy: RunningProxy, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     ended, other = proxy.open_episode(), proxy.open_episode()
     proxy.http.post(f"/episodes/{ended['id']}/finish").raise_for_status()
     refused: list[tuple[Any, dict[str, Any], int, str]] = [
@@ -218,6 +220,10 @@ def test_callers_without_access_open_nothing(proxy: RunningProxy) -> None:
     headers = {"Origin": proxy.url}
     with proxy.openai(other).responses.connect(extra_headers=headers) as connection:
         assert ask(connection, model="policy", input="hi").output_text == "ok"
+    assert not [
+        record for record in caplog.records if record.name == "uvicorn.error" and "ep-" in record.getMessage()
+    ]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_an_episode_that_ends_meanwhile_answers_no_more(proxy: RunningProxy) -> None:
