@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents import __version__
-from areal_agents.errors import ArealAgentsError
+from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.health.rules import findings
 from areal_agents.health.waiting import Waiting
 from areal_agents.inspection.runs import is_running
@@ -67,8 +67,10 @@ def diagnose(root: Path, out: Path | None = None, *, say: Callable[[str], None] 
         say: called with each line of the summary.
 
     Raises:
-        ConfigError: the folder is not that of a run.
+        ConfigError: the folder is not that of a run, or there is no folder for `out`.
     """
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}")
     folder = RunFolder(root)
     config = config_of_run(folder)
     clean = Secrets(config, folder, os.environ).removed_from
@@ -149,13 +151,19 @@ def _endpoints(folder: RunFolder) -> dict[str, Any]:
 def _summary(folder: RunFolder, config: Mapping[str, Any], stacks: Mapping[str, str]) -> Iterator[str]:
     """Yield what a reader of the issue looks at first."""
     metrics = MetricsFile(folder.metrics)
-    metrics.update()
+    problem = None
+    try:
+        metrics.update()
+    except ConfigError as error:  # a report is wanted most when files are damaged
+        problem = str(error)
     rows = metrics.rows
     running = is_running(folder)
     state = "running" if running else "finished" if folder.summary.exists() else "stopped"
     step = rows[-1]["step"] if rows else 0
     yield f"areal-agents {__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield f"run {folder.root.resolve().name}: {state}, step {step} of {config['trainer']['steps']}"
+    if problem is not None:
+        yield f"the metrics cannot be read: {problem}"
     if rows:
         yield f"the last step was written {time.time() - rows[-1]['time']:.0f} s ago"
     yield from (f"health: {finding}" for finding in findings(rows))

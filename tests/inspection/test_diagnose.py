@@ -111,3 +111,13 @@ def test_the_command_names_the_file_and_refuses_another_folder(folder: RunFolder
     with pytest.raises(ConfigError, match="not the folder of a run"):
         diagnose(tmp_path, tmp_path / "none.zip")
     assert not (tmp_path / "none.zip").exists()
+
+
+def test_damaged_metrics_are_named_and_the_rest_is_written(folder: RunFolder, tmp_path: Path) -> None:
+    with folder.metrics.open("a") as file:
+        file.write("{half\n")
+    said: list[str] = []
+    diagnose(folder.root, tmp_path / "out.zip", say=said.append)
+    assert any("the metrics cannot be read: line 9 of" in line for line in said)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        diagnose(folder.root, tmp_path / "none" / "out.zip")
