@@ -125,10 +125,12 @@ def run(
     results = evaluate(loaded, policy, console=console, out=out, by=by or (), ablate_tool=ablate_tool)
     if as_json:
         print(json.dumps(asdict(results.metrics())))
-        return
-    show_results(results, _wide())
-    if out is not None:
-        console.print(f"results: {out / 'results.json'}", soft_wrap=True, highlight=False)
+    else:
+        show_results(results, _wide())
+        if out is not None:
+            console.print(f"results: {out / 'results.json'}", soft_wrap=True, highlight=False)
+    if all(attempt.status == "failed" for task in results.tasks for attempt in task.attempts):
+        raise typer.Exit(1)
 
 
 @eval_app.command()

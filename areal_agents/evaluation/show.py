@@ -31,6 +31,10 @@ def show_results(results: Results, console: Console) -> None:
     console.print(table)
     costs = ", ".join(f"{found.costs[name]:,.1f} {COST_NAMES[name]}" for name in COSTS)
     console.print(f"{_counts(found)}; mean of an episode: {costs}", soft_wrap=True, highlight=False)
+    failures = [attempt for task in results.tasks for attempt in task.attempts if attempt.status == "failed"]
+    if failures:
+        text = f"the last failure: {failures[-1].episode}: {failures[-1].error or 'no reason is known'}"
+        console.print(printable(text), soft_wrap=True, highlight=False, markup=False)
     shown = [name for name in names if not name.startswith("pass@") or name == f"pass@{results.attempts}"]
     for field, slices in results.slices().items():
         table = Table(field, "tasks", *shown, "failed", *COST_NAMES.values())
