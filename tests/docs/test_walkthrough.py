@@ -124,7 +124,7 @@ NOT_RUN = {
         "areal-agents eval config.yaml --model runs/my_agent-seed0@final -k 8",
     ): "tests/evaluation",
     ("docs/evaluating.md", "areal-agents eval compare"): "tests/evaluation",
-    ("docs/inspecting.md", "areal-agents replay"): "tests/inspection/test_replay.py",
+    ("docs/inspecting.md", "areal-agents replay"): "tests/inspection/test_replayed_episodes.py",
     ("docs/evaluating.md", "areal-agents eval config.yaml --endpoint"): "tests/evaluation/test_endpoint.py",
     ("docs/evaluating.md", "areal-agents rescore"): "tests/evaluation",
     ("docs/evaluating.md", "areal-agents reference reference.json"): "tests/evaluation/test_reference.py",
