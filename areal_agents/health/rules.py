@@ -89,6 +89,12 @@ def _collapsed_entropy(rows: Rows) -> str:
     first, now = rows[0].get("entropy"), _mean(rows, "entropy")
     if first is None or now is None or now > 0.05 or now > 0.3 * first:
         return ""
+    solved, groups = (
+        sum(row[f"groups_solved_{which}"] for row in rows[-WINDOW:] for which in kinds)
+        for kinds in (("all",), ("all", "some", "none"))
+    )
+    if 3 * solved > groups:  # a policy that has learned its tasks is sure of what it does
+        return ""
     return f"the entropy fell from {first:.3f} to {now:.3f} nats: the policy no longer explores"
 
 

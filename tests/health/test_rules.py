@@ -59,6 +59,11 @@ def test_a_metric_without_values_sets_no_rule_off() -> None:
     assert findings([{**HEALTHY, **absent, **counts}] * (2 * WINDOW)) == []
 
 
+def test_a_policy_that_has_learned_its_tasks_may_be_sure_of_what_it_does() -> None:
+    learned = {"entropy": 0.01, "groups_solved_all": 5, "groups_solved_some": 3, "groups_solved_none": 0}
+    assert findings(run(then=learned)) == []
+
+
 def test_tasks_that_are_always_or_never_solved_are_told_apart() -> None:
     def seen(every: int, none: int) -> str:
         groups = {"groups_solved_some": 0, "groups_solved_all": every, "groups_solved_none": none}
