@@ -16,11 +16,11 @@ import numpy as np
 CONFIDENCE = 0.95
 EXACT_UP_TO = 16  # differences other than 0 for which every assignment of signs is enumerated
 PERMUTATIONS = 100_000
-_CHUNK = 2**22  # signs that are drawn at a time
+_CHUNK = 2**22  # random signs that are made at a time
 
 
 def pass_at_k(attempts: int, passed: int, k: int) -> float:
-    """Return the probability that at least one of k attempts passes, drawn from these without replacement.
+    """Return the probability that at least one of k attempts passes, sampled from these without replacement.
 
     It is the unbiased estimator of equation 1 in Chen et al., "Evaluating Large Language Models Trained on
     Code" (arXiv 2107.03374): 1 - C(n - c, k) / C(n, k) for c of n attempts that passed.
@@ -73,7 +73,7 @@ def sign_flip_p(differences: Sequence[float], *, seed: int = 0) -> float:
     """Return the two-sided p-value of paired differences under random signs (Fisher's permutation test).
 
     The statistic is the absolute sum. Up to EXACT_UP_TO differences other than 0 all signs are enumerated;
-    beyond that, PERMUTATIONS random assignments are drawn and the observed one is counted among them, so the
+    beyond that, PERMUTATIONS random assignments are sampled and the observed one is counted too, so the
     p-value is never 0. For differences of -1, 0 and 1 it is the exact McNemar test.
     """
     other = np.array([d for d in differences if d != 0.0], dtype=np.float64)

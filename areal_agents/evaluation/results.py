@@ -193,7 +193,7 @@ class Results:
         """Read results that `write` wrote; given a folder, its results.json.
 
         Raises:
-            ConfigError: there is no such file, or it has no results of an evaluation.
+            ConfigError: there is no such file, or it is not a results file.
         """
         path = path / "results.json" if path.is_dir() else path
         try:
@@ -205,7 +205,7 @@ class Results:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read as results of an evaluation: {error}") from None
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-            raise ConfigError(f"{path} has no results of an evaluation (expected the format {FORMAT!r})")
+            raise ConfigError(f"{path} is not a results file (expected the format {FORMAT!r})")
         tasks = tuple(
             TaskResult(task["id"], tuple(map(attempt_of, task["attempts"])), task["by"])
             for task in tree["tasks"]

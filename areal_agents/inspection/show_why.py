@@ -1,4 +1,4 @@
-"""Draws the path of a gradient for a terminal: each term with its value, its formula and its page."""
+"""Prints the path of a gradient on a terminal: each term with its value, its formula and its page."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from areal_agents.view.access import Access
 from areal_agents.view.episodes import shown_episode, shown_tokens
 from areal_agents.view.metrics import columns_of, names_of
 from areal_agents.view.runs import Run, Runs
+from areal_agents.view.steps import shown_step
 from areal_agents.view.timeline import timeline_of
 from areal_agents.view.why import Explainer
 
@@ -192,15 +193,7 @@ class _Routes:
 
     def step(self, request: Request) -> Response:
         """Show the groups that a step trained on, and its metrics."""
-        run, step = self._run(request), _whole("step", request.path_params["step"])
-        rows = run.rows()
-        with run.store.read() as connection:
-            groups = pages.groups_of_step(connection, step)
-        metrics = next((row for row in reversed(rows) if row["step"] == step), None)
-        if metrics is None and not groups:
-            raise NotFound(f"the run has no step {step}; its last is {rows[-1]['step'] if rows else 0}")
-        last = rows[-1]["step"] if rows else step
-        return _json({"step": step, "last": last, "groups": groups, "metrics": metrics})
+        return _json(shown_step(self._run(request), _whole("step", request.path_params["step"])))
 
     def group(self, request: Request) -> Response:
         """Show a group with its episodes."""

@@ -21,6 +21,7 @@ from areal_agents.store import pages
 from areal_agents.view.episodes import shown_episode
 from areal_agents.view.metrics import columns_of, names_of
 from areal_agents.view.runs import Run, Runs
+from areal_agents.view.steps import shown_step
 from areal_agents.view.why import Explainer
 
 INSTRUCTIONS = """\
@@ -135,15 +136,9 @@ class _Tools:
 
     def step(self, name: str, step: int) -> str:
         """Show the groups that a training step used, with the scores of their episodes."""
-
-        def found() -> dict[str, Any]:
-            run = self._runs.get(name)
-            with run.store.read() as connection:
-                groups = pages.groups_of_step(connection, step)
-            metrics = next((row for row in reversed(run.rows()) if row["step"] == step), None)
-            return {"step": step, "groups": groups, "metrics": metrics}
-
-        return _answer(found)
+        if not 0 <= step < 2**63:
+            raise ToolError(f"there is no step {step}")
+        return _answer(lambda: shown_step(self._runs.get(name), step))
 
     async def why(self, name: str, episode: str, turn: str | None = None, token: int | None = None) -> str:
         """Say why an episode, a turn (id, or number from 1) or a token of it (from 0) was trained as it was.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from areal_agents.errors import ConfigError
 from areal_agents.store import pages
 from areal_agents.view.runs import Run
 
@@ -55,5 +56,9 @@ def _events(run: Run) -> list[dict[str, Any]]:
     """Return what the supervisor recorded about its processes; an incomplete last line is left out."""
     if run.folder is None or not run.folder.process_events.exists():
         return []
-    whole = run.folder.process_events.read_text(errors="replace").rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    path = run.folder.process_events
+    whole = path.read_text(errors="replace").rpartition("\n")[0]
+    try:
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged, as a full disk leaves it; remove it: {error}") from None

@@ -219,7 +219,7 @@ async def test_an_agent_that_fails_fails_its_episode_and_leaves_nothing(
     faults = {
         "die": f"{name} exited with status 7: lost ***",
         "hang": f"{name} did not end its turn within 3 s",
-        "garbage": f"{name} sent a line that is no message of the Agent Client Protocol ('Welcome!')",
+        "garbage": f"{name} sent a line that is not a message of the Agent Client Protocol ('Welcome!')",
         "refuse": f'{name} answered session/prompt with an error: Internal error {{"details": "no model"}}',
     }
     for prompt, error in faults.items():

@@ -60,6 +60,8 @@ async def test_a_coding_agent_finds_the_worst_episode(root: Path) -> None:
             ("why", {"name": "run", "episode": "nobody"}, "areal-agents why failed"),
             ("why", {"name": "run", "episode": "evil", "token": 1}, "give turn, too"),
             ("episodes", {"name": "run", "status": "done"}, "'finished'"),
+            ("step", {"name": "run", "step": 99}, "the run has no step 99; its last is 3"),
+            ("step", {"name": "run", "step": 10**30}, "there is no step"),
             ("metrics", {"name": "run", "metrics": ["nothing"]}, "no metrics ['nothing']"),
         ):
             refused = await client.call_tool(tool, arguments)

@@ -372,3 +372,10 @@ def test_an_explanation_that_fails_says_why(http: httpx.Client) -> None:
     response = http.get("/api/runs/run/episodes/evil/why", params={"turn": "none", "token": 0}, timeout=120)
     assert response.status_code == 409
     assert response.json()["error"]["message"].startswith("areal-agents why failed: ")
+
+
+def test_a_damaged_record_of_processes_is_named(copied: Path) -> None:
+    (copied / "logs" / "processes.jsonl").write_text('{"time": 1.0}\n\x00\x00\n')
+    with serving(copied) as url, httpx.Client(base_url=url, timeout=30) as client:
+        answer = client.get("/api/runs/run/timeline")
+    assert answer.status_code == 503 and "processes.jsonl is damaged" in answer.json()["error"]["message"]

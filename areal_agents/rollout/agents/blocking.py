@@ -110,7 +110,7 @@ class BlockingWatch:
         """Return the innermost call of the user's code that the loop's thread executes, and its line.
 
         Returns:
-            What tells the call from others, and a text for users; (0, "") if it executes none.
+            A number that differs from call to call, and a description for users; (0, "") if it executes none.
         """
         frame = sys._current_frames().get(self._loop_thread)
         while frame is not None and not is_user_code(frame.f_code.co_filename):

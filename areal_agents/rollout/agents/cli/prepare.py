@@ -151,7 +151,7 @@ def prompts_of_task(templates: Sequence[str] | str, task: Mapping[str, Any]) -> 
     """Return the prompts of an episode: each template as `of_task` fills it, or the list that a field has.
 
     Raises:
-        AgentError: the task lacks a field, or the field is no list of strings.
+        AgentError: the task lacks a field, or the field is not a list of strings.
     """
     if not isinstance(templates, str):
         return [of_task(template, task, "prompts") for template in templates]

@@ -186,7 +186,7 @@ class _Messages:
             message = _message(line)
             if message is None:
                 shown = line[:_SHOWN].decode(errors="replace").strip()
-                self.fault = f"sent a line that is no message of the Agent Client Protocol ({shown!r})"
+                self.fault = f"sent a line that is not a message of the Agent Client Protocol ({shown!r})"
             return message
 
     async def close(self) -> None:
