@@ -183,7 +183,8 @@ class ProxyConfig(Settings):
     reward_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Time after which a finished episode of a group fails if it has no reward.",
+        description="Time after which a finished episode of a group fails if it has no reward, counted from "
+        "when no other episode of its group is open.",
     )
     idle_timeout_s: float = Field(
         default=3600.0, gt=0, description="Time without a call after which an open episode fails."

@@ -173,9 +173,17 @@ def state_of(connection: sa.Connection, episode_id: str) -> EpisodeState:
     return EpisodeState(*row)
 
 
-def unrewarded(connection: sa.Connection) -> list[str]:
-    """Return the ids of finished episodes in groups that have no reward yet, in the order of opening."""
+def unrewarded(connection: sa.Connection, *, of_ended_groups: bool) -> list[str]:
+    """Return the ids of finished episodes in groups that have no reward yet, in the order of opening.
+
+    With `of_ended_groups`, episodes of groups of which another episode is still open are left out.
+    """
     query = sa.select(episodes.c.id).where(_UNREWARDED).order_by(episodes.c.seq)
+    if of_ended_groups:
+        mates = episodes.alias("mates")
+        query = query.where(
+            ~sa.exists().where(mates.c.group_id == episodes.c.group_id, mates.c.status == "open")
+        )
     return list(connection.execute(query).scalars())
 
 

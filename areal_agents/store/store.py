@@ -469,10 +469,13 @@ class Store:
             row = reads.episode_row(connection, key_hash=key_hash)
             return row, reads.turns_of(connection, row.id)
 
-    def unrewarded_episodes(self) -> list[str]:
-        """Return the ids of finished episodes in groups that have no reward yet, oldest first."""
+    def unrewarded_episodes(self, *, of_ended_groups: bool = False) -> list[str]:
+        """Return the ids of finished episodes in groups that have no reward yet, oldest first.
+
+        With `of_ended_groups`, episodes of groups of which another episode is still open are left out.
+        """
         with self._database.read() as connection:
-            return episodes.unrewarded(connection)
+            return episodes.unrewarded(connection, of_ended_groups=of_ended_groups)
 
     def open_episodes(self) -> list[OpenEpisode]:
         """Return every open episode, oldest first."""

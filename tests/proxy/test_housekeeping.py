@@ -83,6 +83,27 @@ async def test_one_bad_episode_stops_no_sweep(tmp_path: Path, caplog: pytest.Log
     assert len(bugs) >= 2 and all("episode bad" in bug.getMessage() and bug.exc_info for bug in bugs)
 
 
+async def test_the_time_for_a_reward_starts_when_the_group_has_ended(tmp_path: Path) -> None:
+    """A function that rewards whole groups must wait for the slowest episode."""
+    config = ProxyConfig(reward_timeout_s=0.05)
+    with Store.open(tmp_path / "store.db") as store:
+        sessions = Sessions(store)
+        implicit = ImplicitEpisodes(store, sessions, split="eval")
+        housekeeping = Housekeeping(store=store, sessions=sessions, implicit=implicit, config=config)
+        for name in ("quick", "slow"):
+            await sessions.open(NewEpisode(name, f"hash of {name}", Task("t", {}), "group", 2))
+        await sessions.seal("quick", "finished")
+        for _ in range(2):
+            await housekeeping.sweep()
+            await asyncio.sleep(0.06)
+        await sessions.seal("slow", "finished")
+        await housekeeping.sweep()  # the first that finds them
+        assert store.unrewarded_episodes() == ["quick", "slow"]
+        await asyncio.sleep(0.06)
+        await housekeeping.sweep()
+        assert store.unrewarded_episodes() == []
+
+
 async def test_a_group_that_its_owner_has_left_is_dropped(tmp_path: Path) -> None:
     """The gate counts it, so a run would stand still for ever."""
     config = ProxyConfig(idle_timeout_s=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, open_att
 from areal_agents.rollout.config import LimitsConfig, RewardConfig, RolloutConfig
 from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.groups.collector import Collector
-from areal_agents.rollout.rewarding import RewardFunction, finished_episode
+from areal_agents.rollout.rewarding import FinishedEpisode, RewardFunction, RewardValue, finished_episode
+from areal_agents.store.store import Store
 
 FUNCTIONS = Path(__file__).parents[1] / "rewards" / "reward_functions.py"
 AGENTS = Path(__file__).parent / "rollout_agents.py"
@@ -110,12 +112,33 @@ def test_every_branch_is_a_conversation() -> None:
     assert found.status == "truncated"
 
 
-@pytest.mark.parametrize("is_restarted", [False, True])
-async def test_a_group_is_complete_when_its_function_has_rewarded_it(served: Any, is_restarted: bool) -> None:
-    """After a restart, a group whose episodes have all ended without rewards is rewarded."""
+class LateOnce(RewardFunction):
+    """Ranks its first group only when the proxy has failed every episode for want of a reward."""
+
+    store: Store
+    calls = 0
+
+    async def of_group(self, episodes: Sequence[FinishedEpisode]) -> list[RewardValue]:
+        self.calls += 1
+        if self.calls == 1:
+            async with asyncio.timeout(60):
+                while self.store.unrewarded_episodes():
+                    await asyncio.sleep(0.02)
+        return await super().of_group(episodes)
+
+
+@pytest.mark.parametrize("case", ["at once", "restarted", "late"])
+async def test_a_group_is_complete_when_its_function_has_rewarded_it(served: Any, case: str) -> None:
+    """After a restart, a group whose episodes have all ended without rewards is rewarded.
+
+    So is one whose rewards came too late, when its episodes have been played again.
+    """
     served.publish(0)
     config = RolloutConfig(groups=1, group_size=4, concurrency=4, limits=LIMITS)
-    rank = RewardFunction(RewardConfig(group=f"{FUNCTIONS}:by_rank"))
+    rewarding = RewardConfig(group=f"{FUNCTIONS}:by_rank")
+    rank = LateOnce(rewarding) if case == "late" else RewardFunction(rewarding)
+    if isinstance(rank, LateOnce):
+        rank.store = served.store
 
     async def collect(function: RewardFunction | None) -> None:
         agent = load_agent(f"{AGENTS}:unrewarded")
@@ -141,11 +164,16 @@ async def test_a_group_is_complete_when_its_function_has_rewarded_it(served: Any
                 running.cancel()
                 await asyncio.wait({running})
 
+    def scores() -> list[float]:
+        found = served.store.episodes(group_id="t@0")
+        return [episode.score for episode in found if episode.score is not None]
+
     ticking = asyncio.Event()
-    if is_restarted:
+    if case == "restarted":
         reached = lambda: len(served.store.unrewarded_episodes()) == 4  # noqa: E731
         await collect(None)
-    reached = lambda: served.store.group_counts().get("complete") == 1  # noqa: E731
+    reached = lambda: len(scores()) == 4  # noqa: E731
     await collect(rank)
-    scores = [episode.score for episode in served.store.episodes(group_id="t@0")]
-    assert sorted(score for score in scores if score is not None) == [0.0, 0.25, 0.5, 0.75]
+    assert sorted(scores()) == [0.0, 0.25, 0.5, 0.75]
+    if case == "late":
+        assert len(served.store.episodes(group_id="t@0")) > 4

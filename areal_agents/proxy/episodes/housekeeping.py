@@ -80,9 +80,12 @@ class Housekeeping:
                 await asyncio.to_thread(self._retention.run_once)
 
     async def _fail_unrewarded(self) -> None:
-        """Fail finished episodes that got no reward in time, by the monotonic clock of this process."""
+        """Fail finished episodes that got no reward in time, by the monotonic clock of this process.
+
+        The time does not run while another episode of the group is open: a reward may need the whole group.
+        """
         now, limit_s = time.monotonic(), self._config.reward_timeout_s
-        found = await asyncio.to_thread(self._store.unrewarded_episodes)
+        found = await asyncio.to_thread(self._store.unrewarded_episodes, of_ended_groups=True)
         self._unrewarded = {episode_id: self._unrewarded.get(episode_id, now) for episode_id in found}
         due = [episode_id for episode_id, since in self._unrewarded.items() if now - since > limit_s]
         # All writes are submitted before any is awaited, so that they share a commit.

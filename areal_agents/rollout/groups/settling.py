@@ -87,8 +87,11 @@ class SlotSettler:
         ended = group.unrewarded | group.scored
         if self._rank is None or group.is_ranked or not group.unrewarded or len(ended) < group.size:
             return
+        stored = self._store.episodes(group_id=group.id)
+        if sum(episode.status in ("finished", "truncated") for episode in stored) < len(ended):
+            return  # one has failed since, for want of a reward; it is played again
         group.is_ranked = True
-        found = [e for e in self._store.episodes(group_id=group.id) if e.status == "finished"]
+        found = [episode for episode in stored if episode.status == "finished"]
         episodes = [finished_episode(await self._calls.read(e.id), truncated=False) for e in found]
         try:
             values = await self._rank.of_group(episodes)
@@ -109,6 +112,7 @@ class SlotSettler:
                 group, f"the episode at index {index} failed {times} times; the last error: {error}"
             )
         elif follows == "retry":
+            group.is_ranked = False  # the new attempt is to be rewarded with the others
             if pause_s:
                 await asyncio.sleep(pause_s)
             if group in self._groups:  # it was neither dropped nor completed during the pause
