@@ -52,5 +52,5 @@ def open_environment(line: EnvironmentLine) -> Environment:
                 f"pip install {scheme.requirement}, or name an interpreter that has it and areal-agents: "
                 f"environment: {{use: {json.dumps(line.text)}, python: /path/to/python}}"
             ) from error
-    adapter = importlib.import_module(f"areal_agents.environments.{scheme.module}")
+    adapter = importlib.import_module(f"areal_agents.environments.adapters.{scheme.module}")
     return cast(Environment, adapter.open(line))

@@ -38,7 +38,8 @@ class Scheme:
     """An adapter.
 
     Attributes:
-        module: the module whose function `open` takes an EnvironmentLine and returns an Environment.
+        module: the module of `adapters` whose function `open` takes an EnvironmentLine and returns an
+            Environment.
         example, played, tasks, reward: an example of a line, what is played, and where the tasks and the
             reward come from, for the documentation.
         options: the options that are not given to the environment.
@@ -226,9 +227,20 @@ SCHEMES: Mapping[str, Scheme] = {
             Option("command_timeout_s", 120.0, "time limit of a command of the model, in seconds"),
             Option("score", "", "which reward of reward.json counts", "`reward`, or the only one"),
             Option(
+                "isolation",
+                "auto",
+                "`docker`, `bubblewrap`, or `auto`: docker if an engine answers",
+            ),
+            Option(
+                "network",
+                False,
+                "give the containers of tasks that allow it Docker's default network",
+                "false",
+            ),
+            Option(
                 "ignore_dockerfile",
                 False,
-                "leave out what a Dockerfile does beyond copies and variables",
+                "without Docker, leave out what a Dockerfile does beyond copies and variables",
                 "false",
             ),
         ),

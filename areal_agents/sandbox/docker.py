@@ -74,24 +74,32 @@ def start_arguments(spec: SandboxSpec, *, name: str, owner: str, sockets: Path) 
     """Return the arguments of docker that start the container of a sandbox."""
     limits, workdir = spec.limits, spec.workdir or WORKDIR
     words = ["run", "--detach", "--rm", "--name", name, "--label", f"{LABEL}={owner}"]
-    words += ["--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-    words += ["--user", f"{spec.user}:{spec.user}", "--hostname", "sandbox", "--entrypoint", "/bin/sh"]
+    words += ["--security-opt", "no-new-privileges", "--hostname", "sandbox", "--entrypoint", "/bin/sh"]
+    if not spec.network:
+        words += ["--network", "none"]
     if limits.memory_mb is not None:
         words += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]
     if limits.processes is not None:
         words += ["--pids-limit", str(limits.processes)]
     if limits.cpus is not None:
         words += ["--cpus", f"{limits.cpus:g}"]
-    size = f",size={limits.disk_mb}m" if limits.disk_mb is not None else ""
-    # A folder that the image has, or that --workdir makes, keeps its mode, so the user must be its owner.
-    owned = f"mode=1777,uid={spec.user},gid={spec.user}"
-    for path in dict.fromkeys((workdir, "/tmp", "/home/agent", *spec.writable)):
-        words += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,{owned}{size}"]
-    words += ["--env", "HOME=/home/agent", "--workdir", workdir]
+    words += ["--workdir", workdir]
+    words += ["--user", "0:0"] if spec.as_machine else _confined(spec, workdir)
     words += ["--mount", f"type=bind,source={sockets},target={_SOCKETS},readonly"]
     for readable in spec.readable:
         words += ["--mount", f"type=bind,source={readable.resolve()},target={readable.absolute()},readonly"]
     return [*words, spec.image, "-c", _WAIT]
+
+
+def _confined(spec: SandboxSpec, workdir: str) -> list[str]:
+    """Return the arguments for a user without capabilities, who writes to folders in memory only."""
+    words = ["--read-only", "--cap-drop", "ALL", "--user", f"{spec.user}:{spec.user}"]
+    size = f",size={spec.limits.disk_mb}m" if spec.limits.disk_mb is not None else ""
+    # A folder that the image has, or that --workdir makes, keeps its mode, so the user must be its owner.
+    owned = f"mode=1777,uid={spec.user},gid={spec.user}"
+    for path in dict.fromkeys((workdir, "/tmp", "/home/agent", *spec.writable)):
+        words += ["--tmpfs", f"{path}:rw,exec,nosuid,nodev,{owned}{size}"]
+    return [*words, "--env", "HOME=/home/agent"]
 
 
 def run_arguments(
@@ -323,11 +331,22 @@ class DockerSandbox:
             await asyncio.to_thread(_unpack, await docker(self._program, argv), mount.host)
 
 
-async def docker(program: str, words: Sequence[str], *, stdin: bytes = b"", may_fail: bool = False) -> bytes:
+async def docker(
+    program: str,
+    words: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    may_fail: bool = False,
+    timeout_s: float = _CLI_S,
+) -> bytes:
     """Call docker and return its output. Raises SandboxError with the end of its standard error."""
-    ended = await _call(program, words, dict(os.environ), stdin, _CLI_S, 1 << 28, None)
+    ended = await _call(program, words, dict(os.environ), stdin, timeout_s, 1 << 28, None)
     if (ended.status != 0 or ended.timed_out) and not may_fail:
-        reason = "no answer in time" if ended.timed_out else ended.stderr.output().text().strip()[-500:]
+        reason = (
+            f"no answer within {timeout_s:g} s"
+            if ended.timed_out
+            else ended.stderr.output().text().strip()[-500:]
+        )
         raise SandboxError(f"docker {words[0]}: {reason}")
     return ended.stdout.output().kept
 

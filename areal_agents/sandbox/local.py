@@ -83,6 +83,11 @@ class LocalIsolation:
 
     async def start(self, spec: SandboxSpec) -> LocalSandbox:
         """Start a sandbox. Raises SandboxError if it cannot be."""
+        if spec.as_machine or spec.network:
+            raise SandboxError(
+                f"isolation: {self.name} gives a sandbox no network and cannot make it a machine of its own: "
+                "set isolation: docker"
+            )
         if self._launcher is None:
             self._launcher = Launcher(self._home)
         layout = self._local.layout(spec, self._home.folder)

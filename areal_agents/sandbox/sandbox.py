@@ -54,7 +54,11 @@ class SandboxSpec:
         environment: variables of every command, besides PATH, HOME and LANG. They reach graders too, so they
             must hold no secrets.
         limits: what it may use.
-        user: the user id that its processes see as their own.
+        user: the user id that its processes see as their own; not used with `as_machine`.
+        as_machine: with docker only, the container is a machine of its own: its processes are root, may
+            write everywhere in the image's files, and have Docker's default capabilities. `writable` and
+            `limits.disk_mb` have no effect then.
+        network: with docker only, the container has Docker's default network.
     """
 
     folder: Path | None = None
@@ -65,6 +69,8 @@ class SandboxSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     limits: Limits = field(default_factory=Limits)
     user: int = 1000
+    as_machine: bool = False
+    network: bool = False
 
     def __post_init__(self) -> None:
         if self.folder is not None and not self.folder.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 from environment_support import REQUEST_S, Heard, handle
 from integration_support import Stack
 
+from areal_agents.environments.adapters.harbor_folder import HarborTask
 from areal_agents.environments.config import EnvironmentConfig
-from areal_agents.environments.harbor_folder import HarborTask
 from areal_agents.errors import TaskEnvironmentError
 from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
+from areal_agents.sandbox.docker_images import engine_answers
 from integrations.conversations import call
 
 DOCKERFILE = """
@@ -92,7 +94,7 @@ def test_the_model_works_in_a_sandbox_and_the_tests_reward_it(stack: Stack, tmp_
         "Done.",
     )
     wrong = Heard(command("head -c 50000 /dev/zero | tr '\\\\0' a; sleep 60"), "Done.")
-    use = f"harbor:{tmp_path}?command_timeout_s=1"
+    use = f"harbor:{tmp_path}?command_timeout_s=1&isolation=bubblewrap"
     assert all_played(stack, use, [("sum", right), ("sum", wrong)]) == [1.0, 0.25]
     looked, read, failed, written = right.news[1:]
     assert "/app" in looked and "hello the world" in looked and "numbers.txt" in looked and "more" in looked
@@ -112,7 +114,7 @@ def test_an_agent_without_time_is_graded_and_tests_without_a_reward_fail(
     make_task(tmp_path / "two", test='echo \'{"a": 1, "b": 2}\' > /logs/verifier/reward.json\n')
     late, broken, two = all_played(
         stack,
-        f"harbor:{tmp_path}",
+        f"harbor:{tmp_path}?isolation=bubblewrap",
         [
             ("late", Heard(command("echo 6 > sum.txt; sleep 60"))),
             ("broken", Heard("Done.")),
@@ -122,7 +124,66 @@ def test_an_agent_without_time_is_graded_and_tests_without_a_reward_fail(
     assert late == 1.0
     assert isinstance(broken, TaskEnvironmentError) and "ended with 4: no reward here" in str(broken)
     assert isinstance(two, TaskEnvironmentError) and "gave the rewards a, b; name one: score=" in str(two)
-    assert all_played(stack, f"harbor:{tmp_path}?score=b", [("two", Heard("Done."))]) == [2.0]
+    assert all_played(
+        stack, f"harbor:{tmp_path}?score=b&isolation=bubblewrap", [("two", Heard("Done."))]
+    ) == [2.0]
+
+
+def test_docker_plays_what_the_dockerfile_makes(stack: Stack, tmp_path: Path) -> None:
+    """The image is built once for all episodes, and its tests see what the agent did as root."""
+    if not engine_answers():
+        pytest.skip("no Docker engine answers; make test-docker starts one for its tests")
+    base = os.environ.get("AREAL_AGENTS_TEST_IMAGE", "python:3.11-slim")
+    made = f"FROM {base}\nRUN echo $$ > /made\nWORKDIR /app\nCOPY numbers.txt ./\n"
+    test = (
+        TEST
+        + "cp /etc/mine /logs/verifier/kept 2>/dev/null; [ -e /made ] || echo 9 > /logs/verifier/reward.txt\n"
+    )
+    make_task(tmp_path / "sum", dockerfile=made, test=test, toml="[environment]\nmemory_mb = 256\n")
+    make_task(tmp_path / "broken", dockerfile=made + "RUN echo no such package >&2; exit 7\n")
+    make_task(tmp_path / "absent", toml="[environment]\ndocker_image = 'localhost:1/none:none'\n")
+    right = Heard(
+        command("pwd; ls; id -u; cat /made; touch /etc/mine; ls /tests; cat /proc/net/dev | wc -l"),
+        call("write_file", '{"path": "sum.txt", "content": "6"}'),
+        "Done.",
+    )
+    again = Heard(command("ls /etc/mine sum.txt; cat /made"), "Done.")
+    use = f"harbor:{tmp_path}?isolation=docker"
+    won, lost, broken, absent = all_played(
+        stack, use, [("sum", right), ("sum", again), ("broken", Heard("Done.")), ("absent", Heard("Done."))]
+    )
+    assert (won, lost) == (1.0, 0.25)
+    shown, first = right.news[1], again.news[1]
+    assert "/app" in shown and "numbers.txt" in shown and "test.sh" not in shown
+    assert shown.replace("\\n", "\n").splitlines().count("0") == 1  # root
+    assert "No such file" in first  # nothing is left of the first episode
+    assert isinstance(broken, TaskEnvironmentError) and "task broken: docker build: " in str(broken)
+    assert "returned a non-zero code: 7" in str(broken) or "exit code: 7" in str(broken)
+    assert isinstance(absent, TaskEnvironmentError) and "task absent: docker pull: " in str(absent)
+
+
+def test_options_of_isolations_are_checked(tmp_path: Path) -> None:
+    make_task(tmp_path / "task")
+    for options, fault in (
+        ("isolation=podman", "isolation must be auto, docker, bubblewrap, got 'podman'"),
+        ("isolation=bubblewrap&network=true", "network=true needs Docker"),
+        ("isolation=docker&ignore_dockerfile=true", "ignore_dockerfile is for bubblewrap"),
+    ):
+        with pytest.raises(TaskEnvironmentError, match=re.escape(fault)):
+            environment_tasks(EnvironmentConfig(use=f"harbor:{tmp_path}?{options}"), "train")
+
+
+def test_a_task_that_restricts_the_network_gets_none(tmp_path: Path) -> None:
+    for number, (toml, may) in enumerate(
+        (
+            ("", True),
+            ("[environment]\nallow_internet = false\n", False),
+            ("[agent]\nnetwork_mode = 'allowlist'\n", False),
+            ("[environment]\nnetwork_mode = 'public'\n", True),
+        )
+    ):
+        task = HarborTask.read(make_task(tmp_path / str(number), toml=toml))
+        assert task.may_have_network is may, toml
 
 
 def test_tasks_are_listed_and_held_out_by_name(tmp_path: Path) -> None:
@@ -156,7 +217,7 @@ def test_a_dockerfile_that_needs_docker_is_refused_with_its_line(
 ) -> None:
     make_task(tmp_path / "task", dockerfile=dockerfile)
     with pytest.raises(TaskEnvironmentError, match=re.escape(refused)):
-        environment_tasks(EnvironmentConfig(use=f"harbor:{tmp_path}"), "train")
+        environment_tasks(EnvironmentConfig(use=f"harbor:{tmp_path}?isolation=bubblewrap"), "train")
     use = f"harbor:{tmp_path}?held_out=0&ignore_dockerfile=true"
     assert [row["id"] for row in environment_tasks(EnvironmentConfig(use=use), "train")] == ["task"]
 
@@ -188,6 +249,7 @@ def test_copies_follow_the_rules_of_docker(tmp_path: Path) -> None:
         ("[environment]\nmemory_mb = '4G'\n", "memory_mb must be a number above 0, got '4G'"),
         ("[environment]\ncpus = 0\n", "cpus must be a number above 0, got 0"),
         ("[agent\n", "cannot be read"),
+        ("[agent]\nuser = 'me'\n", "has agent.user, which is not supported"),
         ("[environment.env]\nKEY = '${KEY}'\n", "variables of this machine in environment.env"),
     ],
 )

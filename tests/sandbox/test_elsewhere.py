@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,9 @@ def test_the_container_has_every_limit_and_no_network() -> None:
     words = start_arguments(SPEC, name="box", owner="1-2", sockets=Path("/tmp/sockets"))
     text = " ".join(words)
     for wanted in (
-        "run --detach --rm --name box --label areal-agents.owner=1-2 --network none --read-only",
-        "--cap-drop ALL",
-        "--security-opt no-new-privileges --user 1000:1000",
+        "run --detach --rm --name box --label areal-agents.owner=1-2 --security-opt no-new-privileges",
+        "--network none",
+        "--read-only --cap-drop ALL --user 1000:1000",
         "--memory 512m --memory-swap 512m --pids-limit 64 --cpus 1.5",
         "--tmpfs /workspace:rw,exec,nosuid,nodev,mode=1777,uid=1000,gid=1000,size=100m",
         "--tmpfs /logs:rw,exec,nosuid,nodev,mode=1777,uid=1000,gid=1000,size=100m",
@@ -35,6 +36,25 @@ def test_the_container_has_every_limit_and_no_network() -> None:
     ):
         assert wanted in text, wanted
     assert not {"--privileged", "--volume", "--pid"} & set(words)
+
+
+def test_a_machine_of_its_own_has_its_limits_and_the_network_that_was_asked_for() -> None:
+    spec = replace(SPEC, as_machine=True)
+    words = start_arguments(spec, name="box", owner="1-2", sockets=Path("/tmp/sockets"))
+    text = " ".join(words)
+    assert "--user 0:0" in text and "--network none" in text and "no-new-privileges" in text
+    assert "--memory 512m --memory-swap 512m --pids-limit 64 --cpus 1.5" in text
+    assert not {"--read-only", "--tmpfs", "--cap-drop", "--privileged"} & set(words)
+    online = start_arguments(replace(spec, network=True), name="box", owner="1-2", sockets=Path("/tmp"))
+    assert "--network" not in online
+
+
+@pytest.mark.parametrize("asked", [{"as_machine": True}, {"network": True}])
+async def test_only_docker_gives_a_machine_or_a_network(asked: dict[str, bool]) -> None:
+    with pytest.raises(
+        SandboxError, match="isolation: process gives a sandbox no network.*isolation: docker"
+    ):
+        await check_isolation("process", SandboxSpec(limits=Limits(None, None, None, None), **asked))
 
 
 def test_no_key_is_in_the_arguments_of_docker() -> None:

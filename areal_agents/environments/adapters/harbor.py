@@ -2,23 +2,20 @@
 
 The built-in agent reads the instruction and works in a sandbox, with a tool that runs commands and two for
 files. Then `tests/test.sh` runs on the same files, out of the agent's reach, and writes the reward to
-/logs/verifier. The sandbox is made by bubblewrap from what the Dockerfile says, with the programs of this
-machine in place of the base image; a task whose Dockerfile does more is refused with the line, unless
-`ignore_dockerfile` leaves such lines out.
+/logs/verifier.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_agents.environments.adapters.harbor_folder import HarborTask, task_folders
+from areal_agents.environments.adapters.harbor_sandboxes import task_sandboxes
 from areal_agents.environments.environment import Split
-from areal_agents.environments.harbor_folder import DOCKERFILE, HarborTask, task_folders
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.listed_tasks import ListedTasks
 from areal_agents.environments.players import Model, Tool, play_with_tools
@@ -26,15 +23,13 @@ from areal_agents.environments.schemes import SCHEMES
 from areal_agents.episode import Episode
 from areal_agents.errors import SandboxError, TaskEnvironmentError
 from areal_agents.sandbox.grading import grade
-from areal_agents.sandbox.isolations import IsolationOnFirstUse
-from areal_agents.sandbox.sandbox import Finished, Limits, Sandbox, SandboxSpec
+from areal_agents.sandbox.sandbox import Finished, Sandbox
 
 logger = logging.getLogger(__name__)
 
 SHOWN_OUTPUT = 8_192  # last bytes of each output stream of a command that the model reads
 LONGEST_FILE = 65_536  # bytes of a file that the model reads at once
 _TEST = ("bash", "/tests/test.sh")
-_NAMED = 5  # tasks that an error names
 
 
 def open(line: EnvironmentLine) -> Harbor:
@@ -49,21 +44,17 @@ class Harbor:
         self._line = line
         self._own, _ = SCHEMES["harbor"].take(line)
         found = [HarborTask.read(folder.resolve()) for folder in task_folders(Path(line.name))]
-        refused = [f"{task.id} ({task.recipe.refused[0]})" for task in found if task.recipe.refused]
-        if refused and not self._own["ignore_dockerfile"]:
-            more = f" and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
-            raise TaskEnvironmentError(
-                f"{line.text!r}: {DOCKERFILE} of {', '.join(refused[:_NAMED])}{more} needs Docker, in which "
-                "tasks of Harbor are not run yet; ignore_dockerfile=true leaves such lines out, if this "
-                "machine has what they install"
-            )
+        self._sandboxes = task_sandboxes(
+            line,
+            found,
+            isolation=self._own["isolation"],
+            network=self._own["network"],
+            ignore_dockerfile=self._own["ignore_dockerfile"],
+        )
         self._found = {task.id: task for task in found}
         rows = [{"id": task.id, "instruction": task.instruction} for task in found]
         self._tasks = ListedTasks(line, self._own, rows)
         self._model = Model()
-        self._isolation = IsolationOnFirstUse("bubblewrap")
-        self._preparing = asyncio.Lock()
-        self._folders: tempfile.TemporaryDirectory[str] | None = None
 
     def tasks(self, split: Split) -> list[dict[str, Any]]:
         """Return the tasks of a split."""
@@ -75,8 +66,7 @@ class Harbor:
         if found is None:
             raise TaskEnvironmentError(f"{self._line.text!r} has no task {task['id']!r} any more")
         try:
-            spec = _spec(found, await self._folder(found))
-            sandbox = await self._isolation.start(spec)
+            sandbox = await self._sandboxes.start(found)
             try:
                 await self._work(found, sandbox, ep)
                 graded = await grade(
@@ -95,9 +85,7 @@ class Harbor:
     async def close(self) -> None:
         """End the sandboxes, and close the connections to the model."""
         await self._model.close()
-        await self._isolation.close()
-        if self._folders is not None:
-            await asyncio.to_thread(self._folders.cleanup)
+        await self._sandboxes.close()
 
     async def _work(self, task: HarborTask, sandbox: Sandbox, ep: Episode) -> None:
         """Let the model work until it answers, or the time of the task's agent is over."""
@@ -114,19 +102,6 @@ class Harbor:
         except TimeoutError:
             logger.info("the agent of task %s had no more time; what it left is graded", task.id)
 
-    async def _folder(self, task: HarborTask) -> Path:
-        """Return the working folder of a task, made once: sandboxes may show it as long as they live."""
-        async with self._preparing:
-            if self._folders is None:
-                self._folders = tempfile.TemporaryDirectory(prefix="areal-agents-harbor-")
-            folder = Path(self._folders.name) / task.id
-            if not folder.exists():
-                # A new one each time: a cancelled episode leaves a thread that is still copying into its own.
-                unfinished = Path(tempfile.mkdtemp(prefix=f"{task.id}.", dir=self._folders.name))
-                await asyncio.to_thread(task.recipe.copy_into, unfinished)
-                unfinished.rename(folder)
-            return folder
-
     def _reward(self, task: HarborTask, rewards: Mapping[str, float]) -> float:
         wanted = self._own["score"] or ("reward" if len(rewards) != 1 else next(iter(rewards)))
         if wanted not in rewards:
@@ -135,18 +110,6 @@ class Harbor:
                 "score="
             )
         return rewards[wanted]
-
-
-def _spec(task: HarborTask, folder: Path) -> SandboxSpec:
-    """Return what a sandbox of a task is started from."""
-    limits = Limits()
-    if task.memory_mb is not None:
-        limits = replace(limits, memory_mb=task.memory_mb)
-    if task.cpus is not None:
-        limits = replace(limits, cpus=task.cpus)
-    return SandboxSpec(
-        folder=folder, workdir=task.recipe.workdir, environment=task.recipe.environment, limits=limits
-    )
 
 
 def _tools(sandbox: Sandbox, timeout_s: float) -> list[Tool]:

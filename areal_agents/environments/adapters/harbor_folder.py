@@ -20,6 +20,7 @@ from areal_agents.errors import TaskEnvironmentError
 
 AGENT_TIMEOUT_S = 1800.0  # of a task that names none
 VERIFIER_TIMEOUT_S = 600.0
+BUILD_TIMEOUT_S = 600.0
 DOCKERFILE = "environment/Dockerfile"
 
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
@@ -33,7 +34,7 @@ class Recipe:
         workdir: the working folder inside.
         environment: variables of every command.
         copies: what is copied to which path inside, in order.
-        refused: the lines that were not followed, with their numbers.
+        refused: what cannot be made: the lines that were not followed, with their numbers, or the image.
     """
 
     workdir: str = ""
@@ -62,7 +63,12 @@ class HarborTask:
         agent_timeout_s, verifier_timeout_s: time limits of the agent and of the tests, in seconds.
         verifier_environment: variables of the tests.
         memory_mb, cpus: what its sandbox may use; None: not said.
-        recipe: what its Dockerfile makes.
+        recipe: what its Dockerfile makes without Docker.
+        image: the image that the task names, which is used in place of its Dockerfile; "": none.
+        workdir: the working folder that the task names; "": the image's.
+        environment: variables of every command that the task names.
+        build_timeout_s: time limit of building or pulling the image, in seconds.
+        may_have_network: whether the task allows its agent and its tests any network.
     """
 
     folder: Path
@@ -73,6 +79,11 @@ class HarborTask:
     memory_mb: int | None
     cpus: float | None
     recipe: Recipe
+    image: str
+    workdir: str
+    environment: Mapping[str, str]
+    build_timeout_s: float
+    may_have_network: bool
 
     @property
     def id(self) -> str:
@@ -106,6 +117,11 @@ class HarborTask:
             math.ceil(memory_mb) if memory_mb is not None else None,
             _number(folder, environment, "cpus"),
             recipe,
+            str(environment.get("docker_image") or ""),
+            str(environment.get("workdir") or ""),
+            {name: str(value) for name, value in _table(folder, environment, "env").items()},
+            _number(folder, environment, "build_timeout_sec") or BUILD_TIMEOUT_S,
+            _may_have_network(environment, agent, verifier),
         )
 
 
@@ -140,8 +156,18 @@ def _unsupported(folder: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     for name, table in (("environment", environment), ("verifier", verifier)):
         if any("${" in str(value) for value in (table.get("env") or {}).values()):
             yield f"variables of this machine in {name}.env"
+    for name in ("agent", "verifier"):
+        if (settings.get(name) or {}).get("user"):
+            yield f"{name}.user"
     if list((folder / "environment").glob("docker-compose.y*ml")):
         yield "a docker-compose file"
+
+
+def _may_have_network(environment: Mapping[str, Any], *phases: Mapping[str, Any]) -> bool:
+    """Return whether neither the task nor a phase of it restricts the network."""
+    return environment.get("allow_internet", True) is not False and all(
+        table.get("network_mode", "public") == "public" for table in (environment, *phases)
+    )
 
 
 def _table(folder: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -165,9 +191,12 @@ def _followed(folder: Path, settings: Mapping[str, Any]) -> Recipe:
     """Follow the Dockerfile of a task as far as that is possible without Docker."""
     variables = {name: str(value) for name, value in (settings.get("env") or {}).items()}
     file = folder / DOCKERFILE
+    if image := settings.get("docker_image"):
+        refused = (f"its image is {image}",)
+        return Recipe(settings.get("workdir") or "/workspace", variables, refused=refused)
     if not file.is_file():
         return Recipe(settings.get("workdir") or "/workspace", variables)
-    workdir, copies, refused = "/", [], []
+    workdir, copies, not_followed = "/", [], []
     stages = 0
     set_here: dict[str, str] = {}
     for number, line in _instructions(file.read_text(encoding="utf-8")):
@@ -183,16 +212,16 @@ def _followed(folder: Path, settings: Mapping[str, Any]) -> Recipe:
             case "COPY" | "ADD" if (found := _copied(folder, rest, workdir)) is not None:
                 copies += found
             case _:
-                refused.append(f"line {number}: {line[:100]}")
+                not_followed.append(f"line {number}: {line[:100]}")
     workdir = settings.get("workdir") or workdir
     if workdir == "/":
-        refused.append(f"no WORKDIR in {file.name}: the whole file system would be the working folder")
+        not_followed.append(f"no WORKDIR in {file.name}: the whole file system would be the working folder")
         workdir = "/workspace"
     for source, inside in copies:
         if not PurePosixPath(inside).is_relative_to(workdir):
-            refused.append(f"{source.name} is copied to {inside}, outside of the WORKDIR {workdir}")
+            not_followed.append(f"{source.name} is copied to {inside}, outside of the WORKDIR {workdir}")
     within = tuple(copy for copy in copies if PurePosixPath(copy[1]).is_relative_to(workdir))
-    return Recipe(workdir, {**set_here, **variables}, within, tuple(refused))
+    return Recipe(workdir, {**set_here, **variables}, within, tuple(not_followed))
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:

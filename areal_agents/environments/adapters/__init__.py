@@ -1,0 +1,1 @@
+"""A module for each scheme of environments, whose function `open` takes the line."""
