@@ -183,7 +183,8 @@ sandbox-tools: ## Install bubblewrap, for root on Debian and Ubuntu; else say ho
 
 test-docker: setup ## Run the tests of sandboxes in containers, with a Docker engine of their own where none answers.
 	tools/with_docker.sh $(DOCKER_ENGINE) $(BIN)/python -m pytest -k docker -rs tests/sandbox \
-		tests/rollout/test_modes.py tests/rollout/test_mode_failures.py tests/environments/test_harbor.py
+		tests/rollout/test_modes.py tests/rollout/test_mode_failures.py tests/environments/test_harbor.py \
+		tests/rollout/test_cli_agent.py
 
 chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
 	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json

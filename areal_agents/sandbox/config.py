@@ -69,10 +69,8 @@ class SandboxConfig(Settings):
         changed = [name for name, default in settings.items() if getattr(self, name) != default]
         if self.isolation == "none" and changed:
             raise ValueError(f"{changed[0]} has no effect without isolation: process, bubblewrap or docker")
-        if self.isolation == "process" and self.image:
-            raise ValueError("image needs isolation: bubblewrap or docker")
-        if self.isolation == "docker" and not self.image:
-            raise ValueError("isolation: docker needs image, the name of an image")
+        if fault := fault_of_image(self.isolation, self.image):
+            raise ValueError(fault)
         return self
 
     @classmethod
@@ -88,3 +86,12 @@ class SandboxConfig(Settings):
             readable=tuple(Path(path) for path in self.readable),
             limits=self.limits.limits(),
         )
+
+
+def fault_of_image(isolation: Isolation, image: str) -> str:
+    """Return why an isolation cannot have this image; "": it can."""
+    if isolation == "process" and image:
+        return "image needs isolation: bubblewrap or docker"
+    if isolation == "docker" and not image:
+        return "isolation: docker needs image, the name of an image"
+    return ""

@@ -247,8 +247,6 @@ class DockerSandbox:
     ) -> Finished:
         if not argv:
             raise SandboxError("the command is empty")
-        if streams is not None:
-            raise SandboxError("isolation: docker cannot give a command streams; use process or bubblewrap")
         variables = {**self._spec.environment, **(environment or {})}
         if model_url is not None:
             variables["AREAL_AGENTS_FORWARD"] = _FORWARD
@@ -265,7 +263,7 @@ class DockerSandbox:
             try:
                 ended = await _call(
                     self._program, words, {**os.environ, **variables}, stdin, timeout_s, kept_bytes,
-                    Log(log) if log is not None else None,
+                    Log(log) if log is not None else None, streams,
                 )  # fmt: skip
             finally:
                 all_killed = await self._kill_all()
@@ -359,8 +357,12 @@ async def _call(
     timeout_s: float | None,
     kept_bytes: int,
     log: Log | None,
+    streams: tuple[int, int] | None = None,
 ) -> _Ended:
-    """Run docker as a process group of its own, which is killed at the time limit or if this is cancelled."""
+    """Run docker as a process group of its own, which is killed at the time limit or if this is cancelled.
+
+    `streams` are its standard input and output, if they are given, and nothing of its output is kept then.
+    """
     inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
     theirs = (inputs[0], outputs[1], errors[1])
     async with contextlib.AsyncExitStack() as stack:
@@ -370,8 +372,9 @@ async def _call(
             reading = [await read_tail(pipe[0], kept_bytes, log) for pipe in (outputs, errors)]
             for transport, _ in reading:
                 stack.callback(transport.close)
+            stdin_fd, stdout_fd = streams or theirs[:2]
             process = await asyncio.create_subprocess_exec(
-                program, *words, env=environment, stdin=theirs[0], stdout=theirs[1], stderr=theirs[2],
+                program, *words, env=environment, stdin=stdin_fd, stdout=stdout_fd, stderr=theirs[2],
                 start_new_session=True,
             )  # fmt: skip
         finally:

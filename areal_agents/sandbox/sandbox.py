@@ -170,7 +170,7 @@ class Sandbox(Protocol):
             stdin: its standard input.
             streams: file descriptors that are its standard input and its standard output, for a caller that
                 talks with it; the caller closes them after the call. In place of `stdin`, and nothing of its
-                standard output is kept or logged then. Not supported by docker.
+                standard output is kept or logged then.
             kept_bytes: how many of the last bytes of each output stream are kept.
             model_url: the server that it may call; without one, isolations other than process have no
                 network.

@@ -47,7 +47,8 @@ def command_line_agent(script: Path, folder: Path, *readable: Path, **sandbox: A
     seam.write_text(SEAM.format(script=script))
     if sandbox:
         sandbox["readable"] = [str(path) for path in (script, *readable)]
-    return {"cli": str(seam), "executable": sys.executable, "prompt": "{task}", **sandbox}
+    python = "python3" if sandbox.get("isolation") == "docker" else sys.executable
+    return {"cli": str(seam), "executable": python, "prompt": "{task}", **sandbox}
 
 
 # Of each mode, a function of the script, a folder for its files, and what else the script reads.
@@ -58,6 +59,7 @@ MODES_OF_PROGRAMS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "command in bubblewrap": partial(command, isolation="bubblewrap"),
     "cli in bubblewrap": partial(command_line_agent, isolation="bubblewrap"),
     "command in docker": partial(command, isolation="docker", image=IMAGE),
+    "cli in docker": partial(command_line_agent, isolation="docker", image=IMAGE),
 }
 
 

@@ -22,10 +22,12 @@ from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollout
 from areal_agents.rollout.agents.cli.prepare import Launch, folder_of_task, of_task, prepare
-from areal_agents.rollout.agents.cli.program import find_program
+from areal_agents.rollout.agents.cli.program import find_program, find_program_in_image
 from areal_agents.rollout.agents.cli.seam import known_seams, load_seam
 from areal_agents.rollout.config import LimitsConfig, RewardConfig
 from areal_agents.rollout.rewarding import RewardFunction
+from tests.sandbox.conftest import IMAGE
+from tests.sandbox.conftest import needs as needs_isolation
 
 ADMIN_KEY = "admin-key-of-the-tests"
 EPISODE = Episode("e", "http://10.0.0.1:8000/e/ep-1/v1", "ep-1")
@@ -240,6 +242,20 @@ def test_a_program_is_found_and_its_version_is_checked(tmp_path: Path) -> None:
     assert find_program(seam, "", inherited) == tmp_path / "tiny"
 
 
+def test_a_program_is_found_in_an_image_of_docker(tmp_path: Path) -> None:
+    """It needs docker; see `make test-docker`."""
+    needs_isolation("docker")
+    (tmp_path / "tiny.toml").write_text(SEAM)
+    seam = load_seam(str(tmp_path / "tiny.toml"))
+    assert find_program_in_image(seam, "python3", IMAGE).name == "python3"
+    with pytest.raises(AgentError, match="the image has no program tiny; install it with 'pip install tiny'"):
+        find_program_in_image(seam, "", IMAGE)
+    with pytest.raises(AgentError, match="sh in the image .* printed no version|has version none"):
+        find_program_in_image(seam, "sh", IMAGE)
+    with pytest.raises(AgentError, match="No such image: areal-agents/none|Unable to find image"):
+        find_program_in_image(seam, "python3", "areal-agents/none:none")
+
+
 def test_an_agent_without_its_program_or_with_wrong_settings_is_not_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -252,6 +268,10 @@ def test_an_agent_without_its_program_or_with_wrong_settings_is_not_loaded(
         load_agent({"cli": "codex", "colour": "x"})
     with pytest.raises(AgentError, match="agent: readable: /none does not exist"):
         load_agent({"cli": "codex", "isolation": "bubblewrap", "readable": ["/none"]})
+    with pytest.raises(AgentError, match="isolation: docker needs image, the name of an image"):
+        load_agent({"cli": "codex", "isolation": "docker"})
+    with pytest.raises(AgentError, match="isolation: docker needs the program docker; install Docker"):
+        load_agent({"cli": "codex", "isolation": "docker", "image": "python:3.11-slim"})
 
 
 def test_a_prompt_is_made_of_the_fields_of_the_task(tmp_path: Path) -> None:

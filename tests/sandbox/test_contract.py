@@ -30,8 +30,6 @@ async def test_a_command_gets_its_input_its_variables_and_the_working_folder(iso
 
 
 async def test_a_caller_talks_with_a_command(isolation: Isolation) -> None:
-    if isolation.name == "docker":
-        pytest.skip("docker refuses streams")
     sandbox = await isolation.start(spec_for(isolation.name))
     inputs, outputs = os.pipe(), os.pipe()
     script = "echo ready; read said; echo got $said; echo oops >&2"

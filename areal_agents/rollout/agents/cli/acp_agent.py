@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from areal_agents.episode import Episode, running_episode
 from areal_agents.errors import AgentError
@@ -14,6 +14,7 @@ from areal_agents.rollout.agents.cli.acp.reply import Permissions
 from areal_agents.rollout.agents.cli.acp.session import AcpAgent
 from areal_agents.rollout.agents.cli.agent import CliAgent
 from areal_agents.rollout.agents.cli.config import DEFAULT_CONTEXT, CliAgentConfig
+from areal_agents.sandbox.config import Isolation
 
 
 @asynccontextmanager
@@ -27,7 +28,8 @@ async def acp_agent(
     context: int = DEFAULT_CONTEXT,
     permissions: Permissions = "allow",
     turn_timeout_s: float = 600.0,
-    isolation: Literal["none", "process", "bubblewrap"] = "none",
+    isolation: Isolation = "none",
+    image: str = "",
     readable: Sequence[str | Path] = (),
     limits: Mapping[str, Any] | None = None,
     log: BinaryIO | None = None,
@@ -52,7 +54,7 @@ async def acp_agent(
         permissions: how its permission requests are answered: "allow", "reject", or a function of the tool
             call that returns whether it is allowed.
         turn_timeout_s: longest wait in seconds for the end of a turn.
-        isolation, readable, limits: where it runs, as in the configuration of command-line agents.
+        isolation, image, readable, limits: where it runs, as in the configuration of command-line agents.
         log: an open file for what it writes.
 
     Raises:
@@ -71,6 +73,7 @@ async def acp_agent(
             "permissions": permissions if isinstance(permissions, str) else "allow",
             "turn_timeout_s": turn_timeout_s,
             "isolation": isolation,
+            "image": image,
             "readable": [str(path) for path in readable],
             "limits": dict(limits or {}),
         }

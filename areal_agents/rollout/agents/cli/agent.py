@@ -33,7 +33,7 @@ from areal_agents.rollout.agents.cli.prepare import (
     prepare,
     prompts_of_task,
 )
-from areal_agents.rollout.agents.cli.program import find_program
+from areal_agents.rollout.agents.cli.program import find_program, find_program_in_image
 from areal_agents.rollout.agents.cli.sandboxed import SandboxedPrograms
 from areal_agents.rollout.agents.cli.seam import Seam, load_seam
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
@@ -76,8 +76,13 @@ class CliAgent:
             config.spec()
         except ValueError as error:
             raise AgentError(f"agent: {error}") from None
-        self._inherited = inherited
-        self._program = find_program(self._seam, config.executable, inherited)
+        if config.isolation == "docker":
+            # The image has its own machine: neither PATH nor the locale of this one holds there.
+            self._inherited: Mapping[str, str] = {}
+            self._program = find_program_in_image(self._seam, config.executable, config.image)
+        else:
+            self._inherited = inherited
+            self._program = find_program(self._seam, config.executable, inherited)
         self._logs = EpisodeLogs(logs)
         self._sandboxes = SandboxedPrograms(config.isolation) if config.isolation != "none" else None
         self._folders: dict[str, Path] = {}  # of the episodes that were not released

@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from areal_agents.core.settings import Settings
 from areal_agents.errors import AgentError
-from areal_agents.sandbox.config import SandboxLimits
+from areal_agents.sandbox.config import Isolation, SandboxLimits, fault_of_image
 from areal_agents.sandbox.sandbox import SandboxSpec
 
 DEFAULT_CONTEXT = 32_768  # tokens that an agent is told where nothing is known of the engine
@@ -62,13 +62,18 @@ class CliAgentConfig(Settings):
         description="Most turns, if the agent has an option for it; rollout.limits holds for all agents.",
     )
 
-    isolation: Literal["none", "process", "bubblewrap"] = Field(
-        default="none",
-        description="Where the program runs, as for commands (docs/sandboxes.md); docker is not supported.",
+    isolation: Isolation = Field(
+        default="none", description="Where the program runs, as for commands (docs/sandboxes.md)."
+    )
+    image: str = Field(
+        default="",
+        description="With docker, the name of the image that has the program; with bubblewrap, a folder that "
+        "is the root file system, or the programs of this machine.",
     )
     readable: tuple[str, ...] = Field(
         default=(),
-        description="With bubblewrap, files and folders that it sees, such as the one with the program.",
+        description="With bubblewrap or docker, files and folders that it sees, such as the one with the "
+        "program.",
     )
     limits: SandboxLimits = Field(
         default_factory=SandboxLimits, description="What all its processes may use together."
@@ -76,8 +81,12 @@ class CliAgentConfig(Settings):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> CliAgentConfig:
-        if self.isolation == "none" and (self.readable or self.limits != SandboxLimits()):
-            raise ValueError("readable and limits have no effect without isolation: process or bubblewrap")
+        if self.isolation == "none" and (self.readable or self.image or self.limits != SandboxLimits()):
+            raise ValueError(
+                "readable, image and limits have no effect without isolation: process, bubblewrap or docker"
+            )
+        if fault := fault_of_image(self.isolation, self.image):
+            raise ValueError(fault)
         given = self.model_fields_set
         if not self.prompts and (idle := sorted(given & {"permissions", "turn_timeout_s"})):
             raise ValueError(f"{idle[0]} has no effect without prompts")
@@ -89,6 +98,7 @@ class CliAgentConfig(Settings):
         """Return what the sandbox of an episode is started from: a copy of `folder`, or an empty folder."""
         return SandboxSpec(
             folder=folder,
+            image=self.image,
             readable=tuple(Path(path) for path in self.readable),
             limits=self.limits.limits(),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +17,7 @@ from areal_agents.rollout.agents.cli.seam import Seam
 
 VERSION_TIMEOUT_S = 60.0
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
+_FOUND = 'command -v "$1" || { echo "the image has no program $1" >&2; exit 127; }; exec "$@" 2>&1'
 
 
 def find_program(seam: Seam, executable: str, inherited: Mapping[str, str]) -> Path:
@@ -37,39 +40,70 @@ def find_program(seam: Seam, executable: str, inherited: Mapping[str, str]) -> P
             "executable"
         )
     program = Path(found).absolute()
-    version = _version_of(program, seam, inherited)
-    if _numbers(version) < _numbers(seam.least_version):
-        raise AgentError(
-            f"{program} has version {version}, and the seam needs {seam.least_version} or newer; install it "
-            f"with {seam.install!r}"
-        )
+    words = [str(program), *seam.version_arguments]
+    with tempfile.TemporaryDirectory(prefix="areal-agents-version-", ignore_cleanup_errors=True) as home:
+        printed = _printed_by(words, seam, clean_environment(inherited, Path(home)), home)
+    _check_version(printed, str(program), seam)
     return program
 
 
-def _version_of(program: Path, seam: Seam, inherited: Mapping[str, str]) -> str:
-    """Return the version that a program prints, in a home folder that is thrown away."""
-    words = [str(program), *seam.version_arguments]
-    with tempfile.TemporaryDirectory(prefix="areal-agents-version-", ignore_cleanup_errors=True) as home:
-        try:
-            done = subprocess.run(
-                words,
-                env=clean_environment(inherited, Path(home)),
-                cwd=home,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=VERSION_TIMEOUT_S,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise AgentError(f"{program} cannot be started: {error}") from error
-    version = _VERSION.search(done.stdout) or _VERSION.search(done.stderr)
-    if done.returncode or version is None:
+def find_program_in_image(seam: Seam, executable: str, image: str) -> Path:
+    """Return the path of a seam's program in an image of Docker, which the engine has.
+
+    Raises:
+        AgentError: docker or its engine is missing, or the image; or as of `find_program`.
+    """
+    docker = shutil.which("docker")
+    if docker is None:
+        raise AgentError("isolation: docker needs the program docker; install Docker")
+    name = executable or seam.program
+    container = f"areal-agents-version-{secrets.token_hex(6)}"
+    words = [docker, "run", "--rm", "--pull", "never", "--network", "none", "--name", container]
+    words += ["--entrypoint", "/bin/sh", image, "-c", _FOUND, "sh", name, *seam.version_arguments]
+    try:
+        printed = _printed_by(words, seam, os.environ, None, shown=f"{name} in the image {image}")
+    finally:
+        removal = [docker, "rm", "--force", container]  # it is left only after the time limit
+        subprocess.run(removal, capture_output=True, timeout=VERSION_TIMEOUT_S)
+    program, _, version = printed.partition("\n")
+    _check_version(version, f"{program} in the image {image}", seam)
+    return Path(program)
+
+
+def _printed_by(
+    words: list[str], seam: Seam, environment: Mapping[str, str], cwd: str | None, *, shown: str = ""
+) -> str:
+    """Return what a command prints, which must succeed."""
+    shown = shown or " ".join(words)
+    try:
+        done = subprocess.run(
+            words,
+            env=environment,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=VERSION_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise AgentError(f"{shown} cannot be started: {error}") from error
+    printed = done.stdout if _VERSION.search(done.stdout) else done.stdout + done.stderr
+    if done.returncode or not _VERSION.search(printed):
         raise AgentError(
-            f"{' '.join(words)} printed no version (exit status {done.returncode}): "
+            f"{shown} printed no version (exit status {done.returncode}): "
             f"{(done.stderr or done.stdout).strip()[-500:]}; install it with {seam.install!r}"
         )
-    return version[0]
+    return printed
+
+
+def _check_version(printed: str, program: str, seam: Seam) -> None:
+    found = _VERSION.search(printed)
+    if found is None or _numbers(found[0]) < _numbers(seam.least_version):
+        raise AgentError(
+            f"{program} has version {found[0] if found else 'none'}, and the seam needs {seam.least_version} "
+            f"or newer; install it with {seam.install!r}"
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
