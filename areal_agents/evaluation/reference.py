@@ -17,7 +17,7 @@ from areal_agents.evaluation.estimators import t_quantile
 from areal_agents.inspection.sources import config_of_run, store_of_run
 from areal_agents.launch.progress import MetricsFile, read_held_out
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.launch.summary import complete_evaluations, step_of_label
+from areal_agents.launch.summary import comparable, complete_evaluations, step_of_label
 from areal_agents.whole_files import write_whole
 
 CONFIDENCE = 0.95
@@ -84,6 +84,8 @@ def curve_of(root: Path) -> Curve:
     last = rows[-1]["step"] if rows else 0
     with store_of_run(folder) as store:
         evaluations = complete_evaluations([e for e in read_held_out(store) if "without" not in e.label])
+    # Only rewards of one agent are a curve: those of the newest, if it was changed on the way.
+    evaluations = [e for e in evaluations if comparable(e, evaluations[-1])]
     points = [HeldOutPoint(step_of_label(e.label, last), e.reward, e.done) for e in evaluations]
     return Curve(
         name=root.resolve().name,

@@ -48,6 +48,7 @@ def state_of(
         "steps": config["trainer"]["steps"],
         "before": summary.get("heldout_before"),
         "after": summary.get("heldout_after"),
+        "agent_changed": summary.get("agent_changed", ""),
         "model": str(folder.final_model) if folder.final_model.exists() else config.get("model"),
     }
 

@@ -129,9 +129,11 @@ def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for each run."""
     table = Table("run", "started", "state", "step", "held out", "model")
     for run in runs:
+        changed = " (agent changed)" if run["agent_changed"] else ""
         table.add_row(
             Text(run["name"]), time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"])), run["state"],
-            f"{run['step']}/{run['steps']}", f"{_number(run['before'])} → {_number(run['after'])}",
+            f"{run['step']}/{run['steps']}",
+            f"{_number(run['before'])} → {_number(run['after'])}{changed}",
             Text(run["model"]),
         )  # fmt: skip
     return table

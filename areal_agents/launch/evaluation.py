@@ -27,6 +27,7 @@ from areal_agents.evaluation.results import Results, field_of_tasks
 from areal_agents.evaluation.scoring import ScoringFunction, score
 from areal_agents.launch.children import Children
 from areal_agents.launch.engines import EnginePlan
+from areal_agents.launch.fingerprint import Fingerprint
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.train import (
@@ -126,7 +127,8 @@ def identity_of(config: Config, *, model: Any, ablate_tool: bool) -> dict[str, A
     for name in ("host", "port", "public_url", "admin_key", "workers"):
         del tree["proxy"][name]
     del tree["eval"]["every"], tree["eval"]["concurrency"], tree["store"]
-    return {"config": tree, "model": model, "ablate_tool": ablate_tool}
+    sources = Fingerprint.of(config).parts
+    return {"config": tree, "model": model, "ablate_tool": ablate_tool, "sources": sources}
 
 
 def _play(

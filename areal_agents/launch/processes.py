@@ -229,13 +229,14 @@ def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
 async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.evaluation.folder import EvaluationFolder
     from areal_agents.launch.context_length import told_of_context
+    from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, changed_agent
     from areal_agents.rollout.agents.blocking import BlockingWatch
     from areal_agents.rollout.runner import evaluate, held_out_tasks, run
     from areal_agents.store import Store
 
-    def report_blocked(text: str) -> None:
+    def notify(text: str) -> None:
         logging.getLogger(__name__).error(text)
-        write_whole(folder.blocked, text)
+        write_whole(folder.notice, text)
 
     agent = told_of_context(config, config.agent)
     stop = asyncio.Event()
@@ -243,9 +244,18 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
     endpoints, rollout = folder.read_endpoints(), config.rollout.for_engines(config.engine.sequences)
     with (
         Store.open(folder.store_at(config.store.url), config.store.durability) as store,
-        BlockingWatch(report_blocked, adds_up=True),
+        BlockingWatch(notify, adds_up=True),
     ):
+        fingerprint = Fingerprint.of(config)
         if options.evaluate is None:
+            latest = store.latest_version()
+            file = FingerprintFile(folder.fingerprint)
+            if changes := file.record(fingerprint, step=latest.step if latest else 0):
+                notify(
+                    changed_agent(changes)
+                )  # after the supervisor looked, or between two starts of rollout
+            elif since := file.changes().get(fingerprint.digest):
+                logging.getLogger(__name__).warning("evaluations are compared since the change of %s", since)
             await run(
                 store=store,
                 proxy_url=endpoints.proxy_url,
@@ -261,6 +271,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 reward=config.reward,
                 logs=folder.episode_logs,
                 stop=stop,
+                fingerprint=fingerprint.digest,
             )
             if stop.is_set():
                 raise SystemExit(EXIT_STOPPED)
@@ -284,6 +295,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             logs=folder.episode_logs,
             stop=stop,
             tasks=tasks,
+            fingerprint=fingerprint.digest,
         )
         if stop.is_set():
             raise SystemExit(EXIT_STOPPED)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_agents.core.rollout import AGENT_ERROR
+from areal_agents.core.rollout import AGENT_ERROR, FINGERPRINT
 from areal_agents.errors import ConfigError
 from areal_agents.store import EpisodeSummary, Store
 
@@ -23,6 +23,7 @@ class HeldOut:
         reward: the mean score of these episodes; a failed one counts as 0.
         failed: the number of episodes that failed for reasons that are not the policy's doing.
         versions: the smallest and the largest policy version of its tokens; -1 without tokens.
+        fingerprint: a name of what it was played with; "" if that was not recorded.
     """
 
     label: str
@@ -30,6 +31,7 @@ class HeldOut:
     reward: float
     failed: int
     versions: tuple[int, int]
+    fingerprint: str = ""
 
 
 class MetricsFile:
@@ -127,19 +129,34 @@ def read_progress(store: Store) -> RunProgress:
 
 
 def read_held_out(store: Store) -> list[HeldOut]:
-    """Return every evaluation in the store, in the order in which they began."""
-    by_label: dict[str, tuple[int, dict[tuple[str, int], EpisodeSummary]]] = {}
+    """Return every evaluation in the store, in the order in which they began.
+
+    If the weights of a step were evaluated with several fingerprints, the evaluation with that of the newest
+    evaluation counts, or the last one.
+    """
+    found: dict[str, dict[tuple[int, str], dict[tuple[str, int], EpisodeSummary]]] = {}
+    newest = ""
     for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
         if episode.status != "aborted" and "eval" in episode.metadata:
             # If an attempt was repeated because it failed, the last episode counts.
-            label, step = episode.metadata["eval"], episode.metadata.get("step", 0)
-            if label not in by_label or step > by_label[label][0]:
-                by_label[label] = (step, {})  # a run that was extended evaluates "after" again
-            by_label[label][1][episode.task_id, episode.metadata.get("attempt", 0)] = episode
-    return [_held_out(label, list(episodes.values())) for label, (_, episodes) in by_label.items()]
+            newest = episode.metadata.get(FINGERPRINT, "")
+            of_label = found.setdefault(episode.metadata["eval"], {})
+            played = of_label.setdefault((episode.metadata.get("step", 0), newest), {})
+            played[episode.task_id, episode.metadata.get("attempt", 0)] = episode
+    return [_chosen(label, of_label, newest) for label, of_label in found.items()]
 
 
-def _held_out(label: str, episodes: list[EpisodeSummary]) -> HeldOut:
+def _chosen(
+    label: str, evaluations: dict[tuple[int, str], dict[tuple[str, int], EpisodeSummary]], newest: str
+) -> HeldOut:
+    """Return the one of several evaluations with a label that counts; `newest` is the newest fingerprint."""
+    last = max(step for step, _ in evaluations)  # a run that was extended evaluates "after" again
+    of_step = {fingerprint: played for (step, fingerprint), played in evaluations.items() if step == last}
+    fingerprint = newest if newest in of_step else list(of_step)[-1]
+    return _held_out(label, fingerprint, list(of_step[fingerprint].values()))
+
+
+def _held_out(label: str, fingerprint: str, episodes: list[EpisodeSummary]) -> HeldOut:
     scored = [e for e in episodes if e.status in ("finished", "truncated")]
     failed = [e for e in episodes if e.status == "failed"]
     seen = [e for e in scored if e.sampled_tokens]
@@ -149,4 +166,4 @@ def _held_out(label: str, episodes: list[EpisodeSummary]) -> HeldOut:
     )
     done = len(scored) + len(failed)
     reward = sum(e.score or 0.0 for e in scored) / done if done else 0.0
-    return HeldOut(label, done, reward, len(failed), versions)
+    return HeldOut(label, done, reward, len(failed), versions, fingerprint)

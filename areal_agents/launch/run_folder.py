@@ -90,9 +90,14 @@ class RunFolder:
         return self.root / "logs" / "trial.json"
 
     @property
-    def blocked(self) -> Path:
-        """What rollout says of an agent that blocks its event loop, until the run has shown it."""
-        return self.root / "logs" / "blocked.txt"
+    def notice(self) -> Path:
+        """What the rollout process tells the user, until the run has shown it."""
+        return self.root / "logs" / "notice.txt"
+
+    @property
+    def fingerprint(self) -> Path:
+        """What the episodes of each start of the run are played with: agent, reward, held-out tasks."""
+        return self.root / "fingerprint.json"
 
     def log(self, process: str) -> Path:
         """Return the log file of one process."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
@@ -14,6 +15,7 @@ from areal_agents.launch.progress import HeldOut
 from areal_agents.whole_files import replacing, write_whole
 
 _SMOOTHED = 5  # steps that are averaged in the plot
+_HELD_OUT = ("#c2542d", "#7a4fa3", "#3f8f4f")  # colours of held-out rewards, for each fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,11 @@ class Summary:
         heldout: the held-out reward of every complete evaluation, by its label.
         heldout_incomplete: the number of episodes of each evaluation that was ended before it was complete.
         nothing_trained: why no token was trained; "" if one was.
+        agent_changed: what changed of the agent, its reward or the held-out tasks between the evaluations
+            before and after, so that their difference is no gain; "" if nothing did.
+        heldout_since_change: the first held-out reward that can be compared with the one after, if
+            something changed; None if there is none.
+        heldout_since_change_label: the label of that evaluation.
     """
 
     heldout_before: float | None
@@ -45,6 +52,9 @@ class Summary:
     heldout_without_tool: float | None = None
     heldout_incomplete: dict[str, int] = field(default_factory=dict)
     nothing_trained: str = ""
+    agent_changed: str = ""
+    heldout_since_change: float | None = None
+    heldout_since_change_label: str = ""
 
     @classmethod
     def of(
@@ -55,9 +65,15 @@ class Summary:
         wall_s: float,
         engine_idle: float | None,
         without_tool: float | None = None,
+        changes: Mapping[str, str] = MappingProxyType({}),
     ) -> Summary:
-        """Compute the summary from the rows of metrics.jsonl and the evaluations."""
+        """Compute the summary from the rows of metrics.jsonl and the evaluations.
+
+        Args:
+            changes: by fingerprint, what had changed when the run was started with it.
+        """
         complete = complete_evaluations(held_out)
+        agent_changed, base = _base_since_change(complete, changes)
         by_label = {e.label: e.reward for e in complete}
         trained = sum(row["tokens"] for row in rows)
         steps_s = sum(row["step_s"] for row in rows)
@@ -81,6 +97,9 @@ class Summary:
             heldout_without_tool=without_tool,
             heldout_incomplete={e.label: e.done for e in held_out if e not in complete},
             nothing_trained="" if trained or not rows else _why_nothing(rows),
+            agent_changed=agent_changed,
+            heldout_since_change=None if base is None else base.reward,
+            heldout_since_change_label="" if base is None else base.label,
         )
 
     @classmethod
@@ -93,6 +112,13 @@ class Summary:
         write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @property
+    def gain(self) -> float | None:
+        """The held-out reward after minus the one before; None if these cannot be compared."""
+        if self.heldout_before is None or self.heldout_after is None or self.agent_changed:
+            return None
+        return self.heldout_after - self.heldout_before
+
+    @property
     def model_is(self) -> str:
         """What the exported model is: the trained one, or the initial one if nothing was trained."""
         return "the initial model, untrained" if self.nothing_trained else "trained model"
@@ -102,8 +128,17 @@ class Summary:
         table = Table(title="areal-agents: summary of the run", show_header=False)
         table.add_row("held-out reward before", _share(self.heldout_before))
         table.add_row("held-out reward after", f"[bold]{_share(self.heldout_after)}[/bold]")
-        if self.heldout_before is not None and self.heldout_after is not None:
-            table.add_row("gain", f"[bold green]{self.heldout_after - self.heldout_before:+.3f}[/bold green]")
+        if self.gain is not None:
+            table.add_row("gain", f"[bold green]{self.gain:+.3f}[/bold green]")
+        elif self.agent_changed:
+            table.add_row("[bold yellow]no gain can be told[/bold yellow]", f"{self.agent_changed} changed")
+            if self.heldout_since_change is not None and self.heldout_after is not None:
+                since = self.heldout_after - self.heldout_since_change
+                label = self.heldout_since_change_label
+                table.add_row(
+                    "gain since the change",
+                    f"[bold green]{since:+.3f}[/bold green] (from {self.heldout_since_change:.3f}, {label})",
+                )
         if self.heldout_without_tool is not None:
             table.add_row("held-out reward without the tool", _share(self.heldout_without_tool))
         if self.heldout_incomplete:
@@ -126,6 +161,21 @@ def complete_evaluations(held_out: Sequence[HeldOut]) -> list[HeldOut]:
     """Return the evaluations with as many episodes as the largest one; the others were ended early."""
     most = max((e.done for e in held_out), default=0)
     return [e for e in held_out if e.done and e.done == most]
+
+
+def comparable(first: HeldOut, second: HeldOut) -> bool:
+    """Whether two evaluations were played with the same agent, reward and tasks, as far as is recorded."""
+    return not first.fingerprint or not second.fingerprint or first.fingerprint == second.fingerprint
+
+
+def _base_since_change(complete: Sequence[HeldOut], changes: Mapping[str, str]) -> tuple[str, HeldOut | None]:
+    """Return what changed between the evaluations before and after, and the first that equals the latter."""
+    by_label = {e.label: e for e in complete}
+    before, after = by_label.get("before"), by_label.get("after")
+    if before is None or after is None or comparable(before, after):
+        return "", None
+    base = next((e for e in complete if e.label != "after" and e.fingerprint == after.fingerprint), None)
+    return changes.get(after.fingerprint, "the agent"), base
 
 
 def _why_nothing(rows: Sequence[dict[str, Any]]) -> str:
@@ -155,8 +205,19 @@ def plot_rewards(rows: Sequence[dict[str, Any]], held_out: Sequence[HeldOut], pa
     axes.plot(steps, rewards, label="training (sampled)", color="#c5d9e6")
     axes.plot(steps, _smoothed(rewards), label=f"training, mean of {_SMOOTHED} steps", color="#3b7ea6")
     last = rows[-1]["step"] if rows else 0
-    points = sorted((step_of_label(e.label, last), e.reward) for e in held_out if e.done)
-    axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", label="held out", color="#c2542d")
+    done = [e for e in held_out if e.done]
+    for number, fingerprint in enumerate(dict.fromkeys(e.fingerprint for e in done) or [""]):
+        # A line joins only what can be compared.
+        points = sorted(
+            (step_of_label(e.label, last), e.reward) for e in done if e.fingerprint == fingerprint
+        )
+        label = "held out" if number == 0 else f"held out, after change {number} of the agent"
+        axes.plot(
+            *zip(*points, strict=True) if points else ([], []),
+            "o-",
+            label=label,
+            color=_HELD_OUT[number % len(_HELD_OUT)],
+        )
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1) if _is_share(rows, held_out) else None)
     axes.set_title(f"Reward of {path.resolve().parent.name}")
     axes.grid(alpha=0.3)

@@ -27,6 +27,7 @@ from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.dtypes import check_dtypes
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
+from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, changed_agent
 from areal_agents.launch.memory_check import check_memory
 from areal_agents.launch.memory_use import MemoryUse
 from areal_agents.launch.nodes import Nodes, nodes_of
@@ -100,14 +101,15 @@ def train(
             report.say(
                 f"{folder.root} is finished; raise trainer.steps to continue, or use --fresh to start over"
             )
+            _report_change_since_end(config, folder, report)
             summary = Summary.read(folder.summary)
             report.result(summary, folder)
             return summary
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
-        _report_resume(folder, report)
+        has_changed = _report_resume(config, folder, report)
         save_config(config, folder.config)
         _report_plan(config, folder, report, plan, nodes)
-        if config.trial and plan is not None and not folder.metrics.exists():
+        if config.trial and plan is not None and (has_changed or not folder.metrics.exists()):
             run_trial(folder, say=report.say, ablate_tool=ablate_tool)
         with Children(say=report.event, events=folder.process_events) as children:
             begun = time.monotonic()
@@ -170,12 +172,26 @@ def plan_of(config: Config, *, trains: bool = True) -> EnginePlan:
     return plan
 
 
-def _report_resume(folder: RunFolder, report: Report) -> None:
+def _report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
+    """Say that a run is resumed, and what of its agent has changed; return whether something has."""
     metrics = MetricsFile(folder.metrics)
     metrics.update()
-    if metrics.rows:
-        step = metrics.rows[-1]["step"]
+    step = metrics.rows[-1]["step"] if metrics.rows else 0
+    if step:
         report.say(f"resuming {folder.root}, which has trained {step} steps; use --fresh to start over")
+    if config.data.episodes:
+        return False
+    changes = FingerprintFile(folder.fingerprint).record(Fingerprint.of(config), step=step)
+    if changes:
+        report.event(changed_agent(changes))
+    return bool(changes)
+
+
+def _report_change_since_end(config: Config, folder: RunFolder, report: Report) -> None:
+    """Say what of the agent of a finished run has changed since its last start."""
+    earlier = None if config.data.episodes else FingerprintFile(folder.fingerprint).last()
+    if earlier is not None and (changes := Fingerprint.of(config).changes_since(earlier)):
+        report.event(f"{changes} changed since then: these are results of what was there before")
 
 
 def _report_plan(
@@ -278,7 +294,7 @@ def _run(
     busy = EngineBusy(endpoints.engine_urls)
     with Store.open(folder.store_at(config.store.url)) as store:
         first = store.max_version() + 1
-    folder.blocked.unlink(missing_ok=True)
+    folder.notice.unlink(missing_ok=True)
     start_serving(config, folder, children, plan)
     if config.engine.colocate != "none":  # an engine measures the memory that is left for it before it serves
         wait_until_serving(config, endpoints, children, report.stage)
@@ -305,20 +321,20 @@ def _run(
             begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
             stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
             report.warn(disk_space.shortage() or stalled)
-            _show_blocked(folder, report)
+            _show_notice(folder, report)
             report.update(metrics.rows, progress, memory)
             time.sleep(REFRESH_S)
         children.check(may_finish=("rollout", "trainer"))
         metrics.update()
-        _show_blocked(folder, report)
+        _show_notice(folder, report)
         report.update(metrics.rows, read_progress(store), memory)
     return busy.idle_share()
 
 
-def _show_blocked(folder: RunFolder, report: Report) -> None:
-    """Show, once, what the rollout process says of an agent that blocks its event loop."""
-    if folder.blocked.exists():
-        taken = folder.blocked.rename(folder.blocked.with_suffix(".shown"))
+def _show_notice(folder: RunFolder, report: Report) -> None:
+    """Show, once, what the rollout process tells the user, such as that its agent blocks its event loop."""
+    if folder.notice.exists():
+        taken = folder.notice.rename(folder.notice.with_suffix(".shown"))
         report.event(taken.read_text())
         taken.unlink()
 
@@ -491,7 +507,12 @@ def _finish(
         held_out = read_held_out(store)
     curve = [e for e in held_out if e.label != WITHOUT_TOOL]
     summary = Summary.of(
-        metrics.rows, curve, wall_s=wall_s, engine_idle=engine_idle, without_tool=without_tool
+        metrics.rows,
+        curve,
+        wall_s=wall_s,
+        engine_idle=engine_idle,
+        without_tool=without_tool,
+        changes=FingerprintFile(folder.fingerprint).changes(),
     )
     summary.write(folder.summary)
     plot_rewards(metrics.rows, complete_evaluations(curve), folder.reward_plot)

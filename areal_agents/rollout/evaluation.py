@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import OPENED_BY_RUNNER, Task
+from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, Task
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.attempt import (
@@ -45,6 +45,7 @@ async def evaluate_tasks(
     attempts: int = 1,
     agent_error_reward: float | None = None,
     function: RewardFunction | None = None,
+    fingerprint: str = "",
 ) -> None:
     """Run every task until it has `attempts` scored episodes under this label and step in the store.
 
@@ -53,11 +54,17 @@ async def evaluate_tasks(
     weights. An attempt that still fails after `retries` repetitions stays failed; the last episode of an
     attempt is the one that counts.
 
+    Args:
+        fingerprint: a name of what episodes are played with, which is recorded as metadata; episodes with
+            another one do not count. "": there is none.
+
     Raises:
         AgentError: too many attempts in a row failed.
     """
     await abort_open(client, store, split="eval", label=label)
-    metadata = {"eval": label, **({} if step is None else {"step": step})}
+    metadata: dict[str, Any] = {"eval": label, **({} if step is None else {"step": step})}
+    if fingerprint:
+        metadata[FINGERPRINT] = fingerprint
     ended = store.episodes(split="eval", metadata=metadata)
     scored = {
         (episode.task_id, episode.metadata.get("attempt", 0))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import Task
+from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, Task
 from areal_agents.errors import DataError, RequestError, TrainingError
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import FailureStreak
@@ -51,11 +51,13 @@ async def run(
     reward: RewardConfig | None = None,
     logs: Path | None = None,
     stop: asyncio.Event | None = None,
+    fingerprint: str = "",
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
 
     Evaluations are labelled "before" (at step 0, before any training episode), "step-<n>" (during
-    training, for each passed multiple of `evaluation.every`) and "after" (training episodes aborted).
+    training, for each passed multiple of `evaluation.every`) and "after" (training episodes aborted). A
+    resumed run whose evaluations all have another fingerprint begins with one, labelled "step-<n>".
 
     Args:
         store: the store of the run, which is only read.
@@ -69,6 +71,7 @@ async def run(
         reward: names the reward function; None: the agent gives its rewards.
         logs: a folder for the output of an agent that is a command.
         stop: an event that ends the run early; agents are ended and open episodes aborted.
+        fingerprint: a name of what episodes are played with; evaluations are recorded under it.
 
     Raises:
         AgentError: the agent cannot be loaded, or too many attempts in a row failed.
@@ -80,7 +83,9 @@ async def run(
     source = load_tasks(data, seed=seed)
     _check_enough(source, groups=rollout.groups, steps=steps)
     tasks = held_out_tasks(evaluation) if evaluation else []
-    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward) as runner:
+    async with _runner(
+        store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward, fingerprint
+    ) as runner:
         await unless_stopped(
             runner.run(source, tasks, steps=steps, first_version=first_version, shortage=shortage), stop
         )
@@ -100,6 +105,7 @@ async def evaluate(
     logs: Path | None = None,
     stop: asyncio.Event | None = None,
     tasks: Sequence[Task] | None = None,
+    fingerprint: str = "",
 ) -> None:
     """Evaluate the weights that are served now. Arguments and errors are those of `run`.
 
@@ -108,7 +114,9 @@ async def evaluate(
     """
     tasks = held_out_tasks(evaluation) if tasks is None else tasks
     latest = store.latest_version()
-    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward) as runner:
+    async with _runner(
+        store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward, fingerprint
+    ) as runner:
         await unless_stopped(
             runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True), stop
         )
@@ -148,6 +156,7 @@ async def _runner(
     seed: int,
     logs: Path | None,
     reward: RewardConfig | None,
+    fingerprint: str,
 ) -> AsyncIterator[_RolloutRunner]:
     """Create a runner, and close its agents and connections at the end of the block."""
     assert rollout.concurrency, "RolloutConfig.for_engines chooses an automatic concurrency"
@@ -158,7 +167,9 @@ async def _runner(
     evaluated = load_agent(agent, workers=workers, logs=logs)
     client = AsyncClient(proxy_url, admin_key)
     try:
-        yield _RolloutRunner(client, store, trained, evaluated, rollout, evaluation, seed, function)
+        yield _RolloutRunner(
+            client, store, trained, evaluated, rollout, evaluation, seed, function, fingerprint
+        )
     finally:
         await trained.close()
         await evaluated.close()
@@ -176,8 +187,10 @@ class _RolloutRunner:
         evaluation: EvalConfig | None,
         seed: int,
         function: RewardFunction | None,
+        fingerprint: str,
     ) -> None:
         self._seed = seed
+        self._fingerprint = fingerprint
         self._function = function
         self._client = client
         self._store = store
@@ -203,6 +216,8 @@ class _RolloutRunner:
         try:
             if held_out and first.step == 0:
                 await self.evaluate(held_out, "before", step=0, alone=True)
+            elif held_out and first.step < steps and self._is_changed():
+                await self.evaluate(held_out, f"step-{first.step}", step=first.step, alone=True)
             if first.step < steps:
                 await self._train(source, held_out, steps=steps, shortage=shortage)
                 await abort_open(self._client, self._store)
@@ -236,8 +251,17 @@ class _RolloutRunner:
             attempts=self._evaluation.attempts,
             agent_error_reward=self._rollout.reward_of_agent_errors,
             function=self._function,
+            fingerprint=self._fingerprint,
         )
         logger.info("evaluation %s has ended", label)
+
+    def _is_changed(self) -> bool:
+        """Whether every evaluation so far has another fingerprint, so that later ones have no base."""
+        if not self._fingerprint:
+            return False
+        played = self._store.episodes(split="eval", metadata=OPENED_BY_RUNNER)
+        found = {episode.metadata.get(FINGERPRINT) for episode in played if "eval" in episode.metadata}
+        return bool(found) and not found & {None, self._fingerprint}
 
     async def _published(self, first_version: int) -> None:
         """Return when `first_version` or a later version is published."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import orjson
 import sqlalchemy as sa
 
-from areal_agents.core.rollout import EpisodeStatus, Reward, Split, Task
+from areal_agents.core.rollout import FINGERPRINT, EpisodeStatus, Reward, Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.store.codec import EMPTIED, decode_turn
@@ -431,7 +431,9 @@ def counts(connection: sa.Connection) -> dict[str, dict[str, int]]:
 class Evaluation:
     """The last attempts at the tasks of an evaluation that began after training step `step`.
 
-    `reward` is their mean score, in which a failed episode counts as 0.
+    Attributes:
+        reward: their mean score, in which a failed episode counts as 0.
+        fingerprint: a name of what they were played with; "" if that was not recorded.
     """
 
     label: str
@@ -441,16 +443,23 @@ class Evaluation:
     reward: float
     began: float
     ended: float | None
+    fingerprint: str = ""
 
 
 def evaluations(connection: sa.Connection) -> list[Evaluation]:
-    """Return the evaluations in the order in which they began."""
+    """Return the evaluations in the order in which they began.
+
+    If the weights of a step were evaluated with several fingerprints, the evaluation with that of the newest
+    evaluation counts, or the last one.
+    """
     of_evaluation = (episodes.c.split == "eval") & (episodes.c.status != "aborted") & _EVALUATION.is_not(None)
     step = sa.func.coalesce(episodes.c.metadata["step"].as_integer(), 0)
+    fingerprint = sa.func.coalesce(episodes.c.metadata[FINGERPRINT].as_string(), "")
+    attempt = sa.func.coalesce(episodes.c.metadata["attempt"].as_integer(), 0)
     last_attempts = (
         sa.select(sa.func.max(episodes.c.seq))
         .where(of_evaluation)
-        .group_by(_EVALUATION, step, episodes.c.task_uid)
+        .group_by(_EVALUATION, step, fingerprint, attempt, episodes.c.task_uid)
     )
     failed = episodes.c.status == "failed"
     query = (
@@ -462,16 +471,21 @@ def evaluations(connection: sa.Connection) -> list[Evaluation]:
             sa.func.sum(sa.case((failed, 0.0), else_=sa.func.coalesce(_SCORE, 0.0))),
             sa.func.min(episodes.c.created_at),
             sa.func.max(episodes.c.ended_at),
+            fingerprint,
+            sa.func.max(episodes.c.seq),
         )
         .where(episodes.c.seq.in_(last_attempts), episodes.c.status.in_(("finished", "truncated", "failed")))
-        .group_by(_EVALUATION, step)
+        .group_by(_EVALUATION, step, fingerprint)
         .order_by(sa.func.min(episodes.c.seq))
     )
-    # A run that was extended evaluates "after" again; the later evaluation counts.
+    rows = connection.execute(query).all()
+    newest = max(rows, key=lambda row: row[8])[7] if rows else ""
     by_label: dict[str, Evaluation] = {}
-    for label, at, count, failures, total, began, ended in connection.execute(query):
-        if label not in by_label or at > by_label[label].step:
-            by_label[label] = Evaluation(label, at, count, failures, total / count, began, ended)
+    for label, at, count, failures, total, began, ended, played_with, _ in rows:
+        # A run that was extended evaluates "after" again; the later evaluation counts.
+        earlier = by_label.get(label)
+        if earlier is None or at > earlier.step or (at == earlier.step and earlier.fingerprint != newest):
+            by_label[label] = Evaluation(label, at, count, failures, total / count, began, ended, played_with)
     return list(by_label.values())
 
 

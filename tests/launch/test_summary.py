@@ -8,8 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from areal_agents.launch.progress import HeldOut
+from areal_agents.core.rollout import Reward, Task
+from areal_agents.launch.progress import HeldOut, read_held_out
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
+from areal_agents.store import NewEpisode, Store
+from areal_agents.store.pages import evaluations
+from areal_agents.store.read_only import ReadOnlyStore
 
 
 def row(step: int, *, tokens: int, some: int) -> dict[str, Any]:
@@ -20,8 +24,8 @@ def row(step: int, *, tokens: int, some: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def evaluation(label: str, done: int, reward: float) -> HeldOut:
-    return HeldOut(label, done, reward, 0, (0, 0))
+def evaluation(label: str, done: int, reward: float, fingerprint: str = "") -> HeldOut:
+    return HeldOut(label, done, reward, 0, (0, 0), fingerprint)
 
 
 def text_of(summary: Summary) -> str:
@@ -56,3 +60,52 @@ def test_the_plot_is_written(tmp_path: Path) -> None:
     for held_out in ([], [evaluation("before", 4, 0.1), evaluation("after", 4, 0.2)]):
         plot_rewards(rows, held_out, tmp_path / "reward.png")
         assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rewards_of_two_agents_are_not_subtracted(tmp_path: Path) -> None:
+    held_out = [
+        evaluation("before", 8, 0.25, "old"),
+        evaluation("step-3", 8, 0.5, "new"),
+        evaluation("after", 8, 0.625, "new"),
+    ]
+    changes = {"new": "the agent (agent.py) after step 3"}
+    rows = [row(step, tokens=1, some=1) for step in range(1, 6)]
+    summary = Summary.of(rows, held_out, wall_s=1, engine_idle=None, changes=changes)
+    assert summary.gain is None and summary.agent_changed == "the agent (agent.py) after step 3"
+    assert (summary.heldout_since_change, summary.heldout_since_change_label) == (0.5, "step-3")
+    assert "the agent (agent.py) after step 3 changed" in text_of(summary) and "+0.125" in text_of(summary)
+    plot_rewards(rows, held_out, tmp_path / "reward.png")
+    assert Summary.of(rows, held_out[::2], wall_s=1, engine_idle=None, changes=changes).gain is None
+    back = [*held_out, evaluation("after", 8, 0.75, "old")]
+    assert Summary.of(rows, back, wall_s=1, engine_idle=None, changes=changes).gain == 0.5
+    unknown = [evaluation("before", 8, 0.25), held_out[-1]]
+    assert Summary.of(rows, unknown, wall_s=1, engine_idle=None).gain == 0.375
+
+
+def test_an_evaluation_counts_with_the_agent_of_the_newest(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "store.db") as store:
+
+        def play(label: str, step: int, fingerprint: str, *scores: float) -> None:
+            for attempt, score in enumerate(scores):
+                episode = f"{label}/{fingerprint}/{attempt}"
+                known = {"fingerprint": fingerprint} if fingerprint else {}
+                metadata = {"source": "rollout", "eval": label, "step": step, "attempt": attempt, **known}
+                store.open_episode(
+                    NewEpisode(episode, episode, Task("t", {}), split="eval", metadata=metadata)
+                ).result()
+                store.set_rewards(episode, [Reward("episode", "", "return", score)]).result()
+                store.seal(episode, "finished").result()
+
+        def found() -> list[tuple[str, float, str]]:
+            by_label = [(e.label, e.reward, e.fingerprint) for e in read_held_out(store)]
+            with ReadOnlyStore(tmp_path / "store.db").read() as connection:
+                shown = [(e.label, e.reward, e.fingerprint) for e in evaluations(connection)]
+            assert by_label == shown
+            return by_label
+
+        play("before", 0, "a", 0.0, 0.5)
+        play("before", 0, "b", 1.0, 0.5)
+        play("step-2", 2, "a", 1.0)
+        assert found() == [("before", 0.25, "a"), ("step-2", 1.0, "a")]
+        play("after", 4, "b", 1.0)
+        assert found() == [("before", 0.75, "b"), ("step-2", 1.0, "a"), ("after", 1.0, "b")]

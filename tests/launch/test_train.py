@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -187,20 +188,36 @@ def test_a_recorded_run_is_trained_on_without_an_engine_and_exported(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_extended_is_evaluated_again(finished: tuple[Path, str]) -> None:
+def test_a_run_that_is_extended_with_a_changed_agent_is_evaluated_again(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
     run_dir, _ = finished
-    process = start(run_dir, "trainer.steps=4")
+    agent = Path(shutil.copytree(EXAMPLE.parent, tmp_path / "project")) / "agent.py"
+    with agent.open("a") as file:
+        file.write("# changed\n")
+    # Up to four groups of the first three steps are left, for two steps; the sixth needs new episodes.
+    process = start(run_dir, "trainer.steps=6", "eval.every=null", f"agent={agent}:search_agent")
     output = finish(process)
     assert process.returncode == 0, output
     assert "which has trained 3 steps" in output
+    changed = "the agent (agent.py)"
+    assert f"{changed} changed since the run was last started" in output
+    assert f"{changed} after step 3" in RunFolder(run_dir).log("rollout").read_text()
     with Store.open(RunFolder(run_dir).store) as store:
         latest = store.latest_version()
-        after = store.episodes(split="eval", status="finished", metadata={"eval": "after", "step": 4})
-    assert latest is not None and latest.step == 4
+        after = store.episodes(split="eval", status="finished", metadata={"eval": "after", "step": 6})
+        fingerprint = after[0].metadata["fingerprint"]
+        since = store.episodes(split="eval", status="finished", metadata={"fingerprint": fingerprint})
+    base = [episode for episode in since if episode.metadata["eval"].startswith("step-")]
+    assert latest is not None and latest.step == 6
     assert len(after) == 6
     assert {(e.version_min, e.version_max) for e in after} == {(latest.version, latest.version)}
     summary = json.loads(RunFolder(run_dir).summary.read_text())
     assert summary["heldout_after"] == sum(e.score or 0 for e in after) / 6
+    assert len(base) == 6 and len(since) == 12
+    assert summary["heldout_since_change"] == sum(e.score or 0 for e in base) / 6
+    assert summary["agent_changed"] == f"{changed} after step 3"
+    assert "no gain can be told" in output and "gain since the change" in output
 
 
 def test_a_trainer_that_is_told_to_end_ends_the_run(tmp_path: Path) -> None:

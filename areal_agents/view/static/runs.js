@@ -48,7 +48,7 @@ export function RunsList({ values }) {
             ${run.problem && html`<div class="bad small">${run.problem}</div>`}</td>
           <td><${State} value=${run.state} /></td>
           <td class="number">${run.step ?? "–"}<span class="faint"> / ${run.steps ?? "–"}</span></td>
-          <td class="number">${run.before === null || run.before === undefined ? "–" : html`${score(run.before)} → ${score(run.after)}`}</td>
+          <td class="number">${run.before === null || run.before === undefined ? "–" : html`${score(run.before)} → ${score(run.after)}${run.agent_changed ? " (agent changed)" : ""}`}</td>
           <td class="optional soft">${when(run.started)}</td>
           <td class="optional soft"><div class="model" title=${run.model}>${(run.model ?? "").split("/").slice(-2).join("/")}</div></td>
         </tr>`)}</tbody>

@@ -1,0 +1,175 @@
+"""Finds the user's source files behind a function, a command or an environment, and digests them.
+
+Nothing is imported: modules are found as Python would find them, and their import statements are read. Only
+files of the user are followed, not those of libraries or of this package. What the code opens while it runs,
+such as a file with a prompt, is not found.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.machinery
+import os
+import pickletools
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from areal_agents.user_functions import is_user_code, names_a_function
+
+MISSING = "missing"
+_LARGEST = 16 << 20  # bytes of a file that is read; of a larger one, the size and the time of change count
+_SETS = ("FROZENSET", "ADDITEMS")  # they take what was pushed since the last MARK
+_KERNEL = re.compile(r"/ipykernel_\d+/")  # a notebook's cells are in a folder with the process id
+
+
+def digests_of(named: str) -> dict[str, str]:
+    """Return a digest by name for each source file behind `named`.
+
+    Args:
+        named: module:function, file.py:function, file.pkl:function, a command with its arguments, or a
+            folder.
+    """
+    importlib.machinery.PathFinder.invalidate_caches()
+    if names_a_function(named):
+        return _of_target(named.rpartition(":")[0])
+    try:
+        words = [named] if Path(named).exists() else shlex.split(named)
+    except ValueError:
+        words = [named]
+    found: dict[str, str] = {}
+    for word in words:
+        path = Path(word)
+        if path.is_file() and is_user_code(str(path.resolve())) and not _is_program(path):
+            found.update(_of_target(word))
+        elif path.is_dir():
+            found.update(_of_folder(path))
+    return found
+
+
+def modules_behind(name: str) -> dict[str, str]:
+    """Return the digests of a module of the user's and of what it imports; {} for a library's or no module.
+
+    Args:
+        name: its dotted name.
+    """
+    path = _found(name, [str(Path.cwd()), *sys.path])
+    return _closure(path) if path is not None else {}
+
+
+def _of_target(target: str) -> dict[str, str]:
+    path = Path(target)
+    if target.endswith(".pkl"):
+        return {path.name: _of_pickle(path)}
+    if target.endswith(".py"):
+        return _closure(path.resolve())
+    if path.is_file():
+        return {path.name: _digest(path)}
+    return modules_behind(target) if all(part.isidentifier() for part in target.split(".")) else {}
+
+
+def _closure(first: Path) -> dict[str, str]:
+    """Return the digests of a file and of the user's modules that it imports, directly or not."""
+    folder, found, waiting = first.parent, dict[Path, str](), [first]
+    while waiting:
+        path = waiting.pop()
+        if path in found:
+            continue
+        found[path] = _digest(path)
+        waiting += [other for other in _imported(path, folder) if other not in found]
+    return {_shown(path, folder): digest for path, digest in found.items()}
+
+
+def _shown(path: Path, folder: Path) -> str:
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
+
+
+def _imported(path: Path, folder: Path) -> Iterator[Path]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # whoever loads the file reports it
+        return
+    places = [str(folder), str(Path.cwd()), *sys.path]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names, within = [alias.name for alias in node.names], places
+        elif isinstance(node, ast.ImportFrom):
+            # `from package import module` and `from module import function` look the same.
+            base = f"{node.module}." if node.module else ""
+            names = [*([node.module] if node.module else []), *(base + alias.name for alias in node.names)]
+            within = (
+                places if node.level == 0 else [str(path.parents[min(node.level, len(path.parents)) - 1])]
+            )
+        else:
+            continue
+        for name in names:
+            for end in range(1, name.count(".") + 2):  # the packages that contain it are imported first
+                other = _found(".".join(name.split(".")[:end]), within)
+                if other is not None:
+                    yield other
+
+
+def _found(name: str, places: Sequence[str]) -> Path | None:
+    """Return the file of a user's module; None for one of a library, a namespace package, or none."""
+    within, spec = places, None
+    for part in name.split("."):
+        spec = importlib.machinery.PathFinder.find_spec(part, within)
+        if spec is None:
+            return None
+        within = spec.submodule_search_locations or []
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    path = Path(spec.origin).resolve()
+    return path if is_user_code(str(path)) else None
+
+
+def _is_program(path: Path) -> bool:
+    """Whether a word of a command is a program, such as an interpreter in the user's environment."""
+    if not os.access(path, os.X_OK):
+        return False
+    with open(path, "rb") as file:
+        return b"\0" in file.read(1024)
+
+
+def _of_folder(folder: Path) -> dict[str, str]:
+    """Return one digest of a folder's files, without hidden ones."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in inside.parts):
+            digest.update(f"{inside}\0{_digest(path)}\0".encode(errors="surrogateescape"))
+    return {f"{folder.name}/": digest.hexdigest()[:16]}
+
+
+def _of_pickle(path: Path) -> str:
+    """Return a digest of a pickled function that does not depend on the process that pickled it.
+
+    Left out are where a notebook's kernel has its cells, the order of sets, and the places in the memo, which
+    follow from it.
+    """
+    steps: list[str] = []
+    try:
+        for opcode, argument, _ in pickletools.genops(path.read_bytes()):
+            if opcode.name in _SETS:
+                begin = len(steps) - 1 - steps[::-1].index("MARK None")
+                steps[begin:] = sorted(steps[begin:])
+            if opcode.name == "FRAME" or "PUT" in opcode.name or "GET" in opcode.name:
+                continue
+            text = _KERNEL.sub("/", argument) if isinstance(argument, str) else repr(argument)
+            steps.append(f"{opcode.name} {text}")
+    except (OSError, ValueError):
+        return MISSING
+    return hashlib.sha256("\n".join(steps).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _digest(path: Path) -> str:
+    try:
+        status = path.stat()
+        if status.st_size > _LARGEST:
+            return f"{status.st_size} bytes, {status.st_mtime_ns}"
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return MISSING

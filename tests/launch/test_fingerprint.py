@@ -1,0 +1,141 @@
+"""The fingerprint of a run changes with what its agent, reward and tasks are, and with nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_agents.config import Config, load_config
+from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile
+
+AGENT = "import helper\nfrom package import inner\nimport json\n\nasync def agent(task, ep): ...\n"
+FILES = {
+    "agent.py": AGENT,
+    "helper.py": "from package.deep.tool import use\n",
+    "unused.py": "",
+    "package/__init__.py": "",
+    "package/inner.py": "from . import sibling\nfrom ..nowhere import nothing\n",
+    "package/sibling.py": "import json\n",
+    "package/deep/tool.py": "def use(): ...\n",
+    "scoring.py": "def score(episode): return 1.0\n",
+    "run.mjs": "console.log(1)\n",
+    "train.jsonl": '{"n": 1}\n',
+    "held.jsonl": '{"n": 2}\n',
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    return tmp_path
+
+
+def config_of(project: Path, **given: object) -> Config:
+    tree = {
+        "model": str(project / "model"),
+        "agent": "agent.py:agent",
+        "reward": "scoring.py:score",
+        "data": {"path": "train.jsonl"},
+        "eval": {"data": {"path": "held.jsonl"}},
+        **given,
+    }
+    if "environment" in given:
+        del tree["agent"], tree["eval"], tree["reward"]
+        if "data" not in given:
+            del tree["data"]
+    (project / "config.yaml").write_text(json.dumps(tree))
+    return load_config(project / "config.yaml")
+
+
+def edit(name: str) -> Callable[[Path], None]:
+    return lambda project: (project / name).write_text(FILES[name] + "# changed\n") and None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("agent.py", "the agent (agent.py)"),
+        ("helper.py", "the agent (helper.py)"),
+        ("package/__init__.py", "the agent (package/__init__.py)"),
+        ("package/sibling.py", "the agent (package/sibling.py)"),
+        ("package/deep/tool.py", "the agent (package/deep/tool.py)"),
+        ("scoring.py", "the reward (scoring.py)"),
+        ("held.jsonl", "the held-out tasks (held.jsonl)"),
+        ("unused.py", ""),
+        ("train.jsonl", ""),
+    ],
+)
+def test_each_file_behind_an_evaluation_counts_and_no_other(project: Path, name: str, changes: str) -> None:
+    before = Fingerprint.of(config_of(project))
+    edit(name)(project)
+    after = Fingerprint.of(config_of(project))
+    assert after.changes_since(before.parts) == changes
+    assert (after.digest == before.digest) == (changes == "")
+
+
+def test_settings_and_a_command_count(project: Path) -> None:
+    before = Fingerprint.of(config_of(project))
+    longer = Fingerprint.of(config_of(project, rollout={"limits": {"max_turns": 3}}))
+    assert longer.changes_since(before.parts) == "the limits of an episode (as the configuration names it)"
+    command = Fingerprint.of(config_of(project, agent={"command": "node run.mjs --fast"}))
+    edit("run.mjs")(project)
+    edited = Fingerprint.of(config_of(project, agent={"command": "node run.mjs --fast"}))
+    assert edited.changes_since(command.parts) == "the agent (run.mjs)"
+
+
+def test_an_environment_counts_by_its_line_its_files_and_its_package(project: Path) -> None:
+    (project / "env.py").write_text("import helper\n\nclass Search: ...\n")
+    line = "tools:env.py:Search?max_turns=3"
+    with_tools = Fingerprint.of(config_of(project, environment=line, data={"path": "train.jsonl"}))
+    edit("helper.py")(project)
+    edited = Fingerprint.of(config_of(project, environment=line, data={"path": "train.jsonl"}))
+    assert edited.changes_since(with_tools.parts) == "the environment (helper.py)"
+    # Any installed package stands for that of an environment.
+    other = Fingerprint.of(config_of(project, environment={"use": "verifiers:pytest", "python": ""}))
+    elsewhere = Fingerprint.of(
+        config_of(project, environment={"use": "verifiers:pytest", "python": sys.executable})
+    )
+    assert other.parts["environment"]["package pytest"] == pytest.__version__
+    assert elsewhere.parts["environment"]["package pytest"] == pytest.__version__
+    older = {**other.parts, "environment": {**other.parts["environment"], "package pytest": "1.0"}}
+    assert other.changes_since(older) == f"the environment (package pytest: 1.0 → {pytest.__version__})"
+
+
+def test_a_pickled_function_is_the_same_from_another_kernel(project: Path) -> None:
+    body = "'a' if task in {'x', 'y', 'z'} else 'b'"
+
+    def pickled(process: int, body: str) -> Fingerprint:
+        code = (
+            "import cloudpickle, pathlib, sys\n"
+            f"source = {f'def agent(task, ep): return {body}'!r}\n"
+            "space = {'__name__': '__main__'}\n"
+            f"exec(compile(source, '/tmp/ipykernel_{process}/1.py', 'exec'), space)\n"
+            "pathlib.Path('agent.pkl').write_bytes(cloudpickle.dumps(space['agent']))"
+        )
+        environment = {"PYTHONHASHSEED": str(process), "PATH": ""}
+        subprocess.run([sys.executable, "-c", code], cwd=project, check=True, env=environment, timeout=60)
+        return Fingerprint.of(config_of(project, agent=f"{project}/agent.pkl:agent"))
+
+    first, again, other = pickled(1, body), pickled(2, body), pickled(3, body + " + 'c'")
+    assert again.changes_since(first.parts) == ""
+    assert other.changes_since(first.parts) == "the agent (agent.pkl)"
+
+
+def test_each_start_that_differs_is_recorded_once(project: Path) -> None:
+    file = FingerprintFile(project / "fingerprint.json")
+    first = Fingerprint.of(config_of(project))
+    assert file.last() is None and file.record(first, step=0) == "" and file.record(first, step=3) == ""
+    edit("agent.py")(project)
+    second = Fingerprint.of(config_of(project))
+    assert file.record(second, step=5) == "the agent (agent.py)"
+    assert file.record(second, step=6) == ""
+    assert file.changes() == {second.digest: "the agent (agent.py) after step 5"}
