@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from areal_agents.config import Config, load_config
+from areal_agents.errors import ConfigError
+from areal_agents.evaluation.folder import EvaluationFolder
+from areal_agents.launch.evaluation import identity_of
 from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile
 
 AGENT = "import helper\nfrom package import inner\nimport json\n\nasync def agent(task, ep): ...\n"
@@ -139,3 +142,12 @@ def test_each_start_that_differs_is_recorded_once(project: Path) -> None:
     assert file.record(second, step=5) == "the agent (agent.py)"
     assert file.record(second, step=6) == ""
     assert file.changes() == {second.digest: "the agent (agent.py) after step 5"}
+
+
+def test_an_evaluation_is_not_continued_with_a_changed_agent(project: Path) -> None:
+    folder = EvaluationFolder(project / "out")
+    assert not folder.begin(identity_of(config_of(project), model="weights", ablate_tool=False))
+    assert folder.begin(identity_of(config_of(project), model="weights", ablate_tool=False))
+    edit("agent.py")(project)
+    with pytest.raises(ConfigError, match=r"it differs in sources\.agent\.agent\.py; choose another folder"):
+        folder.begin(identity_of(config_of(project), model="weights", ablate_tool=False))
