@@ -16,6 +16,7 @@ import numpy as np
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.advantages import all_equal
 from areal_agents.algorithms.credit.rewards import LinearLengthPenalty, sampled_tokens
+from areal_agents.core.completion import NO_VERSION
 from areal_agents.core.rollout import RecordedEpisode, RolloutGroup
 from areal_agents.core.trajectory import ForkReason, Turn
 
@@ -80,7 +81,10 @@ def batch_report(
     scores = [[rollout.episode.score for rollout in group.rollouts] for group in groups]
     equal = [all_equal(group) for group in scores]
     positive = [group[0] > 0 for group in scores]
-    seen = [len({v for t in episode.turns for v in t.completion.versions.tolist()}) for episode in episodes]
+    seen = [
+        len({v for t in episode.turns for v in t.completion.versions.tolist()} - {NO_VERSION})
+        for episode in episodes
+    ]
     lengths = tuple(sampled_tokens(episode) for episode in episodes)
     trained = sum(len(turn.completion) for e in episodes for turn in config.trained_turns.of(e))
     left_out = config.drop_equal_groups and not config.is_supervised

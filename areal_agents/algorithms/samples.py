@@ -115,7 +115,7 @@ def prepare_group(group: RolloutGroup, config: AlgorithmConfig) -> PreparedGroup
     """
     _refuse_repeats([group])
     for rollout in group.rollouts:
-        _check_episode(rollout.episode, group.id)
+        _check_episode(rollout.episode, group.id, config)
     rewards = {
         rollout.episode.id: episode_rewards(
             rollout.episode, group_id=group.id, shaping=config.rewards, anchor=config.turn_anchor
@@ -378,7 +378,7 @@ def _refuse_repeats(groups: Sequence[RolloutGroup]) -> None:
             seen.add((kind, known))
 
 
-def _check_episode(episode: RecordedEpisode, group_id: str) -> None:
+def _check_episode(episode: RecordedEpisode, group_id: str, config: AlgorithmConfig) -> None:
     where = f"group {group_id}, episode {episode.id}"
     for reward in episode.rewards:
         if not abs(reward.value) <= _LARGEST_REWARD:  # comparisons with NaN are false
@@ -387,9 +387,22 @@ def _check_episode(episode: RecordedEpisode, group_id: str) -> None:
                 f"{_LARGEST_REWARD:g}"
             )
     for turn in episode.turns:
-        sampled = turn.completion
-        if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.versions):
+        sampled, logprobs = turn.completion, turn.completion.logprobs
+        if logprobs is None:
+            if not config.is_supervised:
+                raise TrainingError(f"{where}, turn {turn.id}: {needs_behavior(config)}")
+            continue
+        if not len(sampled.token_ids) == len(logprobs) == len(sampled.versions):
             raise TrainingError(
-                f"{where}, turn {turn.id}: {len(sampled.token_ids)} token ids, {len(sampled.logprobs)} "
+                f"{where}, turn {turn.id}: {len(sampled.token_ids)} token ids, {len(logprobs)} "
                 f"logprobs and {len(sampled.versions)} versions; a completion has one of each per token"
             )
+
+
+def needs_behavior(config: AlgorithmConfig) -> str:
+    """Say why an algorithm cannot train on imported turns."""
+    return (
+        f"imported turns have no behavior logprobs, because no policy sampled them, and algorithm "
+        f"{config.preset} (policy_loss: {config.policy_loss.kind}) learns from what the policy sampled; "
+        "choose algorithm: sft, or dpo"
+    )

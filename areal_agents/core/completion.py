@@ -2,7 +2,8 @@
 
 A completion's three arrays always have the same length: one behavior logprob and one policy
 version for every sampled token. The experts of a mixture-of-experts model are known for one token
-fewer, because the last sampled token has not been through a layer yet.
+fewer, because the last sampled token has not been through a layer yet. Imported tokens, which no policy
+sampled, have no logprobs and no version.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]  # per token: (token id,
 
 MAX_SEED = 2**63 - 1
 UNSURE = -1  # the version of a token in a TokenChunk while it is unknown
+NO_VERSION = -1  # the version of an imported token
 MAX_TOP_K = 2**31 - 1
 
 
@@ -140,12 +142,13 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """Tokens sampled by the behavior policy.
+    """Tokens sampled by the behavior policy, or imported from a file.
 
     Attributes:
         token_ids: [C] sampled ids, including the stop token if one was sampled.
-        logprobs: [C] behavior logprobs, after temperature.
-        versions: [C] policy version of the forward pass that sampled each token.
+        logprobs: [C] behavior logprobs, after temperature; None for imported tokens.
+        versions: [C] policy version of the forward pass that sampled each token; NO_VERSION for imported
+            tokens.
         finish_reason: "stop" (a stop token or string), "length", or "abort".
         top_logprobs: [C] the best tokens at each position if they were requested, else empty; for the
             response only, the store does not keep them.
@@ -156,7 +159,7 @@ class Completion:
     """
 
     token_ids: TokenIds
-    logprobs: Logprobs
+    logprobs: Logprobs | None
     versions: Versions
     finish_reason: FinishReason
     top_logprobs: TopLogprobs = ()
@@ -164,12 +167,16 @@ class Completion:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))
-        object.__setattr__(self, "logprobs", as_logprobs(self.logprobs))
         object.__setattr__(self, "versions", as_token_ids(self.versions))
-        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+        if self.logprobs is None:
+            self._check_imported()
+        else:
+            object.__setattr__(self, "logprobs", as_logprobs(self.logprobs))
+        logprobs = self.versions if self.logprobs is None else self.logprobs
+        if not len(self.token_ids) == len(logprobs) == len(self.versions):
             raise ValueError(
                 f"a completion must have one logprob and one version per token, got {len(self.token_ids)} "
-                f"token ids, {len(self.logprobs)} logprobs and {len(self.versions)} versions"
+                f"token ids, {len(logprobs)} logprobs and {len(self.versions)} versions"
             )
         if self.top_logprobs and len(self.top_logprobs) != len(self.token_ids):
             raise ValueError(
@@ -186,11 +193,37 @@ class Completion:
             raise ValueError(
                 f"finish_reason must be one of {get_args(FinishReason)}, got {self.finish_reason!r}"
             )
-        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any():
+        if self.logprobs is not None and (
+            not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any()
+        ):
             raise ValueError("behavior logprobs must be finite and at most 0")
+
+    @classmethod
+    def imported(cls, token_ids: npt.ArrayLike) -> Completion:
+        """The tokens of a reply that no policy of ours sampled."""
+        ids = as_token_ids(token_ids)
+        return cls(ids, None, np.full(len(ids), NO_VERSION), "stop")
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether no policy of ours sampled the tokens, so that they have no behavior logprobs."""
+        return self.logprobs is None
+
+    @property
+    def behavior_logprobs(self) -> Logprobs:
+        """[C] the logprobs of tokens that a policy sampled. They must not be imported."""
+        assert self.logprobs is not None, "imported tokens have no behavior logprobs"
+        return self.logprobs
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def _check_imported(self) -> None:
+        if (self.versions != NO_VERSION).any() or self.routed_experts is not None or self.top_logprobs:
+            raise ValueError(
+                "imported tokens have no policy version, no routed experts and no top logprobs, because no "
+                "policy sampled them"
+            )
 
 
 def joined_routing(first: Completion, second: Completion) -> Routing | None:

@@ -42,7 +42,7 @@ class TrainingSample:
         token_ids: prompt and sampled ids.
         loss_mask: True where the token is sampled, trained, and owned by this sample (a token that
             several leaves share is owned by one of them).
-        behavior_logprobs: 0 where the token was not sampled.
+        behavior_logprobs: 0 where the token was not sampled, NaN where it was imported.
         versions: policy version per sampled token, -1 elsewhere.
         temperatures: sampling temperature per token, 1 where not sampled.
         advantages: 0 where the mask is False.
@@ -106,7 +106,7 @@ class TrainingSample:
                 raise ValueError(f"{where}: a token of an image cannot be predicted as an observation")
         if self.scored_mask[0]:
             raise ValueError(f"{where}: the first token cannot be trained, because nothing predicts it")
-        if not np.isfinite(self.advantages).all() or not np.isfinite(self.behavior_logprobs).all():
+        if not np.isfinite(self.advantages).all() or np.isinf(self.behavior_logprobs).any():
             raise ValueError(f"{where}: every advantage and behavior logprob must be finite")
         if (self.turn_index[self.loss_mask] < 0).any():
             raise ValueError(f"{where}: a trained token belongs to no turn")

@@ -76,7 +76,8 @@ class Turn:
         overrides: sampling fields of the request that were replaced by the pinned values.
         has_instructions: the first message is the `instructions` of a Responses call, which a response that
             continues this one does not inherit.
-        discarded: why the client never received this turn, so that it is not trained; "" for nearly all.
+        discarded: why the turn is not trained: the client never received it, or the file that it was
+            imported from says so; "" for nearly all.
         recorded_before: how many turns of the episode were recorded when this turn's call began; None in
             episodes of earlier releases, which did not record it.
         special_tokens_as_text: the number of special tokens in the new messages, and in the tools of a root,
@@ -172,12 +173,17 @@ class Trajectory:
 
     @property
     def behavior_logprobs(self) -> Logprobs:
-        """[L] behavior logprobs, 0 at prompt tokens."""
-        return self._concatenate(_zeros_prompt, lambda t: t.completion.logprobs, np.float32)
+        """[L] behavior logprobs, 0 at prompt tokens, NaN at imported ones."""
+
+        def of_completion(turn: Turn) -> npt.NDArray[np.float32]:
+            known = turn.completion.logprobs
+            return np.full(len(turn.completion), np.nan, np.float32) if known is None else known
+
+        return self._concatenate(_zeros_prompt, of_completion, np.float32)
 
     @property
     def versions(self) -> Versions:
-        """[L] policy versions, -1 at prompt tokens."""
+        """[L] policy versions, -1 at prompt tokens and at imported ones."""
         return self._concatenate(lambda t: _zeros_prompt(t) - 1, lambda t: t.completion.versions, np.int32)
 
     @property

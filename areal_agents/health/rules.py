@@ -77,6 +77,8 @@ def _equal_groups(rows: Rows) -> str:
     latest = rows[-WINDOW:]
     if any(row["groups_solved_some"] for row in latest):
         return ""
+    if _mean(rows, "kl_behavior_k3") is None:  # imported episodes are learned whatever their scores
+        return ""
     every, none = (sum(row[f"groups_solved_{which}"] for row in latest) for which in ("all", "none"))
     if not every + none:
         return ""

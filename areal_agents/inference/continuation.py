@@ -298,7 +298,7 @@ def _joined(first: Completion, second: Completion) -> Completion:
     try:
         return Completion(
             token_ids=np.concatenate([first.token_ids, second.token_ids]),
-            logprobs=np.concatenate([first.logprobs, second.logprobs]),
+            logprobs=np.concatenate([first.behavior_logprobs, second.behavior_logprobs]),
             versions=np.concatenate([first.versions, second.versions]),
             finish_reason=second.finish_reason,
             top_logprobs=first.top_logprobs + second.top_logprobs,
@@ -313,7 +313,7 @@ def _until(completion: Completion, count: int, reason: FinishReason) -> Completi
     routed, beyond = completion.routed_experts, len(completion) - count
     return Completion(
         token_ids=completion.token_ids[:count],
-        logprobs=completion.logprobs[:count],
+        logprobs=completion.behavior_logprobs[:count],
         versions=completion.versions[:count],
         finish_reason=reason,
         top_logprobs=completion.top_logprobs[:count],

@@ -140,10 +140,12 @@ def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _turn_head(number: int, turn: Mapping[str, Any]) -> RenderableType:
-    seen = sorted({int(version) for version in turn.get("versions", ())})
+    given = turn.get("versions")  # absent without tokens, None for an imported turn
+    seen = [] if given is None else sorted({int(version) for version in given})
     versions = "" if not seen else f" · version {seen[0]}" + (f"–{seen[-1]}" if len(seen) > 1 else "")
     notes = [f"label {printable(turn['label'])}"] if turn["label"] else []
     notes += ["constrained: not trained on by default"] if turn["constrained"] else []
+    notes += ["imported: no policy sampled it"] if turn.get("imported") else []
     notes += [f"pinned: {', '.join(turn['overrides'])}"] if turn["overrides"] else []
     if replaced := turn.get("volatile_as_first_seen", 0):  # absent in the answers of earlier releases
         notes.append(f"volatile texts as first seen: {replaced}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areal_agents.core.completion import NO_VERSION, Completion
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inspection.sources import config_of_run, store_of_run
 from areal_agents.inspection.why_terms import Settings, credit_terms, token_terms, turn_terms
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 UNTRAINED: Mapping[str, str] = {
     "truncated": "its episode was truncated, and algorithm.truncated is mask",
     "constrained": "it was sampled under a grammar or with a lifted pin (algorithm.train_constrained)",
-    "discarded": "its reply never reached the agent, or was superseded by a retry",
+    "discarded": "its reply never reached the agent, was superseded by a retry, or was imported as context",
     "aborted": "its call was aborted",
     "label": "algorithm.exclude_labels names its label",
     "greedy": "it was sampled at temperature 0, so it has no sampling distribution",
@@ -335,10 +336,17 @@ def _turn(place: _Place, episode: RecordedEpisode, turn: Turn, token: int | None
         "token": token,
         "token_ids": completion.token_ids.tolist(),
         "texts": texts,
-        "logprobs": [float(value) for value in completion.logprobs],
-        "versions": completion.versions.tolist(),
+        "logprobs": _logprobs(completion),
+        "versions": [None if version == NO_VERSION else version for version in completion.versions.tolist()],
         "temperature": turn.sampling.temperature,
     }
+
+
+def _logprobs(completion: Completion) -> list[float] | list[None]:
+    """The behavior logprobs; None for each imported token."""
+    if completion.logprobs is None:
+        return [None] * len(completion)
+    return [float(value) for value in completion.logprobs]
 
 
 def _texts(place: _Place, token_ids: Sequence[int]) -> list[str] | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from areal_agents.algorithms.config import AlgorithmConfig
+    from areal_agents.core.completion import Completion
     from areal_agents.core.trajectory import Turn
     from areal_agents.training.records.files import TurnRecord
     from areal_agents.training.records.recompute import StepCredit
@@ -136,15 +137,7 @@ def token_terms(
     def value(name: str) -> float | None:
         return _of(values[name], token, trained)
 
-    behavior = _of(turn.completion.logprobs, token, trained)
-    versions = turn.completion.versions
-    sampled_by = int(versions[token]) if token is not None else _range(versions.tolist())
-    terms.append(
-        _term(
-            "behavior logprob", "log μ, under the policy that sampled it", behavior,
-            f"version {sampled_by}; the trainer was at version {own.version}", _TERMS, versions=sampled_by,
-        )
-    )  # fmt: skip
+    terms.append(_behavior_term(turn.completion, token, trained, own.version))
     for name, title, text in (
         ("proximal", "proximal logprob", "log π_prox, under the weights when the batch began"),
         ("current", "current logprob", f"log π_θ, in the pass of minibatch {own.minibatch}"),
@@ -330,6 +323,21 @@ def _gradient(record: TurnRecord, algorithm: AlgorithmConfig, token: int | None)
             return None
     found = float(np.nansum(slope)) if token is None else float(slope[token])
     return found if math.isfinite(found) else None
+
+
+def _behavior_term(
+    completion: Completion, token: int | None, trained: Sequence[bool], trainer_version: int
+) -> Term:
+    """The logprob under the policy that sampled the tokens, which imported ones do not have."""
+    if completion.logprobs is None:
+        return _term("behavior logprob", "imported: no policy sampled it", None, "", _TERMS)
+    versions = completion.versions
+    sampled_by = int(versions[token]) if token is not None else _range(versions.tolist())
+    return _term(
+        "behavior logprob", "log μ, under the policy that sampled it",
+        _of(completion.logprobs, token, trained),
+        f"version {sampled_by}; the trainer was at version {trainer_version}", _TERMS, versions=sampled_by,
+    )  # fmt: skip
 
 
 def _of(values: np.ndarray, token: int | None, trained: Sequence[bool] | None) -> float | None:

@@ -173,6 +173,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             seed = config.seed if config.data.seed is None else config.data.seed
             split = config.data.split
             recorded = RecordedGroups.read(source, seed=seed, split="eval" if split == "eval" else "train")
+            recorded.refuse_imported(config.algorithm)
             if (fewer := recorded.fewer_than(config.rollout.groups)) is not None:
                 logging.getLogger(__name__).warning(fewer)
         elif first:

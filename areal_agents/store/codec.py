@@ -1,7 +1,8 @@
 """Encodes a turn as a row and decodes it: JSON for messages and settings, little-endian blobs for arrays.
 
 Routed experts, which are by far the largest array, are packed and compressed (codec 2); turns without them
-are rows of codec 1. Every row has the number of its codec; decoding an unknown codec raises StoreError.
+are rows of codec 1. An imported turn (codec 3) has neither logprobs nor versions, and these blobs are empty.
+Every row has the number of its codec; decoding an unknown codec raises StoreError.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from areal_agents.core.trajectory import Fork, Turn
 from areal_agents.errors import StoreError
 
 PLAIN, COMPRESSED = 1, 2  # codecs: routed experts as int16 values, and packed and compressed
+IMPORTED = 3  # codec of a turn that no policy sampled
 EMPTIED = 0  # the codec of a turn whose texts and tokens were deleted
 
 _INT32, _FLOAT32, _INT16 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i2")
@@ -36,23 +38,24 @@ def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any
     """Return the row of `turn` for the table `turns`, without its sequence number."""
     completion = turn.completion
     versions, routing = completion.versions, completion.routed_experts
+    logprobs, is_sampled = completion.logprobs, len(completion) and not completion.is_imported
     return {
         "id": turn.id,
         "episode_id": episode_id,
         "parent": turn.parent,
-        "codec": PLAIN if routing is None else COMPRESSED,
+        "codec": _codec(completion),
         "created_at": created_at,
         "sampled_tokens": len(completion),
-        "version_min": int(versions.min()) if len(versions) else None,
-        "version_max": int(versions.max()) if len(versions) else None,
+        "version_min": int(versions.min()) if is_sampled else None,
+        "version_max": int(versions.max()) if is_sampled else None,
         "finish_reason": completion.finish_reason,
         "discarded": turn.discarded or None,
         "constrained": 1 if turn.constrained else None,
         "record": orjson.dumps(_record(turn)),
         "prompt_ids": turn.new_prompt_ids.astype(_INT32).tobytes(),
         "token_ids": completion.token_ids.astype(_INT32).tobytes(),
-        "logprobs": completion.logprobs.astype(_FLOAT32).tobytes(),
-        "versions": versions.astype(_INT32).tobytes(),
+        "logprobs": b"" if logprobs is None else logprobs.astype(_FLOAT32).tobytes(),
+        "versions": b"" if logprobs is None else versions.astype(_INT32).tobytes(),
         "routed_experts": None if routing is None else _compressed(routing),
     }
 
@@ -64,9 +67,9 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
     """
     if row["codec"] == EMPTIED:
         raise StoreError(f"the texts and tokens of turn {row['id']} were deleted (store.retain)")
-    if row["codec"] not in (PLAIN, COMPRESSED):
+    if row["codec"] not in (PLAIN, COMPRESSED, IMPORTED):
         raise StoreError(
-            f"turn {row['id']} was written with codec {row['codec']}, expected {PLAIN} or {COMPRESSED}"
+            f"turn {row['id']} was written with codec {row['codec']}, expected {PLAIN} to {IMPORTED}"
         )
     record = orjson.loads(row["record"])
     fork = record.get("fork")
@@ -75,13 +78,7 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
         parent=row["parent"],
         new_messages=tuple(Message.from_dict(message) for message in record["messages"]),
         new_prompt_ids=np.frombuffer(row["prompt_ids"], _INT32),
-        completion=Completion(
-            np.frombuffer(row["token_ids"], _INT32),
-            np.frombuffer(row["logprobs"], _FLOAT32),
-            np.frombuffer(row["versions"], _INT32),
-            row["finish_reason"],
-            routed_experts=_routing(row, record),
-        ),
+        completion=_completion(row, record),
         reply=Message.from_dict(record["reply"]),
         sampling=_sampling(record["sampling"]),
         tools_id=record.get("tools_id", ""),
@@ -95,6 +92,25 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
         recorded_before=record.get("recorded_before"),
         special_tokens_as_text=record.get("special_tokens_as_text", 0),
         volatile_as_first_seen=record.get("volatile_as_first_seen", 0),
+    )
+
+
+def _codec(completion: Completion) -> int:
+    if completion.is_imported:
+        return IMPORTED
+    return PLAIN if completion.routed_experts is None else COMPRESSED
+
+
+def _completion(row: Mapping[str, Any] | RowMapping, record: Mapping[str, Any]) -> Completion:
+    token_ids = np.frombuffer(row["token_ids"], _INT32)
+    if row["codec"] == IMPORTED:
+        return Completion.imported(token_ids)
+    return Completion(
+        token_ids,
+        np.frombuffer(row["logprobs"], _FLOAT32),
+        np.frombuffer(row["versions"], _INT32),
+        row["finish_reason"],
+        routed_experts=_routing(row, record),
     )
 
 

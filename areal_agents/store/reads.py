@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.store.chunks import chunks
-from areal_agents.store.codec import decode_turn
+from areal_agents.store.codec import IMPORTED, decode_turn
 from areal_agents.store.errors import NotFound
 from areal_agents.store.rows import (
     GROUP_STATES,
@@ -346,6 +346,13 @@ def recorded_alone(connection: sa.Connection, split: Split) -> list[tuple[str, s
         .order_by(episodes.c.seq)
     )
     return [(episode_id, task_id) for episode_id, task_id in connection.execute(query)]
+
+
+def imported_episodes(connection: sa.Connection, split: Split) -> int:
+    """Return how many episodes of the split have imported turns."""
+    is_imported = sa.exists().where(turns.c.episode_id == episodes.c.id, turns.c.codec == IMPORTED)
+    query = sa.select(sa.func.count()).select_from(episodes).where(episodes.c.split == split, is_imported)
+    return int(connection.execute(query).scalar_one())
 
 
 def turn_times(connection: sa.Connection, split: Split) -> list[TurnTime]:

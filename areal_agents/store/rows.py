@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areal_agents.core.rollout import EpisodeStatus, Split, Task
+from areal_agents.core.rollout import EpisodeStatus, Reward, Split, Task
+from areal_agents.core.trajectory import Turn
 
 GroupState = Literal["pending", "complete", "leased", "trained", "dropped"]
 GROUP_STATES: tuple[GroupState, ...] = ("pending", "complete", "leased", "trained", "dropped")
@@ -51,6 +52,15 @@ class NewEpisode:
     implicit_key: str | None = None
     only_one: bool = False
     owner: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndedEpisode:
+    """An episode that has ended elsewhere, with everything that the store keeps of it."""
+
+    new: NewEpisode
+    turns: tuple[Turn, ...]
+    rewards: tuple[Reward, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,13 +90,14 @@ turns = sa.Table(
     sa.Column("version_min", sa.Integer),
     sa.Column("version_max", sa.Integer),
     sa.Column("finish_reason", sa.Text, nullable=False),
-    sa.Column("discarded", sa.Text),  # why the turn never reached the client, so that it is not trained
+    sa.Column("discarded", sa.Text),  # why the turn is not trained, for example: it never reached the client
     sa.Column("constrained", sa.Integer),  # 1 if the turn is; null if not, and in rows of earlier releases
     sa.Column("record", sa.LargeBinary, nullable=False),  # JSON: messages, reply, sampling, fork, …
     sa.Column("prompt_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [P]
     sa.Column("token_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [C]
-    sa.Column("logprobs", sa.LargeBinary, nullable=False),  # float32 little-endian [C]
-    sa.Column("versions", sa.LargeBinary, nullable=False),  # int32 little-endian [C]
+    # float32 and int32 little-endian [C]; empty for an imported turn
+    sa.Column("logprobs", sa.LargeBinary, nullable=False),
+    sa.Column("versions", sa.LargeBinary, nullable=False),
     # int16 little-endian [R, layers, k]; null if routing is not recorded; the record has layers and k
     sa.Column("routed_experts", sa.LargeBinary),
     sa.Index("turns_by_episode", "episode_id"),

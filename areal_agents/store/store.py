@@ -25,6 +25,7 @@ from areal_agents.store.database import Database, store_path, store_url
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.rows import (
     Activity,
+    EndedEpisode,
     EpisodeRow,
     EpisodeState,
     EpisodeSummary,
@@ -162,6 +163,21 @@ class Store:
                 require_turn=require_turn,
             )
         )
+
+    def add_ended(self, ended: Sequence[EndedEpisode]) -> Future[None]:
+        """Record whole episodes that have ended elsewhere, all or none.
+
+        Nothing of them is seen before all of them are finished, so no proxy ever has one of them in memory.
+        """
+
+        def write(connection: sa.Connection) -> None:
+            for one in ended:
+                episodes.insert_episode(connection, one.new)
+                for turn in one.turns:
+                    episodes.insert_turn(connection, encode_turn(one.new.id, turn, time.time()))
+                episodes.seal_episode(connection, one.new.id, "finished", given=one.rewards)
+
+        return self._database.submit(write)
 
     def fail_unrewarded(self, ids: Sequence[str]) -> Future[list[str]]:
         """Mark the given episodes that still wait for a reward as failed; the result is their ids."""
@@ -447,6 +463,11 @@ class Store:
         """Return the ids of the groups of the split that were completed and not dropped, oldest first."""
         with self._database.read() as connection:
             return reads.recorded_groups(connection, split)
+
+    def imported_episodes(self, split: Split = "train") -> int:
+        """Return how many episodes of the split have imported turns."""
+        with self._database.read() as connection:
+            return reads.imported_episodes(connection, split)
 
     def recorded_alone(self, split: Split = "train") -> list[tuple[str, str]]:
         """Return (id, task id) of the rewarded episodes of the split without a group, oldest first."""

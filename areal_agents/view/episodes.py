@@ -90,8 +90,8 @@ def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, 
                 "prompt_tokens": len(prompt),
                 "ids": [*prompt, *sampled],
                 "texts": found,
-                "logprobs": np.round(turn.completion.logprobs.astype(np.float64), _DIGITS).tolist(),
-                "versions": turn.completion.versions.tolist(),
+                "logprobs": _logprobs(turn),
+                "versions": _versions(turn),
                 "mask": _mask(turn, listed.split, state),
                 "trained": trained.get(turn.id),
             }
@@ -105,6 +105,21 @@ def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, 
         "batch_version": version,
         "max_staleness": _max_staleness(run),
     }
+
+
+def _logprobs(turn: Turn) -> list[float | None]:
+    """Return the behavior logprob of each token; None for imported ones."""
+    known = turn.completion.logprobs
+    if known is None:
+        return [None] * len(turn.completion)
+    return np.round(known.astype(np.float64), _DIGITS).tolist()
+
+
+def _versions(turn: Turn) -> list[int | None]:
+    """Return the version that sampled each token; None for imported ones."""
+    if turn.completion.is_imported:
+        return [None] * len(turn.completion)
+    return turn.completion.versions.tolist()
 
 
 def _path(turns: Mapping[str, Turn], leaf: str) -> list[Turn]:
@@ -127,13 +142,16 @@ def _mask(turn: Turn, split: str, state: str | None) -> str:
         return f"discarded: {turn.discarded}"
     if turn.constrained:
         return "constrained"
+    if turn.completion.is_imported:
+        return "imported"
     if state is None:
         return "no group"
     return {"trained": "trained", "dropped": "group dropped"}.get(state, "not trained yet")
 
 
 def _shown_turn(turn: Turn, created_at: float, given: Sequence[Reward]) -> dict[str, Any]:
-    fork, versions = turn.forked_from, turn.completion.versions
+    fork, versions, logprobs = turn.forked_from, turn.completion.versions, turn.completion.logprobs
+    is_sampled = logprobs is not None and len(logprobs) > 0
     return {
         "id": turn.id,
         "parent": turn.parent,
@@ -143,9 +161,10 @@ def _shown_turn(turn: Turn, created_at: float, given: Sequence[Reward]) -> dict[
         "finish_reason": turn.completion.finish_reason,
         "prompt_tokens": len(turn.new_prompt_ids),
         "sampled_tokens": len(turn.completion),
-        "version_min": int(versions.min()) if len(versions) else None,
-        "version_max": int(versions.max()) if len(versions) else None,
-        "mean_logprob": float(turn.completion.logprobs.mean()) if len(turn.completion) else None,
+        "version_min": int(versions.min()) if is_sampled else None,
+        "version_max": int(versions.max()) if is_sampled else None,
+        "mean_logprob": None if logprobs is None or not is_sampled else float(logprobs.mean()),
+        "imported": turn.completion.is_imported,
         "label": turn.label,
         "constrained": turn.constrained,
         "discarded": turn.discarded,

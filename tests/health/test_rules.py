@@ -71,3 +71,8 @@ def test_tasks_that_are_always_or_never_solved_are_told_apart() -> None:
 
     assert "every episode succeeds" in seen(8, 0)
     assert "each task is either always or never solved" in seen(4, 4)
+
+
+def test_imported_episodes_are_learned_whatever_their_scores() -> None:
+    imported = {"groups_solved_some": 0, "groups_solved_all": 8, "kl_behavior_k3": None}
+    assert findings([{**HEALTHY, **imported}] * WINDOW) == []

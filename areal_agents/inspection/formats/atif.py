@@ -114,19 +114,21 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _metrics(turn: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": len(turn["prompt_ids"]),
         "completion_tokens": len(turn["token_ids"]),
         "prompt_token_ids": [int(token) for token in turn["prompt_ids"]],
         "completion_token_ids": [int(token) for token in turn["token_ids"]],
-        "logprobs": [float(logprob) for logprob in turn["logprobs"]],
         "extra": {
             "completion_id": turn["id"],
-            "versions": [int(version) for version in turn["versions"]],
             "constrained": turn["constrained"],
             "finish_reason": turn["finish_reason"],
         },
     }
+    if turn["logprobs"] is not None:  # imported turns have none
+        found["logprobs"] = [float(logprob) for logprob in turn["logprobs"]]
+        found["extra"]["versions"] = [int(version) for version in turn["versions"]]
+    return found
 
 
 def _text(message: Mapping[str, Any]) -> str:

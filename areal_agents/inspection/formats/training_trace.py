@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from areal_agents.errors import ConfigError
+
 
 def trace(episode: Mapping[str, Any]) -> dict[str, Any]:
     """Return the trace of an episode; a call that sampled nothing is not in it.
@@ -14,7 +16,15 @@ def trace(episode: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         episode: the episode with its tokens, in the form of GET /episodes/{id}?tokens=1.
+
+    Raises:
+        ConfigError: the episode was imported, so that it has no logprobs, which the format must have.
     """
+    if any(turn["logprobs"] is None for turn in episode["turns"]):
+        raise ConfigError(
+            f"episode {episode['id']} was imported and has no logprobs, without which OpenEnv's trace cannot "
+            "be written; export it as messages, sft or atif"
+        )
     outcome = {
         "episode": episode["id"],
         "task": episode["task"]["id"],

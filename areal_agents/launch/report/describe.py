@@ -18,9 +18,15 @@ def describe_step(row: Mapping[str, Any], steps: int) -> str:
     return (
         f"step {row['step']:>3}/{steps}  reward {row['reward_mean']:.3f}  groups all/some/none {groups}  "
         f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  "
-        f"clip {row['clip_fraction']:.3f}  KL {row['kl_behavior_k3']:.4f}  step {row['step_s']:.1f} s, "
+        f"clip {row['clip_fraction']:.3f}  {_divergence(row)}  step {row['step_s']:.1f} s, "
         f"waited {row['wait_s']:.1f} s"
     )
+
+
+def _divergence(row: Mapping[str, Any]) -> str:
+    """Return the divergence from the behavior policy; imported episodes have none, and the loss is shown."""
+    value = row["kl_behavior_k3"]
+    return f"loss {row['loss']:.4f}" if value is None else f"KL {value:.4f}"
 
 
 def describe_held_out(evaluation: HeldOut) -> str:

@@ -62,7 +62,7 @@ class TokenTexts:
         An entry has `token`, `logprob`, `bytes` and `top_logprobs`, the list of the requested alternatives.
         """
         best = completion.top_logprobs or ((),) * len(completion)
-        ids, values = completion.token_ids.tolist(), completion.logprobs.tolist()
+        ids, values = completion.token_ids.tolist(), completion.behavior_logprobs.tolist()
         for token_id in {*ids, *(token_id for pairs in best for token_id, _ in pairs)}:
             self._of(token_id)
         return [

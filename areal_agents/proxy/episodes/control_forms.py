@@ -271,6 +271,7 @@ def _describe_turn(episode: RecordedEpisode, turn: Turn, *, with_tokens: bool) -
         "sampling": turn.sampling,
         "overrides": turn.overrides,
         "constrained": turn.constrained,
+        "imported": turn.completion.is_imported,
         "label": turn.label,
         "forked_from": turn.forked_from,
         "special_tokens_as_text": turn.special_tokens_as_text,
@@ -280,6 +281,6 @@ def _describe_turn(episode: RecordedEpisode, turn: Turn, *, with_tokens: bool) -
         out["prompt_ids"] = episode.forest.prompt_ids(turn.id)
         out["token_ids"] = turn.completion.token_ids
         out["logprobs"] = turn.completion.logprobs
-        out["versions"] = turn.completion.versions
+        out["versions"] = None if turn.completion.is_imported else turn.completion.versions
         out["recorded_before"] = turn.recorded_before
     return out

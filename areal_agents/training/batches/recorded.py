@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GdpoEstimator, MaxRlEstimator
-from areal_agents.algorithms.samples import PreparedGroup, assemble_batch
+from areal_agents.algorithms.samples import PreparedGroup, assemble_batch, needs_behavior
 from areal_agents.algorithms.staleness import StalenessReport
 from areal_agents.core.rollout import RecordedEpisode, Rollout, RolloutGroup, Split
 from areal_agents.core.sample import TrainingSample
@@ -92,6 +92,15 @@ class RecordedGroups:
         if not groups:
             raise TrainingError(f"{store.url} holds nothing to train on: {_why_nothing(store, split)}")
         return cls(store, groups, seed, split)
+
+    def refuse_imported(self, algorithm: AlgorithmConfig) -> None:
+        """Raise TrainingError if there are imported episodes and the algorithm needs behavior logprobs."""
+        count = self.store.imported_episodes(self.split)
+        if count and not algorithm.is_supervised:
+            raise TrainingError(
+                f"{self.store.url} has {count} imported episodes: {needs_behavior(algorithm)}; or import "
+                "into a store of its own, and leave these episodes out"
+            )
 
     def fewer_than(self, groups: int) -> str | None:
         """Say that there are fewer groups than a batch of `groups` has; None if there are enough."""

@@ -32,13 +32,14 @@ function TurnHead({ turn, start, tokensOf }) {
   return html`<div class="turn-head">
     <b>Turn ${turn.number}</b>
     ${!turn.deleted && html`<span>${number(turn.prompt_tokens)} prompt + ${number(turn.sampled_tokens)} sampled tokens</span>
+      ${turn.imported ? html`<span class="chip" title="No policy of this project sampled it, so it has no logprobs">imported</span>` : html`
       <span>version ${range(turn.version_min, turn.version_max)}</span>
-      <span>mean logprob ${number(turn.mean_logprob, 2)}</span>
+      <span>mean logprob ${number(turn.mean_logprob, 2)}</span>`}
       <span>${turn.finish_reason}</span>`}
     <span>after ${duration(turn.created_at - start)}</span>
     ${turn.label && html`<span class="chip">${turn.label}</span>`}
     ${turn.constrained && html`<span class="chip warn" title="Sampled under a grammar or with a lifted pin; by default not trained">constrained</span>`}
-    ${turn.discarded && html`<span class="chip warn" title="It never reached the client, so it is not trained">${turn.discarded}</span>`}
+    ${turn.discarded && html`<span class="chip warn" title="It is not trained: it never reached the client, or it was imported as context">${turn.discarded}</span>`}
     ${turn.overrides?.length > 0 && html`<span class="chip" title="Sampling parameters of the request that the proxy replaced">pinned: ${turn.overrides.join(", ")}</span>`}
     ${turn.special_tokens_as_text > 0 && html`<span class="chip">${number(turn.special_tokens_as_text)} special tokens as text</span>`}
     ${turn.rewards?.map((reward) => html`<span class="chip good">${reward.name} ${score(reward.value)}</span>`)}

@@ -30,6 +30,7 @@ export const ramp = (scale, from, to) =>
 const MASKS = {
   trained: css(BELOW, 0.45), "not trained yet": css([86, 180, 233], 0.35), stale: css([230, 159, 0], 0.5), rejected: css([204, 121, 167], 0.55),
   evaluation: css([127, 127, 127], 0.25), "no group": css([127, 127, 127], 0.25),
+  imported: css([127, 127, 127], 0.25),
 };
 
 const LOGPROB = 6; // nats; less is shown in the same colour
@@ -39,12 +40,13 @@ const RATIO = 0.3; // of the logarithm
 // The ways to colour tokens. `of` returns a CSS colour of a sampled token, or null for none.
 export function scaleOf(name, tokens) {
   if (name === "version") {
-    const versions = tokens.filter((token) => token.sampled).map((token) => token.version);
+    const versions = tokens.filter((token) => token.sampled && token.version !== null).map((token) => token.version);
+    if (!versions.length) return { of: () => null, legend: { items: [] } };
     const low = versions.reduce((a, b) => Math.min(a, b), Infinity);
     const high = versions.reduce((a, b) => Math.max(a, b), -Infinity);
     const place = (version) => (high > low ? (version - low) / (high - low) : 0.5);
     return {
-      of: (token) => ordered(place(token.version)),
+      of: (token) => (token.version === null ? null : ordered(place(token.version))),
       legend: { ramp: ramp(ordered, high > low ? 0 : 0.5, high > low ? 1 : 0.5), low: `version ${low}`, high: high > low ? `${high}` : "" },
     };
   }
@@ -55,7 +57,7 @@ export function scaleOf(name, tokens) {
   }
   if (name === "logprob") {
     return {
-      of: (token) => amount(-token.logprob / LOGPROB),
+      of: (token) => (token.logprob === null ? null : amount(-token.logprob / LOGPROB)), // imported tokens have none
       legend: { ramp: ramp(amount, 0, 1), low: "logprob 0 (certain)", high: `−${LOGPROB} or less (surprising)` },
     };
   }

@@ -56,9 +56,9 @@ function Card({ token, at }) {
     <div class="text">${JSON.stringify(token.text)}</div>
     <dl><dt>id</dt><dd>${token.id}</dd><dt>turn, position</dt><dd>${token.turn}, ${token.position}</dd>
     ${token.sampled ? html`
-      <dt>version</dt><dd>${token.version}</dd>${token.staleness !== null && html`<dt>staleness</dt><dd>${token.staleness}</dd>`}
-      <dt>logprob, sampled</dt><dd>${number(token.logprob, 4)}</dd>
-      <dt>probability</dt><dd>${number(Math.exp(token.logprob), 4)}</dd>
+      ${token.version !== null && html`<dt>version</dt><dd>${token.version}</dd>`}${token.staleness !== null && html`<dt>staleness</dt><dd>${token.staleness}</dd>`}
+      ${token.logprob !== null && html`<dt>logprob, sampled</dt><dd>${number(token.logprob, 4)}</dd>
+      <dt>probability</dt><dd>${number(Math.exp(token.logprob), 4)}</dd>`}
       <dt>mask</dt><dd>${token.mask}</dd>
       ${trained && TRAINED.map(([name, text, digits]) => trained[name] !== null && html`<dt>${text}</dt><dd>${number(trained[name], digits)}${
         name === "ratio" && trained.clipped !== "no" && trained.clipped ? `, clipped ${trained.clipped}` : ""}</dd>`)}
@@ -240,7 +240,7 @@ function flattened(parts, version, bound, folded) {
       if (index < hidden) return;
       const place = index - one.prompt_tokens;
       const isSampled = place >= 0;
-      const age = isSampled && version !== null ? version - one.versions[place] : null;
+      const age = isSampled && version !== null && one.versions[place] !== null ? version - one.versions[place] : null;
       tokens.push({
         turnId: one.turn, place, id, text: one.texts ? one.texts[index] : `${id} `, turn: one.number + 1, position: position - 1, sampled: isSampled,
         logprob: isSampled ? one.logprobs[place] : null, version: isSampled ? one.versions[place] : null,

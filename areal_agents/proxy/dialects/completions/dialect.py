@@ -226,7 +226,7 @@ def _logprobs(body: Mapping[str, Any], turn: Turn, tokenizer: Tokenizer) -> dict
     tokens = [texts.text(token_id) for token_id in completion.token_ids.tolist()]
     return {
         "tokens": tokens,
-        "token_logprobs": completion.logprobs.tolist(),
+        "token_logprobs": completion.behavior_logprobs.tolist(),
         "top_logprobs": [_best(best, texts) for best in completion.top_logprobs] or None,
         "text_offset": list(accumulate((len(token) for token in tokens[:-1]), initial=0)) if tokens else [],
     }

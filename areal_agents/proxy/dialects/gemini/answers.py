@@ -200,8 +200,8 @@ def _ending(fields: Mapping[str, Any], done: CompletedTurn, tokenizer: Tokenizer
     completion = done.turn.completion
     if generation_config(fields).get("responseLogprobs") and len(completion):
         texts = TokenTexts(tokenizer)
-        chosen = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
-        ending["avgLogprobs"] = float(completion.logprobs.mean())
+        chosen = zip(completion.token_ids.tolist(), completion.behavior_logprobs.tolist(), strict=True)
+        ending["avgLogprobs"] = float(completion.behavior_logprobs.mean())
         ending["logprobsResult"] = {
             "chosenCandidates": [_token(texts, *pair) for pair in chosen],
             "topCandidates": [
