@@ -147,6 +147,63 @@ def export_episodes(
     print(f"wrote {written} to {out}")
 
 
+@episodes_app.command("import")
+def import_episodes(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="Files, or folders of ATIF files.", metavar="FILE…"),
+    ],
+    *,
+    into: Annotated[
+        str, typer.Option("--into", help="A store file, which may be new, or the folder of a run.")
+    ],
+    form: Annotated[
+        Literal["messages", "atif"] | None,
+        typer.Option(
+            "--format",
+            help="messages: JSON lines as for fine-tuning at OpenAI; atif: trajectories of Harbor. Default: "
+            "messages for .jsonl, atif for .json and folders.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model that is trained, for its chat template; default: that of the run."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="The configuration that trains on the episodes: its model, proxy.family and "
+            "proxy.template_options are used."
+        ),
+    ] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(help="JSON file with the list of tools of the conversations that name none."),
+    ] = None,
+    reward: Annotated[float, typer.Option(help="The reward of every episode (algorithm.sft_min_score).")] = 1,
+) -> None:
+    """Import conversations as episodes for supervised training (algorithm: sft), all or none."""
+    import math
+
+    from areal_agents.inspection.importing import read_files, write
+    from areal_agents.inspection.sources import import_target, read_tools, template_of
+    from areal_agents.proxy.server import make_renderer
+    from areal_agents.store import Store
+
+    if not math.isfinite(reward):
+        raise ConfigError(f"a reward must be a finite number, got {reward}")
+    target = import_target(into)
+    folder, proxy = template_of(into, model=model, config=config)
+    given = read_tools(tools) if tools is not None else []
+    episodes = read_files(files, form, make_renderer(folder, proxy), tools=given, reward=reward)
+    with Store.open(target) as store:
+        done = write(episodes, store)
+    print(
+        f"imported {done.conversations} conversations into {target}: {done.replies} replies of "
+        f"{done.tokens} tokens to learn; the longest conversation has {done.longest} tokens"
+    )
+
+
 def reward(
     episode: Annotated[str, typer.Argument(help="The id of the episode.", metavar="ID")],
     value: Annotated[float, typer.Argument(help="The reward.")],

@@ -118,7 +118,8 @@ def _tokens(turn: Mapping[str, Any], recorded: Mapping[str, Any], shown: int) ->
     for index in range(shown):
         state = recorded["states"][index]
         table.add_row(
-            str(index), str(turn["token_ids"][index]), Text(_text(turn, index)), number(turn["versions"][index]),
+            str(index), str(turn["token_ids"][index]), Text(_text(turn, index)),
+            number(turn["versions"][index]),
             number(turn["logprobs"][index]), *(number(recorded[name][index]) for name in columns),
             "" if recorded["clipped"][index] in ("no", None) else recorded["clipped"][index],
             "" if state == "trained" else state or "",

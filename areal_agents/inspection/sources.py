@@ -14,6 +14,7 @@ from areal_agents.core.reward_values import RewardValue
 from areal_agents.core.rollout import Reward
 from areal_agents.errors import ConfigError, RequestError
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.episodes.control_forms import describe
 from areal_agents.store import Store
 
@@ -143,6 +144,62 @@ def config_of_run(folder: RunFolder) -> dict[str, Any]:
     if isinstance(tree, dict) and isinstance(tree.get("trainer"), dict) and "steps" in tree["trainer"]:
         return tree
     raise ConfigError(f"{folder.root} is not the folder of a run; `areal-agents runs` lists runs")
+
+
+def import_target(where: str) -> Path | str:
+    """Return the store of a run, or a store file, which may not exist yet.
+
+    Raises:
+        ConfigError: it is neither, or the folder of a new file does not exist.
+    """
+    path = Path(where)
+    if where.startswith(("http://", "https://")):
+        raise ConfigError(f"{where} is a proxy; give a store file, or the folder of a run")
+    if path.is_dir():
+        return _store_of(RunFolder(path))
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}")
+    return path
+
+
+def template_of(where: str, *, model: str | None, config: Path | None) -> tuple[str, ProxyConfig]:
+    """Return the folder of the model whose template is used, and the settings of the template.
+
+    Args:
+        where: a store file, or the folder of a run, whose configuration is used if no other is given.
+        model: a model that replaces that of the configuration.
+
+    Raises:
+        ConfigError: no model is named, or the configuration or the model cannot be used.
+    """
+    from areal_agents.config.files import proxy_config, read_file, with_absolute_paths
+    from areal_agents.config.models import model_folder
+
+    own = Path(where) / "config.yaml"
+    source = config or (own if own.is_file() else None)
+    # Not the whole configuration is validated: the store that it trains on need not exist yet.
+    tree = {} if source is None else with_absolute_paths(read_file(source), source.resolve().parent)
+    name = model or tree.get("model")
+    if not isinstance(name, str):
+        raise ConfigError(
+            "the chat template of a model is needed: give the model that is to be trained with --model, or "
+            "the configuration of its training with --config"
+        )
+    proxy = tree.get("proxy") or {}
+    if not isinstance(proxy, dict):
+        raise ConfigError(f"{source}:\n  proxy: must be a mapping of settings")
+    return model_folder(name, Path.cwd(), weights=False), proxy_config((), **proxy)
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """Return the tools in a JSON file. Raises ConfigError if it has none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tools: {path} cannot be read: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise ConfigError(f"--tools: {path} must have a list of tools, as in `tools` of chat completions")
+    return found
 
 
 def _open(file: Path | str) -> Store:

@@ -214,6 +214,51 @@ class ChatRenderer:
             return None
         return as_token_ids(ids[len(before) :])
 
+    def reply_ids(
+        self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, Any]] = ()
+    ) -> TokenIds:
+        """[C] the ids that a model would sample to give this reply, through the token that ends its turn.
+
+        They are what the template writes after the prompt of `messages`, so reading them gives `reply` again.
+
+        Raises:
+            RenderingError: the template cannot express the reply, or writes it differently from what a model
+                can sample after the prompt: it drops a part, or ends it with no token that ends a turn.
+        """
+        prompt = self.render(messages, tools)
+        whole = self.render([*messages, reply], tools, generation_prompt=False)
+        if len(whole) <= len(prompt) or not np.array_equal(whole[: len(prompt)], prompt):
+            raise RenderingError(
+                f"family {self.family} does not write this reply after the prompt that asks for it; a prompt "
+                "that begins the reasoning needs a reply with reasoning, or a template option such as "
+                "enable_thinking: false"
+            )
+        ids = whole[len(prompt) :]
+        ends = np.flatnonzero(np.isin(ids, self.stop_token_ids))
+        ids = np.append(ids, self._following_stop(reply, tools)) if not len(ends) else ids[: ends[0] + 1]
+        read = self.parse(prompt, ids, tools)
+        if read.digest != reply.digest or read.reasoning.strip() != reply.reasoning.strip():
+            raise RenderingError(
+                f"family {self.family} cannot express this reply: written and read again, "
+                f"{_difference(reply, read)}"
+            )
+        return as_token_ids(ids)
+
+    def _following_stop(self, reply: Message, tools: Sequence[dict[str, Any]]) -> int:
+        """The token with which a model ends a reply in a format that ends it with the next message's header.
+
+        RenderingError if the next message does not begin with a token that ends a turn.
+        """
+        following = [Message("user", "next")]
+        if reply.tool_calls:
+            following = [Message("tool", "next", tool_call_id=call.id) for call in reply.tool_calls]
+        short = [Message("user", "first"), Message("assistant", "second", tool_calls=reply.tool_calls)]
+        end = len(self.render(short, tools, generation_prompt=False))
+        longer = self.render([*short, *following], tools, generation_prompt=False)
+        if len(longer) <= end or longer[end] not in self.stop_token_ids:
+            raise RenderingError(f"family {self.family} writes no token that ends the turn after a reply")
+        return int(longer[end])
+
     def parse(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[dict[str, Any]] = ()
     ) -> Message:
@@ -300,6 +345,20 @@ class ChatRenderer:
         prompt = np.asarray(prompt_ids)
         start = tail_start(prompt, self._format, self.family, self.stop_token_ids)
         return prompt[start:].tolist()
+
+
+def _difference(written: Message, read: Message) -> str:
+    """Say in which part a message that was read differs from the one that was written."""
+    if written.reasoning.strip() != read.reasoning.strip():
+        return f"its reasoning is {_cut(read.reasoning)} instead of {_cut(written.reasoning)}"
+    if written.content.strip() != read.content.strip():
+        return f"its content is {_cut(read.content)} instead of {_cut(written.content)}"
+    calls = [[(call.name, _cut(call.arguments)) for call in m.tool_calls] for m in (read, written)]
+    return f"its tool calls are {calls[0]} instead of {calls[1]}"
+
+
+def _cut(text: str, most: int = 60) -> str:
+    return repr(text if len(text) <= most else f"{text[:most]}…")
 
 
 def _marked(message: dict[str, Any], special_text: SpecialText) -> dict[str, Any]:

@@ -137,6 +137,8 @@ NOT_RUN = {
     ("docs/serve-and-train.md", "areal-agents train config.yaml"): "as in the README",
     ("docs/serve-and-train.md", "areal-agents serve --model runs"): "as in the README",
     ("docs/inspecting.md", "areal-agents why"): "tests/inspection/test_why.py",
+    ("docs/inspecting.md", "areal-agents episodes import"): "tests/inspection/test_importing.py",
+    ("docs/training.md", "areal-agents episodes import"): "tests/inspection/test_importing.py",
     ("docs/first-hour.md", "areal-agents init my_agent"): "as in the README",
     ("docs/first-hour.md", "areal-agents view runs/"): "tests/view",
     ("docs/first-hour.md", "areal-agents doctor --config config.yaml"): "tests/doctor",

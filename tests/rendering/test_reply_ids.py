@@ -1,0 +1,62 @@
+"""The tokens that a model samples to give a reply: those of the template, which read as the reply again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from family_models import SPECIAL_TOKENS, family_renderer
+
+from areal_agents.core.messages import Message, ToolCall
+from areal_agents.errors import RenderingError
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    },
+}
+ASK = Message("user", "Where is Lyon?")
+CALLS = (ToolCall("functions.search:0", "search", '{"query": "Lyon"}'),)
+REPLIES = {
+    "content": Message("assistant", "Lyon is\nin France"),
+    "call": Message("assistant", "", tool_calls=CALLS),
+    "reasoning": Message("assistant", "In France", reasoning="Easy."),
+}
+# Prompts of these begin the reasoning, and their templates cannot write a reply without any, or at all.
+REASON_ALWAYS = {"deepseek-r1", "glm-5", "minimax-m2", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}
+# The templates of these write no reasoning after such a prompt, with the default options.
+WITHOUT_REASONING = {
+    "deepseek-r1", "deepseek-v3", "deepseek-v4", "hy3", "kimi-k2", "kimi-k2.5", "laguna-m.1", "laguna-xs-2.1",
+    "laguna-xs.2", "llama-3", "qwen3-vl",
+}  # fmt: skip
+NO_END = {"glm-5.1"}  # writes no message of the user that begins with a token that ends the turn
+REFUSED = {
+    "content": REASON_ALWAYS | NO_END,
+    "call": REASON_ALWAYS,
+    "reasoning": WITHOUT_REASONING | NO_END,
+}
+
+
+@pytest.mark.parametrize("family", SPECIAL_TOKENS)
+@pytest.mark.parametrize("kind", REPLIES)
+def test_a_reply_reads_as_itself_or_is_refused(family: str, kind: str) -> None:
+    renderer, reply = family_renderer(family), REPLIES[kind]
+    tools = [TOOL] if reply.tool_calls else []
+    if family in REFUSED[kind]:
+        with pytest.raises(
+            RenderingError, match=f"family {family} (does not write|cannot express|writes no)"
+        ):
+            renderer.reply_ids([ASK], reply, tools)
+        return
+    ids = renderer.reply_ids([ASK], reply, tools)
+    assert np.flatnonzero(np.isin(ids, renderer.stop_token_ids)).tolist() == [len(ids) - 1]
+    prompt = renderer.render([ASK], tools)
+    read = renderer.parse(prompt, ids, tools)
+    assert (read.digest, read.reasoning) == (reply.digest, reply.reasoning)
+    result = [Message("tool", "x", tool_call_id=CALLS[0].id, name="search")]
+    after = result if reply.tool_calls else [Message("user", "And Paris?")]
+    if (bridged := renderer.bridge(prompt, ids, after, tools)) is not None and not reply.reasoning:
+        whole = renderer.render([ASK, reply, *after], tools)
+        assert renderer.tokenizer.decode(bridged.tolist()) in renderer.tokenizer.decode(whole.tolist())
