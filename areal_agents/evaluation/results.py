@@ -32,6 +32,7 @@ class AttemptResult:
         answer: its answer, for maj@k; None without one.
         turns: the number of model calls.
         sampled_tokens, prompt_tokens: the tokens of all its calls, as an API would bill them.
+        tokens_estimated: whether an endpoint did not report some of these, so that they are estimates.
         seconds: the time from its opening to its end.
         versions: the smallest and the largest policy version of its tokens; None if they are not known.
     """
@@ -48,6 +49,7 @@ class AttemptResult:
     answer: str | None = None
     error: str | None = None
     versions: tuple[int, int] | None = None
+    tokens_estimated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Metrics:
         tasks, episodes, failed: how many there are.
         scores: by name: avg@k, pass@1, pass@2, pass@4, … up to pass@k, and maj@k if there are answers.
         costs: means over the episodes that have not failed, by the names of COSTS.
+        tokens_estimated: in how many of these the tokens are estimates.
     """
 
     tasks: int
@@ -109,6 +112,7 @@ class Metrics:
     failed: int
     scores: Mapping[str, Estimate]
     costs: Mapping[str, float]
+    tokens_estimated: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,7 @@ class Results:
                 for name in self.metric_names
             },
             costs={name: fmean(getattr(a, name) for a in counted) if counted else 0.0 for name in COSTS},
+            tokens_estimated=sum(attempt.tokens_estimated for attempt in counted),
         )
 
     def slices(self) -> dict[str, dict[str, Metrics]]:

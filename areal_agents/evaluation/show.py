@@ -31,6 +31,13 @@ def show_results(results: Results, console: Console) -> None:
     console.print(table)
     costs = ", ".join(f"{found.costs[name]:,.1f} {COST_NAMES[name]}" for name in COSTS)
     console.print(f"{_counts(found)}; mean of an episode: {costs}", soft_wrap=True, highlight=False)
+    if found.tokens_estimated:
+        console.print(
+            f"the endpoint reported no usage in {found.tokens_estimated} of these episodes: their tokens are "
+            "estimates, counted with the tokenizer of the configuration's model",
+            soft_wrap=True,
+            highlight=False,
+        )
     failures = [attempt for task in results.tasks for attempt in task.attempts if attempt.status == "failed"]
     if failures:
         text = f"the last failure: {failures[-1].episode}: {failures[-1].error or 'no reason is known'}"

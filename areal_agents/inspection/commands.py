@@ -55,6 +55,11 @@ def runs(
         print(json.dumps(found))
     elif found:
         _console().print(runs_table(found))
+        for run in found:
+            if run["problem"]:
+                _console().print(
+                    f"{run['name']}: {run['problem']}", style="red", soft_wrap=True, markup=False
+                )
     else:
         print(f"no runs in {folder}")
 

@@ -18,7 +18,11 @@ PERIOD_S = 0.5
 
 
 def list_runs(root: Path) -> list[dict[str, Any]]:
-    """Return the state of every run in a folder, the newest first. Raises ConfigError without the folder."""
+    """Return the state of every run in a folder, the newest first; `problem` says why one has no metrics.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     if not root.is_dir():
         raise ConfigError(f"there is no folder {root}; give the folder that has the runs")
     found = []
@@ -28,9 +32,12 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
             config = config_of_run(folder)
         except ConfigError:  # another program's folder
             continue
-        metrics = MetricsFile(folder.metrics)
-        metrics.update()
-        found.append(state_of(folder, config, metrics.rows))
+        metrics, problem = MetricsFile(folder.metrics), None
+        try:
+            metrics.update()
+        except ConfigError as error:
+            problem = str(error)
+        found.append({**state_of(folder, config, metrics.rows), "problem": problem})
     return sorted(found, key=lambda run: -run["started"])
 
 

@@ -318,6 +318,7 @@ async def _play_endpoint(config: Config, folder: RunFolder, options: argparse.Na
         endpoint,
         folder.root,
         tasks,
+        model=Path(config.model),
         agent=ablated or config.agent,
         rollout=config.rollout,
         evaluation=config.eval,

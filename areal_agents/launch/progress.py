@@ -34,6 +34,9 @@ class HeldOut:
     fingerprint: str = ""
 
 
+_ALWAYS = ("step", "time")  # what readers of any row rely on
+
+
 class MetricsFile:
     """Follows metrics.jsonl as it grows; an incomplete last line is read when it is complete.
 
@@ -69,11 +72,18 @@ class MetricsFile:
             row = json.loads(line)
         except ValueError:
             row = None
-        if not isinstance(row, dict) or "step" not in row:
+        if not isinstance(row, dict):
             raise ConfigError(
                 f"line {number} of {self._path} is not the JSON object of a step; a full disk leaves "
                 "such lines: remove it"
             )
+        for name in _ALWAYS:
+            value = row.get(name)
+            if isinstance(value, bool) or not isinstance(value, int if name == "step" else int | float):
+                raise ConfigError(
+                    f"line {number} of {self._path} is not the row of a step, in which {name} is a number, "
+                    f"got {value!r}; another program has written it: remove it"
+                )
         return row
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from areal_agents.errors import ConfigError
 from areal_agents.store import pages
+from areal_agents.view.metrics import columns_of
 from areal_agents.view.runs import Run
 
 _PARTS = 600  # of the time of a run, in each of which the open episodes are counted
@@ -26,7 +27,8 @@ def timeline_of(run: Run) -> dict[str, Any]:
         episodes = pages.open_episodes_by_time(connection, _PARTS, _MOST_FAILED)
     times = [published for _, _, published in versions[-1:]]
     if rows:
-        times += [rows[0]["time"] - rows[0]["step_s"], rows[-1]["time"]]
+        (first_s,) = columns_of(rows[:1], ["step_s"])["step_s"]
+        times += [rows[0]["time"] - (first_s or 0.0), rows[-1]["time"]]
     if episodes is not None:
         times += [episodes.start, episodes.end]
     if times and run.is_running():

@@ -30,6 +30,26 @@ async def asks_once(task: dict[str, Any], ep: Episode) -> float:
     return 1.0
 
 
+async def asks_thrice(task: dict[str, Any], ep: Episode) -> float:
+    """Ask three times."""
+    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    for _ in range(3):
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}])
+    return 1.0
+
+
+async def streams_thrice(task: dict[str, Any], ep: Episode) -> float:
+    """Ask three times, in streams."""
+    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    for _ in range(3):
+        async for _chunk in await client.chat.completions.create(
+            model="policy", messages=messages, stream=True
+        ):
+            pass
+    return 1.0
+
+
 async def responses_agent(task: dict[str, Any], ep: Episode) -> float:
     """Use another API."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)

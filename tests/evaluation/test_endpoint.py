@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from areal_agents.core.rollout import Task
 from areal_agents.errors import ConfigError
 from areal_agents.evaluation.endpoint.play import JOURNAL, Endpoint, journal_of, play
 from areal_agents.evaluation.played import played_in_journal
-from areal_agents.rendering import ChatRenderer
+from areal_agents.rendering import ChatRenderer, Tokenizer
 from areal_agents.rollout.config import DataConfig, EvalConfig, LimitsConfig, RewardConfig, RolloutConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
@@ -39,6 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
 async def played(server: RunningProxy, folder: Path, agent: str, tasks: list[Task], **changes: Any) -> None:
     evaluation = EvalConfig(data=DataConfig(path="unused"), attempts=2, temperature=1.0, concurrency=4)
     arguments = {
+        "model": MODEL,
         "agent": f"{AGENTS}:{agent}",
         "rollout": RolloutConfig(retries=0),
         "evaluation": evaluation,
@@ -113,15 +115,71 @@ async def test_an_answer_that_is_no_chat_completion_is_shown_and_any_reply_is_ke
         assert all("answer is not a chat completion" in (result.error or "") for result in results)
 
 
+@pytest.mark.parametrize("agent", ["asks_thrice", "streams_thrice"])
+async def test_tokens_that_are_not_reported_are_estimated_and_limited(
+    server: RunningProxy, tmp_path: Path, agent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reply = "one two three four five"
+    count = len(Tokenizer.from_folder(MODEL).encode(reply))
+    limits = RolloutConfig(retries=0, limits=LimitsConfig(max_tokens=count + 1))
+    whole = json.dumps({"choices": [{"message": {"role": "assistant", "content": reply}}]})
+    chunk = {"choices": [{"index": 0, "delta": {"content": reply}, "finish_reason": "stop"}]}
+    answer = whole if agent == "asks_thrice" else f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    with answering(answer.encode()) as url:
+        await played(server, tmp_path, agent, TASKS[:1], url=url, rollout=limits)
+        results = [entry.result for entry in journal_of(tmp_path).latest.values()]
+        assert [(r.status, r.turns, r.sampled_tokens) for r in results] == [("truncated", 2, 2 * count)] * 2
+        assert all(result.tokens_estimated and result.prompt_tokens > 0 for result in results)
+        assert sum("reports no usage" in record.message for record in caplog.records) == 1
+        (tmp_path / "none").mkdir()
+        with pytest.raises(ExceptionGroup) as raised:
+            await played(server, tmp_path / "none", agent, TASKS[:1], url=url, model=tmp_path)
+    assert raised.group_contains(
+        ConfigError, match="no usage, and its tokens cannot be estimated: .* tokenizer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (
+            b"data: {}\n\ndata: upstream timed out\n\n",
+            "it has a line that is no chunk of a chat completion: 'upstream timed out'",
+        ),
+        (b"data: [1]\n\n", "it has a line that is no chunk of a chat completion: '[1]'"),
+        (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "it ended before the reply did"),
+        (
+            b'data: {"usage": {"prompt_tokens": "x"}}\n\ndata: [DONE]\n\n',
+            "its usage has no numbers of tokens",
+        ),
+    ],
+)
+async def test_a_stream_that_cannot_be_read_ends_with_the_reason(
+    server: RunningProxy, tmp_path: Path, stream: bytes, reason: str
+) -> None:
+    with answering(stream) as url:
+        await played(server, tmp_path, "streams_thrice", TASKS[:1], url=url)
+    results = [entry.result for entry in journal_of(tmp_path).latest.values()]
+    assert all(r.status == "failed" and f"stream cannot be read: {reason}" in str(r.error) for r in results)
+
+
+async def test_a_stream_that_breaks_ends_with_the_reason(server: RunningProxy, tmp_path: Path) -> None:
+    chunk = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+    with answering(chunk, length=len(chunk) + 100) as url:
+        await played(server, tmp_path, "streams_thrice", TASKS[:1], url=url)
+    results = [entry.result for entry in journal_of(tmp_path).latest.values()]
+    assert all(r.status == "failed" and "stream cannot be read: peer closed" in str(r.error) for r in results)
+
+
 @contextmanager
-def answering(answer: bytes) -> Iterator[str]:
-    """A server that answers every request alike; its URL."""
+def answering(answer: bytes, length: int | None = None) -> Iterator[str]:
+    """A server that answers every request alike, and claims `length` bytes; its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["content-length"]))
             self.send_response(200)
-            self.send_header("content-length", str(len(answer)))
+            self.send_header("content-length", str(length or len(answer)))
             self.end_headers()
             self.wfile.write(answer)
 

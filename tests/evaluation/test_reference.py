@@ -27,7 +27,7 @@ def run_folder(root: Path, *, before: float, after: float, tasks: int = 20) -> P
     root.mkdir()
     tree = {"seed": 3, "trainer": {"steps": 2}, "store": {"url": None}}
     (root / "config.yaml").write_text(yaml.safe_dump(tree))
-    rows = [{"step": step, "reward_mean": 0.25 * step, "step_s": 2.0} for step in (1, 2)]
+    rows = [{"step": step, "time": 9.0, "reward_mean": 0.25 * step, "step_s": 2.0} for step in (1, 2)]
     (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Store.open(root / "store.db") as store:
         for label, share in (("before", before), ("after", after)):

@@ -123,7 +123,7 @@ def metrics_row(step: int) -> str:
     numbers = dict.fromkeys(
         (
             "reward_mean", "groups_solved_all", "groups_solved_some", "groups_solved_none", "staleness_mean",
-            "staleness_max", "clip_fraction", "kl_behavior_k3", "step_s", "wait_s",
+            "staleness_max", "clip_fraction", "kl_behavior_k3", "step_s", "wait_s", "time",
         ),
         0.5,
     )  # fmt: skip
@@ -131,19 +131,23 @@ def metrics_row(step: int) -> str:
 
 
 def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
-    for name in ("ended", "stopped", "busy"):
+    for name in ("ended", "stopped", "busy", "odd"):
         folder = run_folder(tmp_path / name)
         folder.metrics.write_text(metrics_row(1) + metrics_row(2))
     summary = {"heldout_before": 0.25, "heldout_after": 0.75}
     (tmp_path / "ended" / "summary.json").write_text(json.dumps(summary))
+    with (tmp_path / "odd" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "step_s": 1.0}\n')
     (tmp_path / "not-a-run").mkdir()
     with RunFolder(tmp_path / "busy").locked():
         found = {run["name"]: run for run in json.loads(call("runs", tmp_path, "--json"))}
         shown = call("runs", tmp_path)
     assert {name: run["state"] for name, run in found.items()} == {
-        "ended": "finished", "stopped": "stopped", "busy": "running",
+        "ended": "finished", "stopped": "stopped", "busy": "running", "odd": "stopped",
     }  # fmt: skip
     assert found["ended"]["step"] == 2 and "0.250 → 0.750" in shown
+    problem = "metrics.jsonl is not the row of a step, in which time is a number, got None"
+    assert problem in found["odd"]["problem"] and problem in shown and found["ended"]["problem"] is None
     assert "no runs" in call("runs", tmp_path / "not-a-run")
 
 

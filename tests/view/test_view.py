@@ -374,6 +374,17 @@ def test_an_explanation_that_fails_says_why(http: httpx.Client) -> None:
     assert response.json()["error"]["message"].startswith("areal-agents why failed: ")
 
 
+@pytest.mark.parametrize("row", ['{"step": 4, "step_s": 1.0}', '{"step": "4", "time": 1.0, "step_s": 1.0}'])
+def test_a_row_that_lacks_a_number_is_a_fault_of_its_run(copied: Path, row: str) -> None:
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write(row + "\n")
+    with serving(copied.parent) as url, httpx.Client(base_url=url, timeout=30) as client:
+        (run,) = get(client, "")["runs"]
+        answer = client.get("/api/runs/run/timeline")
+    assert run["state"] == "finished" and "line 4 of" in run["problem"]
+    assert answer.status_code == 503 and "is not the row of a step" in answer.json()["error"]["message"]
+
+
 def test_a_damaged_record_of_processes_is_named(copied: Path) -> None:
     (copied / "logs" / "processes.jsonl").write_text('{"time": 1.0}\n\x00\x00\n')
     with serving(copied) as url, httpx.Client(base_url=url, timeout=30) as client:

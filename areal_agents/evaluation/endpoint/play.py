@@ -19,6 +19,7 @@ from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import Task
 from areal_agents.direct_http import endpoint_client
 from areal_agents.errors import ConfigError
+from areal_agents.evaluation.endpoint.counting import TokenEstimates
 from areal_agents.evaluation.endpoint.journal import Journal
 from areal_agents.evaluation.endpoint.relay import Relay
 from areal_agents.rollout.agents.agent import load_agent
@@ -74,6 +75,7 @@ async def play(
     folder: Path,
     tasks: Sequence[Task],
     *,
+    model: Path,
     agent: AgentSpec,
     rollout: RolloutConfig,
     evaluation: EvalConfig,
@@ -83,9 +85,12 @@ async def play(
 ) -> None:
     """Play every attempt at the tasks that has no scored entry in the journal of the folder.
 
+    Args:
+        model: a model folder, with whose tokenizer tokens are estimated that the endpoint does not report.
+
     Raises:
         AgentError: the agent cannot be loaded, or too many attempts in a row failed.
-        ConfigError: the endpoint refuses the calls.
+        ConfigError: the endpoint refuses the calls, or the tokenizer is needed and cannot be read.
         RewardError: the reward function cannot be loaded.
     """
     journal = journal_of(folder)
@@ -99,12 +104,16 @@ async def play(
     workers = min(rollout.workers, evaluation.concurrency)
     loaded = load_agent(agent, workers=workers, logs=logs)
     admin_key = f"admin-{secrets.token_urlsafe(24)}"
-    with _relaying(endpoint, journal, admin_key, connections=evaluation.concurrency) as (url, relay):
+    estimates = TokenEstimates(model)
+    with _relaying(endpoint, journal, admin_key, estimates, connections=evaluation.concurrency) as (
+        url,
+        relay,
+    ):
         client = AsyncClient(url, admin_key)
 
         def check() -> None:
-            if relay.refusal is not None:
-                raise ConfigError(f"the endpoint {endpoint.base_url} refuses the calls: {relay.refusal}")
+            if relay.fault is not None:
+                raise ConfigError(f"the endpoint {endpoint.base_url} {relay.fault}")
 
         try:
             await play_attempts(
@@ -129,7 +138,7 @@ async def play(
 
 @contextmanager
 def _relaying(
-    endpoint: Endpoint, journal: Journal, admin_key: str, *, connections: int
+    endpoint: Endpoint, journal: Journal, admin_key: str, estimates: TokenEstimates, *, connections: int
 ) -> Iterator[tuple[str, Relay]]:
     """Run a relay on a free port, in a thread with an event loop of its own: agents may block theirs."""
     listener = listen("127.0.0.1", 0)
@@ -146,6 +155,7 @@ def _relaying(
                     client=client,
                     admin_key=admin_key,
                     ended=journal.add,
+                    estimates=estimates,
                 )
                 config = uvicorn.Config(relay.app, log_level="error", access_log=False, lifespan="off")
                 made["server"] = uvicorn.Server(config)

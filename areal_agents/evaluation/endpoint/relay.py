@@ -22,7 +22,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_agents.core.rollout import Reward
-from areal_agents.errors import RequestError
+from areal_agents.errors import ConfigError, RequestError
+from areal_agents.evaluation.endpoint.counting import TokenEstimates
 from areal_agents.evaluation.endpoint.journal import JournalEntry
 from areal_agents.evaluation.endpoint.streams import StreamedReply
 from areal_agents.evaluation.results import AttemptResult
@@ -54,6 +55,7 @@ class RelayedEpisode:
     conversations: list[list[Any]] = field(default_factory=list)  # messages with the reply, of each turn
     sampled_tokens: int = 0
     prompt_tokens: int = 0
+    tokens_estimated: bool = False
     calls: int = 0
 
     def describe(self) -> dict[str, Any]:
@@ -98,6 +100,7 @@ class RelayedEpisode:
             prompt_tokens=self.prompt_tokens,
             seconds=round(time.time() - self.opened_at, 3),
             error=error,
+            tokens_estimated=self.tokens_estimated,
         )
         return JournalEntry(dict(self.task), result, tuple(self.turns))
 
@@ -112,9 +115,11 @@ class Relay:
         client: makes the requests to the endpoint.
         admin_key: the key of the control API.
         ended: called with each ended attempt.
+        estimates: counts the tokens that the endpoint does not report.
 
     Attributes:
-        refusal: why the endpoint refuses every call, once it has refused one before it answered any.
+        fault: why no call can be answered: the endpoint has refused one before it answered any, or tokens
+            cannot be counted; None if calls can be answered.
     """
 
     def __init__(
@@ -126,14 +131,16 @@ class Relay:
         client: httpx.AsyncClient,
         admin_key: str,
         ended: Callable[[JournalEntry], None],
+        estimates: TokenEstimates,
     ) -> None:
-        self.refusal: str | None = None
+        self.fault: str | None = None
         self._base_url = base_url.rstrip("/")
         self._model = model
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._client = client
         self._admin_key = admin_key
         self._ended = ended
+        self._estimates = estimates
         self._has_answered = False
         self._by_id: dict[str, RelayedEpisode] = {}
         self._by_key: dict[str, RelayedEpisode] = {}
@@ -231,16 +238,15 @@ class Relay:
                 "POST", f"{self._base_url}/chat/completions", json=sent, headers=self._headers
             )
             answer = await self._client.send(built, stream=bool(sent.get("stream")))
+            if not answer.is_success:
+                return await self._refusal(answer)
         except httpx.HTTPError as error:
-            what = str(error) or type(error).__name__
             raise RequestError(
-                f"the endpoint did not answer: {what}", status=502, code="unreachable"
+                f"the endpoint did not answer: {_described(error)}", status=502, code="unreachable"
             ) from error
-        if not answer.is_success:
-            return await self._refusal(answer)
         self._has_answered = True
         if not sent.get("stream"):
-            episode.record(messages, *_completion_of(answer))
+            await self._record(episode, messages, *_completion_of(answer))
             return Response(answer.content, media_type="application/json")
         streamed = self._streamed(answer, episode, messages, wants_usage=wants_usage)
         return StreamingResponse(streamed, media_type="text/event-stream")
@@ -249,14 +255,34 @@ class Relay:
         content = await answer.aread()
         await answer.aclose()
         if answer.status_code in _REFUSING and not self._has_answered:
-            self.refusal = f"{answer.status_code}: {content.decode(errors='replace')[:500]}"
+            shown = content.decode(errors="replace")[:500]
+            self.fault = f"refuses the calls: {answer.status_code}: {shown}"
         kept = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
         return Response(content, status_code=answer.status_code, headers=kept, media_type="application/json")
+
+    async def _record(
+        self,
+        episode: RelayedEpisode,
+        messages: list[Any],
+        reply: Mapping[str, Any],
+        usage: Mapping[str, Any],
+    ) -> None:
+        """Record a call. Raises RequestError if its tokens are not reported and cannot be estimated."""
+        try:
+            usage, estimated = await asyncio.to_thread(self._estimates.completed, usage, messages, reply)
+        except ConfigError as error:
+            self.fault = f"reports no usage, and its tokens cannot be estimated: {error}"
+            raise RequestError(f"the endpoint {self.fault}", status=502, code="not_a_completion") from error
+        episode.tokens_estimated |= estimated
+        episode.record(messages, reply, usage)
 
     async def _streamed(
         self, answer: httpx.Response, episode: RelayedEpisode, messages: list[Any], *, wants_usage: bool
     ) -> AsyncIterator[bytes]:
-        """Pass the events on, and record the reply before the end of the stream."""
+        """Pass the events on, and record the reply before the end of the stream.
+
+        A stream that cannot be read ends with an event that has the error, which OpenAI's clients raise.
+        """
         reply, is_recorded = StreamedReply(), False
         try:
             async for line in answer.aiter_lines():
@@ -264,15 +290,50 @@ class Relay:
                     continue
                 data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
-                    episode.record(messages, reply.message(), reply.usage)
+                    await self._record(episode, messages, *_reply_of(reply))
                     is_recorded = True
-                elif reply.add(json.loads(data)) and not wants_usage:
+                elif _added(reply, data) and not wants_usage:
                     continue  # the usage alone, which the client has not asked for
                 yield f"data: {data}\n\n".encode()
-            if reply.has_ended and not is_recorded:  # some servers leave out the last line
-                episode.record(messages, reply.message(), reply.usage)
+            if not is_recorded:
+                if not reply.has_ended:
+                    raise _unreadable("it ended before the reply did")
+                await self._record(episode, messages, *_reply_of(reply))  # some servers leave out [DONE]
+        except RequestError as error:
+            yield f"data: {json.dumps({'error': _as_error(error)})}\n\n".encode()
+        except httpx.HTTPError as error:
+            broken = _unreadable(_described(error))
+            yield f"data: {json.dumps({'error': _as_error(broken)})}\n\n".encode()
         finally:
             await answer.aclose()
+
+
+def _added(reply: StreamedReply, data: str) -> bool:
+    """Add a chunk; return whether it has nothing but the usage. Raises RequestError if it is no chunk."""
+    try:
+        return reply.add(json.loads(data))
+    except (ValueError, TypeError, AttributeError, LookupError):
+        raise _unreadable(f"it has a line that is no chunk of a chat completion: {data[:_SHOWN]!r}") from None
+
+
+def _reply_of(reply: StreamedReply) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the reply and the usage of a stream. Raises RequestError if the usage has no numbers."""
+    if not _is_usage(reply.usage):
+        raise _unreadable(f"its usage has no numbers of tokens: {str(reply.usage)[:_SHOWN]}")
+    return reply.message(), reply.usage
+
+
+def _is_usage(usage: Any) -> bool:
+    numbers = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
+    return all(isinstance(number, int) and number >= 0 for number in numbers)
+
+
+def _unreadable(what: str) -> RequestError:
+    return RequestError(f"the endpoint's stream cannot be read: {what}", status=502, code="not_a_completion")
+
+
+def _described(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _completion_of(answer: httpx.Response) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -280,8 +341,7 @@ def _completion_of(answer: httpx.Response) -> tuple[Mapping[str, Any], Mapping[s
     try:
         tree = answer.json()
         reply, usage = tree["choices"][0]["message"], tree.get("usage") or {}
-        numbers = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
-        is_completion = isinstance(reply, Mapping) and all(isinstance(n, int) and n >= 0 for n in numbers)
+        is_completion = isinstance(reply, Mapping) and _is_usage(usage)
     except (ValueError, LookupError, TypeError, AttributeError):
         is_completion = False
     if not is_completion:
@@ -342,10 +402,15 @@ _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    kind = {
+    return JSONResponse(
+        {"error": _as_error(error)}, status_code=error.status, headers={"x-should-retry": "false"}
+    )
+
+
+def _as_error(error: RequestError) -> dict[str, Any]:
+    return {
         "message": error.message,
         "type": "invalid_request_error",
         "code": error.code,
         "param": error.param,
     }
-    return JSONResponse({"error": kind}, status_code=error.status, headers={"x-should-retry": "false"})
