@@ -1,4 +1,4 @@
-"""The values that an agent may give as a reward: a finite number, or finite numbers by name."""
+"""The values that an agent may give as a reward: a number within bounds, or numbers by name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from areal_agents.errors import AgentError
 
+LARGEST_REWARD = 1e12  # its square, and sums of it, are far from what a float32 can hold
 RewardValue = bool | float | Mapping[str, float]
 
 
 def checked_reward(value: Any) -> float | dict[str, float]:
-    """`value` as a finite float, or a dict of them. AgentError for anything else."""
+    """`value` as a float within ±LARGEST_REWARD, or a dict of them. AgentError for anything else."""
     if isinstance(value, Mapping):
         if not value:
             raise AgentError("a reward dict must have at least one name, got {}")
@@ -32,4 +33,6 @@ def _finite(value: Any, what: str) -> float:
         raise AgentError(f"{what} must be a number that a float can hold: {error}") from None
     if not math.isfinite(number):
         raise AgentError(f"{what} must be finite, got {number}")
+    if abs(number) > LARGEST_REWARD:
+        raise AgentError(f"{what} must be from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, got {number:g}")
     return number

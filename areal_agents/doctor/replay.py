@@ -19,7 +19,7 @@ import numpy as np
 from areal_agents.client import AsyncClient
 from areal_agents.core.completion import TokenIds
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import RecordedEpisode, Split
+from areal_agents.core.rollout import EpisodeStatus, RecordedEpisode, Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.doctor.serving import ObservedProxy, serving
 from areal_agents.proxy.config import ProxyConfig
@@ -60,6 +60,8 @@ class Replay:
         difference: None if every call was the recorded one.
         recorded_rewards, replayed_rewards: the rewards of the episode, by name.
         error: why the replayed episode failed; None if it did not.
+        recorded_status: how the recorded episode ended. One that was aborted or failed, or is open, was cut
+            off: it has no rewards to compare, and the agent may go on after its last call.
     """
 
     episode: str
@@ -69,16 +71,19 @@ class Replay:
     recorded_rewards: Mapping[str, float]
     replayed_rewards: Mapping[str, float]
     error: str | None
+    recorded_status: EpisodeStatus
+
+    @property
+    def was_cut_off(self) -> bool:
+        """Whether the recorded episode ended before its agent did."""
+        return self.recorded_status not in ("finished", "truncated")
 
     @property
     def is_same(self) -> bool:
-        """Whether the calls and the rewards are those of the recording."""
-        return (
-            self.difference is None
-            and self.recorded_calls == self.replayed_calls
-            and self.recorded_rewards == self.replayed_rewards
-            and self.error is None
-        )
+        """Whether the calls and the rewards are those of the recording, as far as that goes."""
+        if self.difference is not None or self.recorded_calls != self.replayed_calls:
+            return False
+        return self.was_cut_off or (self.recorded_rewards == self.replayed_rewards and self.error is None)
 
 
 def replay(
@@ -129,6 +134,7 @@ def replay(
         recorded_rewards=_rewards(recorded),
         replayed_rewards=_rewards(replayed),
         error=outcome.error,
+        recorded_status=recorded.status,
     )
 
 

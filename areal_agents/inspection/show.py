@@ -101,6 +101,16 @@ def draw_episode(episode: Mapping[str, Any], console: Console, *, full: bool = F
 def show_replay(found: Replay, console: Console) -> None:
     """Print what became of a replay: the first request that differs, and the rewards."""
     calls = f"{found.replayed_calls} calls, recorded {found.recorded_calls}"
+    cut_off = {"aborted": "was aborted", "failed": "failed", "open": "is still open"}
+    if found.was_cut_off:
+        console.print(
+            f"the recorded episode {cut_off[found.recorded_status]}, so only its calls are compared, and not "
+            "how it ended",
+            soft_wrap=True,
+        )
+    if found.is_same and found.was_cut_off:
+        console.print(f"the same as far as it was recorded: {calls}")
+        return
     if found.is_same:
         console.print(f"the same: {calls}, rewards {_rewards(found.replayed_rewards)}")
         return
@@ -112,7 +122,7 @@ def show_replay(found: Replay, console: Console) -> None:
         for name, message in (("recorded", first.recorded), ("now", first.replayed)):
             text = "there is no such message" if message is None else _message(message.to_chat(), full=False)
             console.print(Text(f"{name}: ", "cyan").append_text(Text(str(text))))
-    if found.recorded_rewards != found.replayed_rewards:
+    if found.recorded_rewards != found.replayed_rewards and not found.was_cut_off:
         console.print(
             f"rewards: recorded {_rewards(found.recorded_rewards)}, now {_rewards(found.replayed_rewards)}",
             markup=False,

@@ -54,6 +54,11 @@ def fails_on_t1(episode: FinishedEpisode) -> dict[str, float]:
     return {"told": episode.rewards.get("return", -1.0), "extra": 0.5}
 
 
+def enormous_on_t0(episode: FinishedEpisode) -> float:
+    """A number whose sums no float can hold, on one task."""
+    return 1e308 if episode.task["id"] == "t0" else 1.0
+
+
 def ranks(episodes: list[FinishedEpisode]) -> list[float]:
     """The number of episodes in the group, for each."""
     return [float(len(episodes))] * len(episodes)

@@ -222,6 +222,14 @@ def test_calls_that_fail_harm_no_other(evaluated: Path) -> None:
         assert row["rewards"] == {"told": row["old"], "extra": 0.5} and row["new"] == row["old"] + 0.5
 
 
+def test_rewards_that_are_too_large_are_errors_of_their_episodes(evaluated: Path) -> None:
+    found, printed = rescored(evaluated, f"reward={evaluated.parent}/agent.py:enormous_on_t0")
+    errors = [row["error"] for row in found["episodes"] if row["task"] == "t0"]
+    assert len(errors) == found["failed"] == 3 and found["mean_new"] == 1.0
+    assert all("must be from -1e+12 to 1e+12, got 1e+308" in error for error in errors)
+    assert "the function failed on 3 episodes" in printed
+
+
 def test_a_function_of_groups_gets_single_episodes_outside_of_groups(evaluated: Path) -> None:
     found, _ = rescored(evaluated, f"reward.group={evaluated.parent}/agent.py:ranks", "--task", "t0")
     assert [row["new"] for row in found["episodes"]] == [1.0] * 3

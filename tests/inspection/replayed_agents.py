@@ -55,3 +55,8 @@ async def more_calls(task: dict[str, Any], ep: Episode) -> float:
 async def crashes(task: dict[str, Any], ep: Episode) -> float:
     await play(task, ep, "In France")
     raise KeyError("a changed tool")
+
+
+async def other_question(task: dict[str, Any], ep: Episode) -> float:
+    """Asks something else."""
+    return await play({**task, "question": "Where is Nice?"}, ep, "In France")

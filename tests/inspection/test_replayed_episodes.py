@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollout
 from areal_agents.rollout.config import LimitsConfig
+from areal_agents.store import NewEpisode, Store
 
 AGENTS = Path(__file__).parent / "replayed_agents.py"
 TASK = Task("t", {"question": "Where is Lyon?"})
@@ -89,3 +92,20 @@ def test_other_differences(recording: tuple[str, Path, Path], agent: str, messag
 def test_a_store_alone_needs_the_configuration_of_the_agent(recording: tuple[str, Path, Path]) -> None:
     with pytest.raises(ConfigError, match="has no configuration; name the one of the agent"):
         CliRunner().invoke(app, ["replay", recording[0], str(recording[1])], catch_exceptions=False)
+
+
+def test_of_an_aborted_episode_only_the_calls_are_compared(
+    recording: tuple[str, Path, Path], tmp_path: Path
+) -> None:
+    episode, file, config = recording
+    shutil.copy(file, tmp_path / "store.db")
+    with Store.open(tmp_path / "store.db") as store:
+        first = replace(store.load_episode(episode).turns[0], id="only-turn")
+        store.open_episode(NewEpisode("cut", "hash of cut", TASK)).result()
+        store.add_turn("cut", first).result()
+        store.seal("cut", "aborted").result()
+    code, found, text = replayed(("cut", tmp_path / "store.db", config), "agent")
+    assert code == 0 and found["is_same"] and found["recorded_status"] == "aborted"
+    assert "the recorded episode was aborted" in text and "rewards" not in text
+    code, found, text = replayed(("cut", tmp_path / "store.db", config), "other_question")
+    assert code == 1 and not found["is_same"] and "call 1 is the first that differs" in text

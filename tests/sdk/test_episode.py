@@ -103,7 +103,8 @@ def test_numbers_of_every_kind_are_rewards(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, "1", None, [1.0], {}, {"a": math.nan}, {"a": "x"}, {1: 0.5}, {"": 0.5}]
+    "value",
+    [math.nan, math.inf, "1", None, [1.0], {}, {"a": math.nan}, {"a": "x"}, {1: 0.5}, {"": 0.5}, 1e308],
 )
 def test_anything_else_is_no_reward(value: Any) -> None:
     with pytest.raises(AgentError, match="reward"):

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from areal_agents.core.completion import SamplingParams
+from areal_agents.core.reward_values import LARGEST_REWARD
 from areal_agents.core.rollout import LARGEST_GROUP, RecordedEpisode, Reward, Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError, shown
@@ -20,7 +21,6 @@ from areal_agents.proxy.dialects.turn_ids import turn_id_of
 from areal_agents.proxy.episodes.sessions import EpisodeLimits
 from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 
-_LARGEST_REWARD = 1e12
 _SCOPES = ("episode", "turn", "branch")
 _OPENING = ("task", "group", "group_size", "surplus", "index", "split", "metadata", "limits", "sampling")
 _REWARD = ("reward", "completion_id", "scope", "name")
@@ -230,9 +230,9 @@ def final_rewards_of(body: Mapping[str, Any]) -> list[Reward]:
 def _finite(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise RequestError(f"reward must be a finite number, got {shown(value)}", param="reward")
-    if abs(value) > _LARGEST_REWARD:  # sums of rewards must be finite too
+    if abs(value) > LARGEST_REWARD:  # sums of rewards must be finite too
         raise RequestError(
-            f"reward must be from -{_LARGEST_REWARD:g} to {_LARGEST_REWARD:g}, got {shown(value)}",
+            f"reward must be from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}, got {shown(value)}",
             param="reward",
         )
     return float(value)
