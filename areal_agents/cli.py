@@ -18,6 +18,7 @@ from areal_agents.evaluation import commands as evaluation_commands
 from areal_agents.extras import require
 from areal_agents.inspection import commands as inspection_commands
 from areal_agents.launch.signals import Interrupted
+from areal_agents.rerun import commands as rerun_commands
 from areal_agents.view import commands as view_commands
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ config_app = typer.Typer(help="Look up configuration keys.", no_args_is_help=Tru
 app.add_typer(config_app, name="config")
 inspection_commands.add_commands(app)
 evaluation_commands.add_commands(app)
+rerun_commands.add_commands(app)
 view_commands.add_commands(app)
 
 

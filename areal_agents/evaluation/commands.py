@@ -190,7 +190,7 @@ def rescore(
         config = _reward_of(settings or (), tree)
         found = [e for e in store.episodes(split=split) if task is None or e.task_id == task]
         rescored = run(
-            store,
+            store.load_episodes,
             found,
             config,
             source=where,

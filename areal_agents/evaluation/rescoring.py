@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.errors import ConfigError
 from areal_agents.evaluation.estimators import sign_flip_p, t_interval
 from areal_agents.evaluation.scoring import Scored, ScoringFunction, score
 from areal_agents.evaluation.stored import SCORED, stored_episode
 from areal_agents.rewards import FinishedEpisode
 from areal_agents.rollout.config import RewardConfig
-from areal_agents.store import EpisodeSummary, Store
+from areal_agents.store import EpisodeSummary
 from areal_agents.whole_files import write_whole
 
 FORMAT = "areal-agents rescoring 1"
@@ -82,7 +83,7 @@ class Rescoring:
 
 
 def rescore(
-    store: Store,
+    load: Callable[[Sequence[str]], Sequence[RecordedEpisode]],
     found: Sequence[EpisodeSummary],
     config: RewardConfig,
     *,
@@ -96,6 +97,7 @@ def rescore(
     by itself.
 
     Args:
+        load: returns episodes by their ids, in their order.
         old_function: whether the run had a reward function, whose reward named "return" is then not told.
         workers: the most processes.
 
@@ -112,7 +114,7 @@ def rescore(
 
     def given() -> Iterator[list[FinishedEpisode]]:
         for batch in batches:
-            episodes = store.load_episodes([summary.id for summary in batch])
+            episodes = load([summary.id for summary in batch])
             yield [stored_episode(episode, without) for episode in episodes]
 
     values = asyncio.run(score(ScoringFunction.rewards(config), given(), workers=workers))

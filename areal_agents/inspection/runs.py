@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents.errors import ConfigError
-from areal_agents.inspection.sources import config_of_run, read_json
+from areal_agents.inspection.sources import config_of_run, read_json, rerun_in
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.report.describe import describe_step
 from areal_agents.launch.run_folder import RunFolder
@@ -46,13 +46,14 @@ def state_of(
 ) -> dict[str, Any]:
     """Return the state of a run from its configuration and the rows of its metrics."""
     summary = read_json(folder.summary) or {}
+    rerun = rerun_in(folder)
     running = is_running(folder)
     return {
         "name": folder.root.name,
         "started": folder.config.stat().st_mtime,
         "state": "running" if running else "finished" if summary else "stopped",
         "step": rows[-1]["step"] if rows else 0,
-        "steps": config["trainer"]["steps"],
+        "steps": config["trainer"]["steps"] if rerun is None else rerun["until"],
         "before": summary.get("heldout_before"),
         "after": summary.get("heldout_after"),
         "agent_changed": summary.get("agent_changed", ""),

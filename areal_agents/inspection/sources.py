@@ -104,6 +104,8 @@ def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
                     f"rewards are written by the proxy that owns {file}; give its URL instead of the file "
                     "(areal-agents serve prints it)"
                 )
+            if (rerun := rerun_in(folder)) is not None:
+                raise ConfigError(f"{where} is a rerun and has no episodes of its own; name {rerun['run']}")
             _reward_in_run(folder, store, file, episode_id, value, name)
 
         yield StoreSource(store, give)
@@ -129,8 +131,8 @@ def stored(where: str) -> Iterator[tuple[Store, dict[str, Any]]]:
 
 
 def store_of_run(folder: RunFolder) -> Store:
-    """Open the store of a run. Raises ConfigError if the run has none (yet)."""
-    return _open(_store_of(folder))
+    """Open the store of a run; that of a rerun has no episodes. Raises ConfigError if it has none (yet)."""
+    return _open(folder.store if folder.rerun.exists() else _store_of(folder))
 
 
 def config_of_run(folder: RunFolder) -> dict[str, Any]:
@@ -156,7 +158,10 @@ def import_target(where: str) -> Path | str:
     if where.startswith(("http://", "https://")):
         raise ConfigError(f"{where} is a proxy; give a store file, or the folder of a run")
     if path.is_dir():
-        return _store_of(RunFolder(path))
+        folder = RunFolder(path)
+        if (rerun := rerun_in(folder)) is not None:
+            raise ConfigError(f"{where} is a rerun and has no episodes of its own; name {rerun['run']}")
+        return _store_of(folder)
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}")
     return path
@@ -202,6 +207,15 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def rerun_in(folder: RunFolder) -> dict[str, Any] | None:
+    """Return what a folder says of the rerun in it; None if it has another run.
+
+    Keys: `run` and `store`, the paths of the run whose episodes it is trained on, `step` and `until`, and
+    `changes`, a list of key=value. Raises ConfigError if the file is broken.
+    """
+    return read_json(folder.rerun)
+
+
 def _open(file: Path | str) -> Store:
     if not isinstance(file, str) and not file.is_file():
         raise ConfigError(f"there is no store {file}; {HERE}")
@@ -211,7 +225,9 @@ def _open(file: Path | str) -> Store:
 
 
 def _store_of(folder: RunFolder) -> Path | str:
-    """Return the store of a run. Raises ConfigError if the folder is not that of a run."""
+    """Return the store that has the episodes of a run. Raises ConfigError if it is not a run's folder."""
+    if (rerun := rerun_in(folder)) is not None:
+        return Path(rerun["store"])
     try:
         url = (config_of_run(folder).get("store") or {}).get("url")
     except ConfigError:

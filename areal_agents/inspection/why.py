@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from areal_agents.core.rollout import RecordedEpisode, RolloutGroup
     from areal_agents.core.trajectory import Turn
     from areal_agents.training.batches.recorded import RecordedGroups
+    from areal_agents.training.batches.stored_steps import StoredSteps
     from areal_agents.training.records.files import TurnRecord
     from areal_agents.training.records.recompute import StepCredit
 
@@ -97,7 +98,7 @@ def why(
     with ExitStack() as opened:
         place = _Place.open(run, opened)
         row = place.store.episode_row(episode_id)
-        episode = place.store.load_episode(episode_id)
+        episode = place.with_rewards(place.store.load_episode(episode_id))
         chosen = None if turn is None else _chosen(episode, turn)
         if token is not None and chosen is None:
             raise ConfigError("a token is an index into a turn; give the turn too")
@@ -127,13 +128,15 @@ def why(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """A run and the store that has its episodes; `recorded` if that is the store of `data.episodes`."""
+    """A run and the store that has its episodes; `recorded` if that is the store of `data.episodes`, and
+    `again` if the run is a rerun."""
 
     run: Path
     tree: Mapping[str, Any]
     store: Store
     settings: Settings
-    recorded: RecordedGroups | None
+    recorded: RecordedGroups | None = None
+    again: StoredSteps | None = None
 
     @classmethod
     def open(cls, run: Path, opened: ExitStack) -> _Place:
@@ -147,9 +150,11 @@ class _Place:
             algorithm = AlgorithmConfig.model_validate(tree.get("algorithm", {}))
             rollout = RolloutConfig.model_validate(tree.get("rollout", {}))
         settings = Settings(algorithm, rollout.max_staleness, rollout.on_stale)
+        if folder.rerun.exists():
+            return cls._of_rerun(folder, tree, settings, opened)
         data = tree.get("data") or {}
         if not data.get("episodes"):
-            return cls(run, tree, opened.enter_context(store_of_run(folder)), settings, None)
+            return cls(run, tree, opened.enter_context(store_of_run(folder)), settings)
         from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
 
         store = opened.enter_context(Store.open(recorded_store(data["episodes"])))
@@ -157,6 +162,29 @@ class _Place:
             store, seed=0, split="eval" if data.get("split") == "eval" else "train"
         )
         return cls(run, tree, store, settings, recorded)
+
+    @classmethod
+    def _of_rerun(
+        cls, folder: RunFolder, tree: Mapping[str, Any], settings: Settings, opened: ExitStack
+    ) -> _Place:
+        from areal_agents.rerun.record import RerunRecord, rewards_in
+        from areal_agents.store.read_only import ReadOnlyStore
+        from areal_agents.training.batches.stored_steps import StoredSteps
+
+        record = RerunRecord.read(folder)
+        read_only = opened.enter_context(closing(ReadOnlyStore(Path(record.store))))
+        found = StoredSteps.read(
+            read_only,
+            max_staleness=settings.max_staleness,
+            rewards=rewards_in(folder) if record.new_rewards else None,
+        )
+        own = {step: known for step, known in found.steps.items() if record.step < step <= record.until}
+        store = opened.enter_context(Store.open(record.store))
+        return cls(folder.root, tree, store, settings, again=replace(found, steps=own))
+
+    def with_rewards(self, episode: RecordedEpisode) -> RecordedEpisode:
+        """Return an episode with the rewards that the run was trained on."""
+        return episode if self.again is None else self.again.with_rewards(episode)
 
 
 def _chosen(episode: RecordedEpisode, turn: str | int) -> Turn:
@@ -183,6 +211,8 @@ def _uses(
         if history is None:
             return []
         steps = {use.step: use for use in history.uses if use.state == "trained"}
+        if place.again is not None:
+            steps = {step: use for step, use in steps.items() if step in place.again.steps}
     by_step: dict[int, dict[str, TurnRecord]] = {step: {} for step in steps or ()}
     for record in read_records(place.run, turn_ids=own, steps=steps):
         by_step.setdefault(record.step, {})[record.turn_id] = record
@@ -218,6 +248,12 @@ def _credit(place: _Place, step: int, version: int | None) -> StepCredit:
         found = place.recorded.load([group for group in place.recorded.groups if group.id in names])
         groups = [_readable(group) for group in found]
         return recompute(groups, records, algorithm, uses={}, version=None, max_staleness=None)
+    if place.again is not None:
+        known = place.again.steps[step]
+        return recompute(
+            place.again.groups(known), records, algorithm,
+            uses=known.uses, version=known.version, max_staleness=place.settings.max_staleness,
+        )  # fmt: skip
     uses = place.store.groups_of_step(step)
     groups = place.store.load_groups([*uses])
     if version is not None:
@@ -246,7 +282,11 @@ def _group(place: _Place, history: GroupHistory | None) -> dict[str, Any] | None
         **{key: value for key, value in asdict(history).items() if key != "uses"},
         "uses": [asdict(use) for use in history.uses],
         "scores": [
-            {"episode": member.episode.id, "index": member.index, "score": member.episode.score}
+            {
+                "episode": member.episode.id,
+                "index": member.index,
+                "score": place.with_rewards(member.episode).score,
+            }
             for member in members
         ],
     }
@@ -269,7 +309,7 @@ def _verdict(
         which = ", ".join(str(use.step) for use in uses)
         known = "; ".join(UNTRAINED.get(reason, reason) for reason in reasons if reason)
         return f"its group was part of step {which}, but no token was trained: {known or 'it has no turn'}"
-    if place.recorded is not None:
+    if place.recorded is not None or place.again is not None:
         return "no step of this run was trained on it, or its records were removed (trainer.record_tokens)"
     if row.split == "eval":
         return "it is a held-out evaluation, which is never trained on"

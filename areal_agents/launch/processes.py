@@ -1,6 +1,6 @@
 """The processes of a run: each reads the configuration in the run folder, builds its objects, and runs.
 
-    python -m areal_agents.launch.processes engine|proxy|trainer|rollout|trial|endpoint --folder DIR
+    python -m areal_agents.launch.processes engine|proxy|trainer|rerun|rollout|trial|endpoint --folder DIR
 
 SIGTERM ends each process cleanly, and so does the death of the supervisor that started it. Without a
 supervisor, torchrun, srun or Ray can start each rank of the trainer.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -209,6 +210,50 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
         raise SystemExit(EXIT_STOPPED)
 
 
+def _rerun(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.launch.context_length import longest_sequence
+    from areal_agents.launch.dtypes import with_trainer_dtype
+    from areal_agents.rerun.record import RerunRecord, rewards_in, start_checkpoint
+    from areal_agents.store import Store
+    from areal_agents.store.read_only import ReadOnlyStore
+    from areal_agents.training.batches.stored_steps import StoredSteps
+    from areal_agents.training.checkpoint.resuming import Start
+    from areal_agents.training.run import run
+
+    stop = _stop_event()
+    config, longest = with_trainer_dtype(config), longest_sequence(config)
+    record = RerunRecord.read(folder)
+    start = Start(start_checkpoint(record), record.step, record.version, record.until)
+    store = stored = None
+    with ExitStack() as opened:
+        if int(os.environ.get("RANK", "0")) == 0:
+            store = opened.enter_context(Store.open(folder.store))
+            original = opened.enter_context(contextlib.closing(ReadOnlyStore(Path(record.store))))
+            stored = StoredSteps.read(
+                original,
+                max_staleness=config.rollout.max_staleness,
+                rewards=rewards_in(folder) if record.new_rewards else None,
+            )
+        result = run(
+            config.trainer,
+            config.algorithm,
+            store=store,
+            engines=(),
+            model_path=config.model,
+            run_dir=folder.root,
+            groups=config.rollout.groups,
+            max_staleness=config.rollout.max_staleness,
+            on_stale=config.rollout.on_stale,
+            longest_sample=longest.wanted if longest is not None else 0,
+            stop=stop,
+            seed=config.seed,
+            start=start,
+            stored=stored,
+        )
+    if not result.finished:
+        raise SystemExit(EXIT_STOPPED)
+
+
 def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     allow_many_connections()
     endpoints = folder.read_endpoints()
@@ -351,6 +396,7 @@ ROLES: dict[str, Callable[[Config, RunFolder, argparse.Namespace], None]] = {
     "engine": _engine,
     "proxy": _proxy,
     "trainer": _trainer,
+    "rerun": _rerun,
     "rollout": _rollout,
     "endpoint": _endpoint,
     "trial": _trial,

@@ -53,6 +53,11 @@ class RunFolder:
         return url or self.store
 
     @property
+    def rerun(self) -> Path:
+        """What this run is a rerun of; missing in other runs."""
+        return self.root / "rerun.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object per training step."""
         return self.root / "metrics.jsonl"

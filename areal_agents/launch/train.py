@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -92,6 +93,11 @@ def train(
     report = report_of(config, console, form)
     config = without_place(config)
     folder = RunFolder(Path(config.run_dir))
+    if folder.rerun.exists() and not fresh:
+        raise ConfigError(
+            f"{folder.root} has a rerun, which is not continued; to train on from its weights, use "
+            f"model={folder.final_model} with another run_dir=..."
+        )
     if fresh or not has_ended(config, folder):
         check_memory(config, nodes, report.say)  # before anything of an earlier run is changed
     for earlier in folder.set_aside(config.store.url) if fresh else ():
@@ -299,7 +305,7 @@ def _run(
     if config.engine.colocate != "none":  # an engine measures the memory that is left for it before it serves
         wait_until_serving(config, endpoints, children, report.stage)
     # Each process waits for those that it needs, so all of them load at the same time.
-    _start_trainer(config, folder, children, nodes)
+    start_trainer(config, folder, children, nodes)
     rollout = {**threads_for("rollout"), **FIXED_HASHES}
     _start(children, folder, "rollout", "--first-version", str(first), environment=rollout)
     wait_until_serving(config, endpoints, children, report.stage, report.event)
@@ -344,7 +350,7 @@ def _run_recorded(
 ) -> None:
     """Train on recorded episodes: run the trainer alone, with all cores."""
     report.stage("reading the recorded episodes")
-    _start_trainer(config, folder, children, nodes, alone=True)
+    start_trainer(config, folder, children, nodes, alone=True)
     metrics = MetricsFile(folder.metrics)
     memory = MemoryUse(children.pids)
     with Store.open(folder.store_at(config.store.url)) as store:
@@ -471,20 +477,26 @@ def _start(
     )
 
 
-def _start_trainer(
-    config: Config, folder: RunFolder, children: Children, nodes: Nodes, *, alone: bool = False
+def start_trainer(
+    config: Config,
+    folder: RunFolder,
+    children: Children,
+    nodes: Nodes,
+    *,
+    alone: bool = False,
+    role: Literal["trainer", "rerun"] = "trainer",
 ) -> None:
     """Start this node's ranks of the trainer. They are not restarted: their death loses steps."""
     if not config.trainer.start:
         return
     ranks = config.trainer.ranks
-    role, place = ["trainer", "--folder", str(folder.root)], []
+    process, place = [role, "--folder", str(folder.root)], []
     if ranks > 1:
         place = ["--ranks", str(ranks), "--nodes", str(nodes.count), "--node-rank", str(nodes.rank)]
         place += ["--master", f"{nodes.host}:{nodes.port}", "--"]
     children.start(
         "trainer",
-        [*place, *role],
+        [*place, *process],
         log=folder.log("trainer"),
         environment=threads_for("trainer", alone=alone),
         module="areal_agents.launch.local_ranks" if ranks > 1 else "",

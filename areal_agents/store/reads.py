@@ -13,6 +13,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.store.chunks import chunks
 from areal_agents.store.codec import IMPORTED, decode_turn
 from areal_agents.store.errors import NotFound
+from areal_agents.store.retention import is_emptied
 from areal_agents.store.rows import (
     GROUP_STATES,
     SCORED,
@@ -23,6 +24,7 @@ from areal_agents.store.rows import (
     GroupUse,
     OpenEpisode,
     OpenGroup,
+    TrainedStep,
     TurnTime,
 )
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
@@ -206,6 +208,27 @@ def groups_of_step(connection: sa.Connection, step: int) -> dict[str, int]:
         sa.select(leases.c.group_id, leases.c.use).where(leases.c.step == step, leases.c.state == "trained")
     )
     return {row[0]: row[1] for row in rows}
+
+
+def trained_steps(connection: sa.Connection) -> dict[int, TrainedStep]:
+    """Return every step that is trained, in order, with its groups."""
+    found: dict[int, tuple[int, dict[str, int]]] = {}
+    query = sa.select(leases.c.step, leases.c.version, leases.c.group_id, leases.c.use)
+    for step, version, group_id, use in connection.execute(
+        query.where(leases.c.state == "trained").order_by(leases.c.step, leases.c.group_id)
+    ):
+        found.setdefault(step, (version - 1, {}))[1][group_id] = use
+    return {step: TrainedStep(step, version, uses) for step, (version, uses) in found.items()}
+
+
+def emptied_groups(connection: sa.Connection, ids: Sequence[str]) -> set[str]:
+    """Return those of the groups of which turns were deleted (`store.retain`)."""
+    query = sa.select(groups.c.id).where(is_emptied(groups.c.id))
+    return {
+        group_id
+        for chunk in chunks(ids)
+        for group_id in connection.execute(query.where(groups.c.id.in_(chunk))).scalars()
+    }
 
 
 def groups_ended_at(connection: sa.Connection, ids: Sequence[str]) -> dict[str, float | None]:

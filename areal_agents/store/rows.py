@@ -238,6 +238,20 @@ class GroupUse:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """What the trainer was given in a step that it completed.
+
+    Attributes:
+        version: the trainer's version when the batch began.
+        uses: the groups of the batch by id, each with how often earlier steps had trained on it.
+    """
+
+    step: int
+    version: int
+    uses: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class GroupHistory:
     """A group, and what the trainer did with it.
 

@@ -68,6 +68,7 @@ class TrainingLoop:
         parking: moves the models to the GPU while the engines have released it; None if they stay where they
             are.
         progress: the last step, whose version is published.
+        until: the last step to train; the learning rate's schedule follows `config.steps`.
         saved_step: the step of the newest checkpoint, or the initial step.
         last: metrics of the last step of this process run, on the first rank.
     """
@@ -88,6 +89,7 @@ class TrainingLoop:
     stop: threading.Event
     seed: int
     progress: TrainingProgress
+    until: int
     saved_step: int = field(init=False)
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -102,7 +104,7 @@ class TrainingLoop:
         Raises the errors of `training.run`.
         """
         finished = True
-        while finished and self.progress.step < self.config.steps:
+        while finished and self.progress.step < self.until:
             finished = self._step()
         self._save()
         self.checkpoints.finish()
@@ -250,7 +252,7 @@ class TrainingLoop:
     def _wait_for_swap(self) -> float:
         """Wait until the batch's weights may be swapped in; return how long that took, in seconds."""
         started = time.monotonic()
-        if self.source is not None and self.progress.step + 1 < self.config.steps:
+        if self.source is not None and self.progress.step + 1 < self.until:
             self.source.wait_for_swap()
         return time.monotonic() - started
 

@@ -23,10 +23,11 @@ from areal_agents.store import Store
 from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.recorded import RecordedGroups
 from areal_agents.training.batches.source import BatchSource, Recorded, RolledOut
+from areal_agents.training.batches.stored_steps import Again, StoredSteps
 from areal_agents.training.checkpoint.best import BestMetric, metric_name
 from areal_agents.training.checkpoint.checkpoint import Checkpoints
 from areal_agents.training.checkpoint.export import facts_of, write_final
-from areal_agents.training.checkpoint.resuming import resume
+from areal_agents.training.checkpoint.resuming import Start, resume
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, use_threads
 from areal_agents.training.distributed import ranks as join_ranks
@@ -76,14 +77,16 @@ def run(
     longest_sample: int = 0,
     seed: int = 0,
     recorded: RecordedGroups | None = None,
+    start: Start | None = None,
+    stored: StoredSteps | None = None,
     evaluates: bool = False,
     data_ended: Callable[[], bool] = lambda: False,
 ) -> RunResult:
     """Train until `config.steps` batches are done, or `stop` is set. An interrupted run is resumed
     automatically.
 
-    Under torchrun every rank calls this function; only the first rank passes a store, engines and recorded
-    groups.
+    Under torchrun every rank calls this function; only the first rank passes a store, engines, recorded
+    groups and stored steps.
 
     Args:
         store: the store of the run.
@@ -103,6 +106,9 @@ def run(
             they are not known.
         longest_sample: tokens that a micro-batch should hold, if the configuration says it; 0: not known.
         recorded: groups of another store to train on, instead of groups of a rollout.
+        start: where a rerun starts and ends, on every rank; the run folder is then a new one, which is not
+            resumed.
+        stored: the steps of another run whose batches a rerun trains on.
         evaluates: whether held-out evaluations are written to the store during training.
         data_ended: returns whether all groups of the data have started, so that with `swap_between_batches`
             an incomplete last batch is not waited for.
@@ -128,9 +134,13 @@ def run(
         ExitStack() as at_the_end,
     ):
         if not group.is_first:
-            store, engines, recorded = None, (), None
-        elif store is None or bool(engines) == (recorded is not None):
-            raise ValueError("the first rank needs a store, and either engines or recorded groups")
+            store, engines, recorded, stored = None, (), None, None
+        elif store is None or bool(engines) + (recorded is not None) + (stored is not None) != 1:
+            raise ValueError(
+                "the first rank needs a store, and one of engines, recorded groups, stored steps"
+            )
+        elif (start is None) != (stored is None):
+            raise ValueError("a rerun needs both a start and stored steps")
         else:
             store.become_trainer(_ENDING_TRAINER_S)  # before any file of an earlier trainer is changed
         config = settle(
@@ -159,9 +169,12 @@ def run(
                 keep=config.keep_weights, engine_gpus=engine_gpus,
             )  # fmt: skip
             at_the_end.callback(publisher.close)
-        progress = resume(
-            run_dir / "checkpoints", models.parts, group, store, publishes=publisher is not None
-        )
+        if start is not None:
+            progress = start.load(models.parts, group)
+        else:
+            progress = resume(
+                run_dir / "checkpoints", models.parts, group, store, publishes=publisher is not None
+            )
         records = None
         if group.is_first:
             drop_steps_after(run_dir, progress.step)
@@ -175,7 +188,9 @@ def run(
         if isinstance(models.teacher, EngineTeacher):
             longest = models.teacher.meet(stopping=stop.is_set)
         limits = _limits(options, models.policy, teacher_tokens=longest)
-        if recorded is not None:
+        if stored is not None:
+            source = Again(stored, algorithm, limits, stop)
+        elif recorded is not None:
             source = Recorded(recorded, algorithm, groups=groups, limits=limits, stop=stop)
         elif store is not None:
             source = RolledOut(
@@ -192,6 +207,7 @@ def run(
             source=source, publisher=publisher, released=tuple(released),
             parking=models.parking(group.device) if parks else None, checkpoints=checkpoints, best=best,
             metrics=metrics, records=records, stop=stop, seed=seed, progress=progress,
+            until=config.steps if start is None else start.until,
         )  # fmt: skip
         finished = loop.run()
         if publisher is not None:

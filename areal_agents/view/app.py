@@ -155,7 +155,7 @@ class _Routes:
         if out["state"] != "unreadable":
             out |= {"config": _flat(run.config()), "summary": run.summary()}
         try:
-            with run.store.read() as connection:
+            with run.episodes.read() as connection:
                 out["episodes"] = pages.counts(connection)
         except ArealAgentsError as error:
             out["store_problem"] = str(error)
@@ -197,7 +197,7 @@ class _Routes:
 
     def group(self, request: Request) -> Response:
         """Show a group with its episodes."""
-        with self._run(request).store.read() as connection:
+        with self._run(request).episodes.read() as connection:
             return _json(pages.group_of(connection, request.path_params["group"]))
 
     def episodes(self, request: Request) -> Response:
@@ -220,7 +220,7 @@ class _Routes:
         limit = _integer(request, "limit", 50)
         if not 1 <= limit <= _LARGEST_PAGE:
             raise RequestError(f"limit must be from 1 to {_LARGEST_PAGE}, got {limit}", param="limit")
-        with run.store.read() as connection:
+        with run.episodes.read() as connection:
             page = pages.episode_page(
                 connection, wanted, before=_integer(request, "before", None), limit=limit
             )

@@ -21,7 +21,7 @@ _DIGITS = 5  # of logprobs, after the point
 
 def shown_episode(run: Run, episode_id: str) -> dict[str, Any]:
     """Return an episode with its turns, rewards and neighbours. Raises NotFound or StoreError."""
-    with run.store.read() as connection:
+    with run.episodes.read() as connection:
         listed = pages.listed_episode(connection, episode_id)
         row = reads.episode_row(connection, id=episode_id)
         task = pages.task_of(connection, episode_id)
@@ -62,7 +62,7 @@ def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, 
     Raises:
         NotFound: the episode or the turn does not exist, or its tokens were deleted.
     """
-    with run.store.read() as connection:
+    with run.episodes.read() as connection:
         listed = pages.listed_episode(connection, episode_id)
         turns = pages.kept_turns(connection, episode_id)
         version = pages.batch_version(connection, listed.group_id) if listed.group_id is not None else None

@@ -119,7 +119,7 @@ class _Tools:
                 tool=tool,
                 text=text,
             )
-            with self._runs.get(name).store.read() as connection:
+            with self._runs.get(name).episodes.read() as connection:
                 page = pages.episode_page(
                     connection, wanted, before=before, limit=max(1, min(limit, _MOST_EPISODES))
                 )

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inspection.runs import is_running, state_of
-from areal_agents.inspection.sources import config_of_run, read_json
+from areal_agents.inspection.sources import config_of_run, read_json, rerun_in
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import NotFound
@@ -29,6 +29,8 @@ class Run:
 
     Attributes:
         name: the name of the folder or the store file, which is its name in links.
+        episodes: the store that has its episodes: for a rerun that of the run that it repeats, else `store`.
+        rerun: what rerun.json says; None if it is no rerun.
         model: a folder with the tokenizer, for the texts of tokens; None: that of the configuration.
     """
 
@@ -36,6 +38,8 @@ class Run:
         self.name = name
         self.folder = folder
         self.store = store
+        self.rerun = rerun_in(folder) if folder is not None else None
+        self.episodes = store if self.rerun is None else ReadOnlyStore(Path(self.rerun["store"]))
         self._model = model
         self._lock = threading.Lock()
         self._metrics = MetricsFile(folder.metrics) if folder is not None else None
@@ -79,6 +83,9 @@ class Run:
         out: dict[str, Any] = {"name": self.name, "state": "store", "problem": None}
         if self.folder is None:
             return out
+        if self.rerun is not None:
+            of = {name: self.rerun[name] for name in ("run", "step", "until", "changes")}
+            out["rerun"] = {**of, "name": Path(self.rerun["run"]).name}
         rows: Sequence[dict[str, Any]] = []
         try:
             config = self.config()

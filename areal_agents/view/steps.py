@@ -11,9 +11,11 @@ from areal_agents.view.runs import Run
 def shown_step(run: Run, step: int) -> dict[str, Any]:
     """Return the groups that a step trained on, and its metrics. Raises NotFound if there is no such step."""
     rows = run.rows()
-    with run.store.read() as connection:
-        groups = pages.groups_of_step(connection, step)
     metrics = next((row for row in reversed(rows) if row["step"] == step), None)
+    groups: list[Any] = []
+    if metrics is not None or run.rerun is None:  # a rerun has not trained all steps of the run
+        with run.episodes.read() as connection:
+            groups = pages.groups_of_step(connection, step)
     if metrics is None and not groups:
         raise NotFound(f"the run has no step {step}; its last is {rows[-1]['step'] if rows else 0}")
     return {"step": step, "last": rows[-1]["step"] if rows else step, "groups": groups, "metrics": metrics}

@@ -109,10 +109,15 @@ class Lineage:
     @classmethod
     def of(cls, store: Store, version: int) -> Lineage:
         """Return the mapping for the trainer at `version`; no version maps to a later one."""
+        return cls.behind(version, store.steps_behind(version))
+
+    @classmethod
+    def behind(cls, version: int, lags: Mapping[int, int]) -> Lineage:
+        """Return the mapping for the trainer at `version`, from `store.versions.steps_behind`."""
         return cls(
             {
                 earlier: version - abs(lag)
-                for earlier, lag in store.steps_behind(version).items()
+                for earlier, lag in lags.items()
                 if earlier < version and version - lag != earlier
             }
         )

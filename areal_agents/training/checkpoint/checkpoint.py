@@ -185,19 +185,27 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return folder / f"step-{steps[-1]}" if steps else None
 
 
-def load_checkpoint(path: Path, parts: Parts, ranks: Ranks) -> TrainingProgress:
+def load_checkpoint(path: Path, parts: Parts, ranks: Ranks, *, shared: bool = False) -> TrainingProgress:
     """Restore weights, optimizers and random state in place. Collective.
 
     A part without optimizer state in the checkpoint keeps an empty state. Frozen parameters are not in a
     checkpoint; they keep the values from the model's folder.
 
+    Args:
+        shared: restore the parts that the checkpoint has too; another algorithm may have trained a critic, or
+            none.
+
     Raises:
         TrainingError: the checkpoint belongs to another model or algorithm, or one of its files is damaged.
     """
     facts = read_facts(path)
+    saved = facts["models"]
+    if shared:
+        parts = {name: part for name, part in parts.items() if name in saved}
+        saved = {name: value for name, value in saved.items() if name in parts}
     models = {name: fingerprint(module) for name, (module, _) in parts.items()}
-    if facts["models"] != models:
-        other = set(models) != set(facts["models"])
+    if saved != models:
+        other = set(models) != set(saved)
         what = "another algorithm" if other else "another model, or of another trainer.lora"
         raise TrainingError(f"{path} is a checkpoint of {what}; use a new run folder")
     check_files(path, facts["files"], ranks)

@@ -1,13 +1,13 @@
 """Where a resumed run starts: at its latest checkpoint, under a version that was never used.
 
 The step comes from the checkpoint. The version is above every earlier one, because the later steps, which are
-lost, also had versions.
+lost, also had versions. A rerun starts at a checkpoint of another run, under the version that this one had.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_agents.store import Store
@@ -58,3 +58,29 @@ def resume(
             trained = version if path is not None else -1
             version = max(store.max_version(), trained) + 1
     return replace(progress, version=ranks.broadcast(version))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a rerun starts and ends.
+
+    Attributes:
+        checkpoint: the checkpoint of `step`; None: the initial weights, and `step` is 0.
+        version: the version that the weights of `step` had.
+        until: the last step of the rerun.
+    """
+
+    checkpoint: Path | None
+    step: int
+    version: int
+    until: int
+
+    def load(self, parts: Parts, ranks: Ranks) -> TrainingProgress:
+        """Load the checkpoint into the trained models. A critic that it does not have stays new. Collective.
+
+        Raises:
+            TrainingError: the checkpoint cannot be used.
+        """
+        if self.checkpoint is not None:
+            load_checkpoint(self.checkpoint, parts, ranks, shared=True)
+        return TrainingProgress(step=self.step, version=self.version)

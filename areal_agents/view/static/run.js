@@ -5,7 +5,7 @@ import { Curves } from "./curves.js";
 import { duration, number, score, when } from "./format.js";
 import { Facts, Problem } from "./parts.js";
 import { runLink } from "./route.js";
-import { State } from "./runs.js";
+import { rerunOf, State } from "./runs.js";
 import { CATEGORIES } from "./scales.js";
 import { Timeline } from "./timeline.js";
 
@@ -22,6 +22,7 @@ export function Run({ run, tab, values, children }) {
   const current = tabs.some(([name]) => name === tab) ? tab : tabs[0][0];
   return html`
     <div class="row"><h1>${data.name}</h1><${State} value=${running ? "running" : data.state} /></div>
+    ${data.rerun && html`<p class="soft">${rerunOf(data.rerun)}. Its episodes, with their scores, are those of that run.</p>`}
     ${data.problem && html`<${Problem} error=${data.problem} title="Metrics:" />`}
     ${data.store_problem && html`<${Problem} error=${data.store_problem} title="Store:" />`}
     <${Facts} items=${[

@@ -45,6 +45,7 @@ export function RunsList({ values }) {
           <td onClick=${(event) => event.stopPropagation()}><label class="pick" style=${{ color: chosen.includes(run.name) ? colourOf(run.name) : undefined }}>
             <input type="checkbox" checked=${chosen.includes(run.name)} onChange=${() => toggle(run.name)} aria-label=${`Show the curves of ${run.name}`} /></label></td>
           <td><a href=${runLink(run.name)} onClick=${(event) => event.stopPropagation()}>${run.name}</a>
+            ${run.rerun && html`<div class="soft small">${rerunOf(run.rerun)}</div>`}
             ${run.problem && html`<div class="bad small">${run.problem}</div>`}</td>
           <td><${State} value=${run.state} /></td>
           <td class="number">${run.step ?? "–"}<span class="faint"> / ${run.steps ?? "–"}</span></td>
@@ -57,6 +58,10 @@ export function RunsList({ values }) {
     ${chosen.length ? html`<${Curves} runs=${chosen.map((name) => ({ name, colour: colourOf(name) }))} values=${values} tick=${tick} />`
       : html`<p class="soft">Choose runs above to see their curves here.</p>`}`;
 }
+
+// What a rerun repeats, and with which other settings.
+export const rerunOf = ({ name, step, until, changes }) =>
+  `rerun of ${name}, steps ${step + 1} to ${until}${changes.length ? `: ${changes.join(" ")}` : ""}`;
 
 export function State({ value }) {
   if (value === "running") return html`<span class="chip good"><i class="dot live"></i>running</span>`;
