@@ -253,14 +253,14 @@ def serve(
     if not urls:
         require("torch", "the embedded engine")
     from areal_agents.inference.config import SGLANG_SEQUENCES
-    from areal_agents.proxy.page import Page
+    from areal_agents.proxy.page import Page, new_view_key
     from areal_agents.proxy.workers.supervisor import serve_with_workers
     from areal_agents.view.mounted import FACTORY
 
     if workers is not None:
         config = config.model_copy(update={"workers": workers})
     config = config.for_engines(SGLANG_SEQUENCES * max(1, len(urls)))
-    page = Page(FACTORY, str(store), str(folder))
+    page = Page(FACTORY, str(store), str(folder), key=new_view_key(), is_announced=True)
     serve_with_workers(folder, config, store=store, engine_urls=urls, router_url=router_url, page=page)
 
 

@@ -108,7 +108,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         router_url=config.engine.router,
         adapters=config.trainer.publish.transport == "lora",
         vocab_size=_vocab_size(Path(config.model)),
-        page=Page(FACTORY, str(store), config.model, str(folder.root)),
+        page=Page(FACTORY, str(store), config.model, str(folder.root), endpoints.view_key),
     )
 
 

@@ -25,11 +25,18 @@ class Endpoints:
     proxy_host: str
     proxy_port: int
     admin_key: str
+    view_key: str = ""  # opens the page of the proxy, and nothing else
 
     @property
     def proxy_url(self) -> str:
         """Base URL of the proxy, without a path."""
         return f"http://{self.proxy_host}:{self.proxy_port}"
+
+    @property
+    def local_url(self) -> str:
+        """The same for a browser of this machine, which opens no address that stands for every one."""
+        host = "127.0.0.1" if self.proxy_host in ("0.0.0.0", "") else self.proxy_host
+        return f"http://{host}:{self.proxy_port}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
 from areal_agents.proxy.config import available_cores
+from areal_agents.proxy.page import link_of_page, new_view_key
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.config import CommandAgentConfig, EvalConfig
 from areal_agents.rollout.seeds import FIXED_HASHES
@@ -218,16 +219,16 @@ def _report_plan(
         "" if config.engine.colocate == "none" else f", colocated with the engines ({config.engine.colocate})"
     )
     report.say(f"{trainer}{colocated}; logs of all processes: {folder.log('trainer').parent}")
-    report.say(f"to follow it in a browser: areal-agents view {shlex.quote(str(folder.root))}")
+    report.say(f"to look at it in a browser, also later: areal-agents view {shlex.quote(str(folder.root))}")
 
 
 @contextmanager
 def chosen_endpoints(config: Config) -> Iterator[Endpoints]:
-    """Choose ports that the config does not name, reserved within the with-block, and a new admin key."""
+    """Choose ports that the config does not name, reserved within the with-block, and new keys."""
     with reserved_ports(1 + config.engine.replicas) as (proxy, *engines):
         urls = config.engine.urls or tuple(f"http://127.0.0.1:{port}" for port in engines)
         key = config.proxy.admin_key or f"admin-{secrets.token_urlsafe(24)}"
-        yield Endpoints(urls, config.proxy.host, config.proxy.port or proxy, key)
+        yield Endpoints(urls, config.proxy.host, config.proxy.port or proxy, key, new_view_key())
 
 
 def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int = 0) -> dict[str, str]:
@@ -309,6 +310,8 @@ def _run(
     rollout = {**threads_for("rollout"), **FIXED_HASHES}
     _start(children, folder, "rollout", "--first-version", str(first), environment=rollout)
     wait_until_serving(config, endpoints, children, report.stage, report.event)
+    link = link_of_page(endpoints.local_url, endpoints.view_key)
+    report.say(f"the run in a browser, while it trains: {link}")
     report.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
     disk_space = disk_space_of(config, folder)

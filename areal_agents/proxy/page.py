@@ -7,8 +7,9 @@ the function's name, which it can also give to its workers.
 from __future__ import annotations
 
 import importlib
+import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -23,23 +24,45 @@ class Page:
     """What makes a page.
 
     Attributes:
-        factory: "module:function". The function gets the other attributes, `key`, the admin key or None, and
-            `is_stopping`, which says whether the server is about to end; it returns an ASGI app.
+        factory: "module:function". The function gets store, model, run, `keys`, each of which opens the page,
+            and `is_stopping`, which says whether the server is about to end; it returns an ASGI app.
         store: the path of the store, or its URL.
         model: the model folder, for the texts of tokens.
         run: the run's folder; None if the proxy belongs to no run.
+        key: a key that opens the page and nothing else; "": only the admin key does, or, on a proxy without
+            one, everybody can see the page.
+        is_announced: whether the server prints the link with the key when it starts.
     """
 
     factory: str
     store: str
     model: str
     run: str | None = None
+    key: str = field(default="", repr=False)
+    is_announced: bool = False
 
-    def make(self, *, key: str | None, is_stopping: Callable[[], bool]) -> ASGIApp:
+    def make(self, *, admin_key: str | None, is_stopping: Callable[[], bool]) -> ASGIApp:
         """Import the function and return its app."""
         module, _, name = self.factory.partition(":")
         factory = getattr(importlib.import_module(module), name)
-        return factory(store=self.store, model=self.model, run=self.run, key=key, is_stopping=is_stopping)
+        keys = [key for key in (admin_key, self.key) if key]
+        return factory(store=self.store, model=self.model, run=self.run, keys=keys, is_stopping=is_stopping)
+
+
+def new_view_key() -> str:
+    """Return a new random key of a page."""
+    return f"view-{secrets.token_urlsafe(24)}"
+
+
+def link_of_page(proxy_url: str, key: str) -> str:
+    """Return the address of the page with its key, which a browser keeps to itself."""
+    return f"{proxy_url}{PATH}/#key={key}"
+
+
+def announce_page(page: Page | None, proxy_url: str, announce: Callable[[str], None]) -> None:
+    """Say where the page is, if the server is to say so."""
+    if page is not None and page.is_announced:
+        announce(f"the page, in a browser: {link_of_page(proxy_url, page.key)}")
 
 
 def page_routes(page: ASGIApp | None) -> list[BaseRoute]:

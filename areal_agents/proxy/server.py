@@ -29,7 +29,7 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models, make_pool
 from areal_agents.proxy.http_limits import LimitedProtocol
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.page import Page
+from areal_agents.proxy.page import Page, announce_page
 from areal_agents.proxy.socket_limits import LimitedWebSocket
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
@@ -110,6 +110,7 @@ def serve(
         engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size)
         announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
         announce(recording_notice(store, config))
+        announce_page(page, url_of(listener), announce)
         serve_with_engines(
             listener,
             engines=engines,
@@ -172,7 +173,7 @@ def serve_with_engines(
     servers: list[uvicorn.Server] = []
     if page is not None:
         parts["page"] = page.make(
-            key=config.admin_key, is_stopping=lambda: any(server.should_exit for server in servers)
+            admin_key=config.admin_key, is_stopping=lambda: any(server.should_exit for server in servers)
         )
     app: ASGIApp
     if worker is None:

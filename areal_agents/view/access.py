@@ -1,7 +1,8 @@
-"""Who may read: everybody who reaches the server, or, with a key, who has given that key.
+"""Who may read: everybody who reaches the server, or, with keys, who has given one of them.
 
 A browser gives the key once, in the body of a request. It then has a cookie that scripts cannot read, that
-does not contain the key, and that is void after a week or with another key. The key is never in a URL.
+does not contain the key, and that is void after a week or with other keys. The key is never in a URL that
+is sent: a link has it behind the `#`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,21 +19,23 @@ _VALID_S = 7 * 24 * 3600
 
 
 class Access:
-    """Grants access with `key`; without a key everybody has it, which is safe on loopback only."""
+    """Grants access with any of `keys`; without keys everybody has it, which is safe on loopback only."""
 
-    def __init__(self, key: str | None) -> None:
-        self._key = key
-        digest = hashlib.sha256((key or "").encode()).hexdigest()
-        self._cookie = f"areal-agents-view-{digest[:8]}"  # cookies of several servers share a host name
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        self._keys = tuple(keys)
+        digest = hashlib.sha256("\n".join(keys).encode())
+        self._secret = digest.digest()
+        # cookies of several servers share a host name
+        self._cookie = f"areal-agents-view-{hashlib.sha256(self._secret).hexdigest()[:8]}"
 
     @property
     def needs_key(self) -> bool:
         """Whether there is a key."""
-        return self._key is not None
+        return bool(self._keys)
 
     def permits(self, request: Request) -> bool:
         """Whether the sender of a request may read."""
-        if self._key is None:
+        if not self._keys:
             return True
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and self.is_key(bearer.strip()):
@@ -40,8 +44,8 @@ class Access:
         return until.isdecimal() and int(until) > time.time() and _same(signature, self._signature(until))
 
     def is_key(self, key: str) -> bool:
-        """Whether this is the key; the comparison takes constant time."""
-        return self._key is not None and _same(key, self._key)
+        """Whether this is one of the keys; the comparison takes constant time."""
+        return any([_same(key, known) for known in self._keys])
 
     def admit(self, request: Request, response: Response) -> None:
         """Give the sender of a request the cookie."""
@@ -61,8 +65,7 @@ class Access:
         response.delete_cookie(self._cookie, path=_path(request), httponly=True, samesite="strict")
 
     def _signature(self, until: str) -> str:
-        assert self._key is not None
-        return hmac.new(self._key.encode(), f"areal-agents view {until}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, f"areal-agents view {until}".encode(), hashlib.sha256).hexdigest()
 
 
 def _path(request: Request) -> str:

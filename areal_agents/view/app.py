@@ -24,6 +24,7 @@ from areal_agents.core.rollout import EpisodeStatus, Split
 from areal_agents.errors import ArealAgentsError, RequestError, shown
 from areal_agents.store import NotFound, pages
 from areal_agents.view.access import Access
+from areal_agents.view.changes import CHECK_S, Looks
 from areal_agents.view.episodes import shown_episode, shown_tokens
 from areal_agents.view.metrics import columns_of, names_of
 from areal_agents.view.runs import Run, Runs
@@ -46,7 +47,6 @@ _HEADERS = {
 }
 _LARGEST_PAGE = 200  # episodes
 _LARGEST_KEY_BODY = 4096  # bytes
-_CHECK_S = 1.0  # time between two looks at whether a run has changed
 _STORE_EVERY_S = 5.0  # shortest time between two events about the store
 _ALIVE_S = 15.0  # longest silence of a stream of events
 
@@ -75,6 +75,7 @@ class _Routes:
         self._access = access
         self._is_stopping = is_stopping
         self._explainer = Explainer()
+        self._looks = Looks()
         # The only files that are served are those that exist now; no path of a request is ever opened.
         self._files = {
             str(path.relative_to(STATIC)): path
@@ -265,24 +266,22 @@ class _Routes:
         silent_s, since_store_s = 0.0, _STORE_EVERY_S
         yield b"retry: 2000\n\n"
         while not self._is_stopping():
-            running, metrics, store = await asyncio.to_thread(
-                lambda: (run.is_running(), run.metrics_mark(), run.store_mark())
-            )
-            found = {"step": metrics}
+            look = await self._looks.at(run)
+            found = {"step": look.metrics}
             if since_store_s >= _STORE_EVERY_S:
-                found["store"] = store
+                found["store"] = look.store
             for name, mark in found.items():
                 if seen.get(name) != mark:
                     seen[name], silent_s = mark, 0.0
                     since_store_s = 0.0 if name == "store" else since_store_s
-                    data = orjson.dumps({"running": running})
+                    data = orjson.dumps({"running": look.is_running})
                     yield b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
             if silent_s >= _ALIVE_S:
                 silent_s = 0.0
                 yield b": alive\n\n"
-            await asyncio.sleep(_CHECK_S)
-            silent_s += _CHECK_S
-            since_store_s += _CHECK_S
+            await asyncio.sleep(CHECK_S)
+            silent_s += CHECK_S
+            since_store_s += CHECK_S
 
     def _require(self, request: Request) -> None:
         if not self._access.permits(request):

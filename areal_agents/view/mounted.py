@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from starlette.types import ASGIApp
@@ -18,7 +18,7 @@ FACTORY = "areal_agents.view.mounted:create_page"
 
 
 def create_page(
-    *, store: str, model: str, run: str | None, key: str | None, is_stopping: Callable[[], bool]
+    *, store: str, model: str, run: str | None, keys: Sequence[str], is_stopping: Callable[[], bool]
 ) -> ASGIApp:
     """Return the app; see `areal_agents.proxy.page.Page`."""
     if run is not None:
@@ -26,4 +26,4 @@ def create_page(
     else:
         path = store_path(store)
         shown = Run(path.name, None, ReadOnlyStore(path), model)
-    return create_app(Runs.of(shown), Access(key), is_stopping=is_stopping)
+    return create_app(Runs.of(shown), Access(keys), is_stopping=is_stopping)

@@ -50,7 +50,11 @@ def serve(
 def make_server(runs: Runs, *, key: str | None, host: str) -> uvicorn.Server:
     """Return the HTTP server of the page; set its `should_exit` to stop it."""
     servers: list[uvicorn.Server] = []
-    app = create_app(runs, Access(key), is_stopping=lambda: any(server.should_exit for server in servers))
+    app = create_app(
+        runs,
+        Access(() if key is None else (key,)),
+        is_stopping=lambda: any(server.should_exit for server in servers),
+    )
     config = uvicorn.Config(
         _guarded(app, host, checks_host=key is None),
         ws="none",

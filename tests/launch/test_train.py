@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -120,6 +121,9 @@ def test_a_run_leaves_its_figures_and_nothing_running(finished: tuple[Path, str]
     assert summary["sampled_tokens"] > 0
     assert RunFolder(run_dir).reward_plot.read_bytes().startswith(b"\x89PNG")
     assert "held-out reward after" in output
+    assert re.search(
+        r"the run in a browser, while it trains: http://127\.0\.0\.1:\d+/view/#key=view-\S{32}\n", output
+    )
     assert processes_of(run_dir) == []
 
 

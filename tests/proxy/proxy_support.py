@@ -110,7 +110,7 @@ def running_proxy(
     settings = ProxyConfig(**config)
     with Store.open(store_path) as store, listen("127.0.0.1", 0) as listener:
         servers: list[uvicorn.Server] = []
-        made = page and page.make(key=settings.admin_key, is_stopping=lambda: servers[0].should_exit)
+        made = page and page.make(admin_key=settings.admin_key, is_stopping=lambda: servers[0].should_exit)
         app = create_app(store=store, engine=engine, renderer=engine.renderer, config=settings, page=made)
         server = build_server(app, max_message_bytes=settings.max_body_bytes)
         servers.append(server)

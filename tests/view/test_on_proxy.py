@@ -1,4 +1,4 @@
-"""The page at /view of a proxy shows what the proxy records, to those who have its admin key."""
+"""The page at /view of a proxy shows what the proxy records, to those who have a key of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 from scripted_sampler import ScriptedSampler
 
-from areal_agents.proxy.page import Page
+from areal_agents.proxy.page import Page, link_of_page
 from areal_agents.rendering import ChatRenderer
 from areal_agents.view.mounted import FACTORY
 
@@ -53,3 +54,25 @@ def test_with_an_admin_key_nothing_is_shown_without_it(tmp_path: Path) -> None:
         assert proxy.http.get("/view/api/runs").status_code == 200
         with httpx.Client(base_url=proxy.url) as other:
             assert other.get("/view/api/runs", headers={"authorization": "Bearer ep-x"}).status_code == 401
+
+
+@pytest.mark.parametrize("admin_key", [None, "admin"])
+def test_the_key_of_the_page_opens_it_and_nothing_else(tmp_path: Path, admin_key: str | None) -> None:
+    path = tmp_path / "store.db"
+    engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
+    page = Page(FACTORY, str(path), str(MODEL), key="view-key")
+    admin = {"authorization": "Bearer admin"}
+    with running_proxy(path, engine, page=page, admin_key=admin_key, headers=admin) as proxy:
+        episode = proxy.open_episode(task={"id": "t1", "input": {}})
+        agent = {"authorization": f"Bearer {episode['key']}"}
+        with httpx.Client(base_url=proxy.url) as browser:
+            for headers in ({}, agent):
+                assert browser.get("/view/api/runs/store.db/episodes", headers=headers).status_code == 401
+            assert link_of_page(proxy.url, page.key) == f"{proxy.url}/view/#key=view-key"
+            assert browser.post("/view/api/session", json={"key": "view-key"}).status_code == 200
+            assert len(browser.get("/view/api/runs/store.db/episodes").json()["episodes"]) == 1
+            if admin_key is not None:
+                control = browser.get(
+                    f"/episodes/{episode['id']}", headers={"authorization": "Bearer view-key"}
+                )
+                assert control.status_code == 401

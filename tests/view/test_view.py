@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import shutil
@@ -17,6 +18,7 @@ from view_support import ATTACK, STEPS, make_run, serving
 from areal_agents.errors import ConfigError, StoreError
 from areal_agents.store.pages import EpisodeFilter, episode_page
 from areal_agents.store.read_only import ReadOnlyStore
+from areal_agents.view.changes import Looks
 from areal_agents.view.runs import Runs
 from areal_agents.view.server import serve
 
@@ -390,3 +392,17 @@ def test_a_damaged_record_of_processes_is_named(copied: Path) -> None:
     with serving(copied) as url, httpx.Client(base_url=url, timeout=30) as client:
         answer = client.get("/api/runs/run/timeline")
     assert answer.status_code == 503 and "processes.jsonl is damaged" in answer.json()["error"]["message"]
+
+
+async def test_streams_of_one_run_share_its_looks(copied: Path) -> None:
+    (run,) = Runs(copied.parent).all()
+    seconds = 0.0
+    looks = Looks(now=lambda: seconds)
+    first, *others = await asyncio.gather(*(looks.at(run) for _ in range(5)))
+    assert all(other is first for other in others) and not first.is_running
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "time": 1.0}\n')
+    seconds = 0.9
+    assert await looks.at(run) is first
+    seconds = 1.0
+    assert (await looks.at(run)).metrics != first.metrics

@@ -30,7 +30,7 @@ from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import MOST_WORKERS, ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.page import Page
+from areal_agents.proxy.page import Page, announce_page
 from areal_agents.proxy.server import recording_notice, serve
 from areal_agents.proxy.workers.handover import open_inboxes
 from areal_agents.proxy.workers.identity import (
@@ -135,6 +135,7 @@ def serve_workers(
                 f"{workers} workers)"
             )
             announce(recording_notice(store, config))
+            announce_page(page, url_of(public), announce)
             processes.keep()
 
 

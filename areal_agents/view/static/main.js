@@ -55,7 +55,7 @@ function KeyForm({ done }) {
   };
   return html`<main><form class="card key-form" onSubmit=${submit}>
     <h2>This server has a key</h2>
-    <p class="soft">Give the admin key of the proxy, or the one that <code>areal-agents view</code> was started with.</p>
+    <p class="soft">Open the link that <code>areal-agents train</code> or <code>serve</code> has printed, or give the admin key of the proxy or the key of <code>areal-agents view</code>.</p>
     <div class="row"><input class="grow" name="key" type="password" autocomplete="current-password" aria-label="Key" autofocus />
     <button class="primary">Open</button></div>
     ${problem && html`<p class="bad" role="alert">${problem}</p>`}
