@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,6 +32,26 @@ Report = Callable[[str, dict[str, Any]], None]
 _current: ContextVar[Episode | None] = ContextVar("areal_agents_episode", default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """Where an episode leaves the recorded one that it repeats (`areal-agents fork`).
+
+    An agent that can bring its environment there by itself need not repeat the earlier calls: its first call
+    may be that of the fork, with these messages.
+
+    Attributes:
+        episode: the id of the recorded episode.
+        turn: the number, from 1, of the turn that is sampled again.
+        messages: the conversation that this turn answered, in the form of chat completions.
+        results: the recorded results of tool calls, by the id of the call.
+    """
+
+    episode: str
+    turn: int
+    messages: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    results: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Episode:
     """One attempt at a task, as the agent sees it.
@@ -41,12 +61,14 @@ class Episode:
         base_url: the base URL for an OpenAI-compatible client; calls through it are recorded in this episode.
         api_key: the episode's own key.
         report: called with a path and a body to send a reward or a failure to the run; does nothing outside.
+        fork: where this episode leaves a recorded one; None for nearly all episodes.
     """
 
     id: str
     base_url: str
     api_key: str
     report: Report = field(default=lambda path, body: None, repr=False)
+    fork: ForkPoint | None = None
 
     @property
     def anthropic_base_url(self) -> str:
@@ -86,6 +108,14 @@ class Episode:
         if completion_id is not None:
             body["completion_id"] = completion_id
         self.report("reward", body)
+
+    def recorded_result(self, call_id: str) -> str | None:
+        """Return the recorded result of a tool call that this episode repeats; None: run the tool.
+
+        Tools that must not run again, or whose results change, are repeated in a fork like this:
+        ``result = ep.recorded_result(call.id)``, and ``if result is None: result = tool(...)``.
+        """
+        return None if self.fork is None else self.fork.results.get(call_id)
 
     def fail(self, error: str) -> None:
         """Mark the episode as failed, for a reason that is not the model's doing; it will be retried."""

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import orjson
@@ -178,6 +179,14 @@ def history_digests(messages: Sequence[Message], tools_id: str) -> list[bytes]:
         digest = extend_digest(digest, message)
         out.append(digest)
     return out
+
+
+def first_difference(first: Sequence[Message], second: Sequence[Message]) -> int | None:
+    """The index of the first message by whose meaning two conversations differ; None if they are the same."""
+    for index, (one, other) in enumerate(zip_longest(first, second)):
+        if one is None or other is None or one.digest != other.digest:
+            return index
+    return None
 
 
 def empty_history(tools_id: str) -> bytes:

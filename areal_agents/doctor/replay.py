@@ -18,7 +18,7 @@ import numpy as np
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.completion import TokenIds
-from areal_agents.core.messages import Message
+from areal_agents.core.messages import Message, first_difference
 from areal_agents.core.rollout import EpisodeStatus, RecordedEpisode, Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.doctor.serving import ObservedProxy, serving
@@ -213,17 +213,15 @@ def _request(episode: RecordedEpisode, turn: Turn) -> tuple[list[Message], str]:
 
 
 def _same(first: tuple[list[Message], str], second: tuple[list[Message], str]) -> bool:
-    return first[1] == second[1] and [m.digest for m in first[0]] == [m.digest for m in second[0]]
+    return first[1] == second[1] and first_difference(first[0], second[0]) is None
 
 
 def _difference(number: int, then: tuple[list[Message], str], now: tuple[list[Message], str]) -> Difference:
-    longest = max(len(then[0]), len(now[0]))
-    for index in range(longest):
-        before = then[0][index] if index < len(then[0]) else None
-        after = now[0][index] if index < len(now[0]) else None
-        if before is None or after is None or before.digest != after.digest:
-            return Difference(number, index + 1, before, after)
-    return Difference(number, None, None, None)
+    index = first_difference(then[0], now[0])
+    if index is None:
+        return Difference(number, None, None, None)
+    before, after = (messages[index] if index < len(messages) else None for messages in (then[0], now[0]))
+    return Difference(number, index + 1, before, after)
 
 
 def _rewards(episode: RecordedEpisode) -> dict[str, float]:

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
+from starlette.types import ASGIApp
 
 from areal_agents.doctor.observed import RequestRecorder, Seen
 from areal_agents.doctor.scripted_model import ScriptedModel
 from areal_agents.errors import EngineUnavailable
-from areal_agents.inference import SGLangEngine
+from areal_agents.inference import Sampler, SGLangEngine
 from areal_agents.proxy.app import create_app
 from areal_agents.proxy.calls.record import CallRecord
 from areal_agents.proxy.config import ProxyConfig
@@ -55,19 +56,24 @@ def serving(
     proxy: ObservedProxy, engine_url: str, renderer: ChatRenderer, config: ProxyConfig | None = None
 ) -> Iterator[None]:
     """Run the proxy inside the block; afterwards nothing is added to `proxy`."""
+    settings = config or ProxyConfig()
+    engine = SGLangEngine(engine_url)
+    app = create_app(
+        store=proxy.store, engine=engine, renderer=renderer, config=settings, observer=proxy.records.append
+    )
+    with in_thread(RequestRecorder(app, proxy.requests), engine, settings) as proxy.url:
+        yield
+
+
+@contextlib.contextmanager
+def in_thread(app: ASGIApp, engine: Sampler, config: ProxyConfig) -> Iterator[str]:
+    """Run the app of a proxy in a thread inside the block, and close its engine; yields its URL.
+
+    Raises:
+        EngineUnavailable: the thread does not end.
+    """
     with listen("127.0.0.1", 0) as listener:
-        proxy.url = url_of(listener)
-        engine = SGLangEngine(engine_url)
-        settings = config or ProxyConfig()
-        app = create_app(
-            store=proxy.store,
-            engine=engine,
-            renderer=renderer,
-            config=settings,
-            observer=proxy.records.append,
-        )
-        recorder = RequestRecorder(app, proxy.requests)
-        server = build_server(recorder, max_message_bytes=settings.max_body_bytes)
+        server = build_server(app, max_message_bytes=config.max_body_bytes)
         server.config.timeout_graceful_shutdown = 1
 
         def run() -> None:
@@ -80,7 +86,7 @@ def serving(
         thread = threading.Thread(target=run, name="agent-proxy", daemon=True)
         thread.start()
         try:
-            yield
+            yield url_of(listener)
         finally:
             server.should_exit = True
             thread.join(_STOP_S)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from areal_agents.errors import ConfigError
+from areal_agents.inspection.fork_command import fork
 
 if TYPE_CHECKING:
     from areal_agents.inspection.export import Format
@@ -38,7 +39,7 @@ episodes_app = typer.Typer(help="Look at recorded episodes.", no_args_is_help=Tr
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
     app.add_typer(episodes_app, name="episodes")
-    for command in (runs, reward, replay, tail, diagnose, compare, reference, why):
+    for command in (runs, reward, replay, fork, tail, diagnose, compare, reference, why):
         app.command()(command)
 
 
@@ -342,18 +343,10 @@ def why(
 
 def _place(given: list[str]) -> tuple[Path, str | None, int | None]:
     """Return the run, the turn and the token that the last arguments of `why` name."""
-    from areal_agents.inspection.runs import list_runs
+    from areal_agents.inspection.runs import chosen_run
 
     rest = [*given]
-    if rest and Path(rest[-1]).is_dir():
-        run = Path(rest.pop())
-    elif Path("config.yaml").is_file() and Path("lock").is_file():
-        run = Path()
-    else:
-        found = list_runs(Path("runs")) if Path("runs").is_dir() else []
-        if not found:
-            raise ConfigError("there is no run here; give the folder of the run as the last argument")
-        run = Path("runs") / found[0]["name"]
+    run = Path(rest.pop()) if rest and Path(rest[-1]).is_dir() else chosen_run()
     if len(rest) > 2:
         raise ConfigError(f"expected at most a turn, a token and the folder of a run, got {' '.join(given)}")
     if len(rest) == 2 and not rest[1].isdecimal():

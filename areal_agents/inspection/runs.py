@@ -41,6 +41,20 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda run: -run["started"])
 
 
+def chosen_run() -> Path:
+    """Return the run that is meant if none is named: the current folder, or the newest in runs/.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if Path("config.yaml").is_file() and Path("lock").is_file():
+        return Path()
+    found = list_runs(Path("runs")) if Path("runs").is_dir() else []
+    if not found:
+        raise ConfigError("there is no run here; give the folder of the run")
+    return Path("runs") / found[0]["name"]
+
+
 def state_of(
     folder: RunFolder, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:

@@ -253,17 +253,24 @@ def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int 
 
 def start_serving(config: Config, folder: RunFolder, children: Children, plan: EnginePlan) -> None:
     """Start the engines of the plan and the proxy."""
+    start_engines(config, folder, children, plan)
+    _start(children, folder, "proxy")
+
+
+def start_engines(
+    config: Config, folder: RunFolder, children: Children, plan: EnginePlan, *arguments: str
+) -> None:
+    """Start the engines of the plan; `arguments` are further ones of their processes."""
     count = len(plan.placements)
     for replica, placement in enumerate(plan.placements):
         _start(
             children,
             folder,
             "engine",
-            *("--replica", str(replica), "--gpus", ",".join(map(str, placement.gpus))),
+            *("--replica", str(replica), "--gpus", ",".join(map(str, placement.gpus)), *arguments),
             name=engine_name(replica, count),
             environment=threads_for("engine", engines=count, given=config.engine.threads),
         )
-    _start(children, folder, "proxy")
 
 
 def wait_until_serving(

@@ -26,6 +26,7 @@ from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.calls.completer import Completer
 from areal_agents.proxy.calls.passthrough import PassThrough
 from areal_agents.proxy.calls.record import CallRecord, Observer
+from areal_agents.proxy.calls.recorded_start import RecordedStart
 from areal_agents.proxy.calls.routes import Endpoint, ModelCalls
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.gemini.urls import endpoint_of
@@ -56,13 +57,17 @@ def create_app(
     observer: Observer | None = None,
     retention: Retention | None = None,
     page: ASGIApp | None = None,
+    starts: Mapping[str, RecordedStart] | None = None,
 ) -> ASGIApp:
     """Return the proxy as an ASGI app. The caller owns the store and the engine, and closes them afterwards.
 
     `observer` is called with the record of each model call when the call has ended. `retention` removes
     trained turns, as the setting `store.retain` requires. `page` is the app at /view; None: there is none.
+    `starts` has the turns that forked episodes repeat, by the id of the episode.
     """
-    parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=None)
+    parts = _Parts.of(
+        store=store, engine=engine, renderer=renderer, config=config, workers=None, starts=starts
+    )
     app, _ = _app_of(parts, observer, retention, page)
     return _guarded(app, config)
 
@@ -171,9 +176,10 @@ class _Parts:
         renderer: ChatRenderer,
         config: ProxyConfig,
         workers: Workers | None,
+        starts: Mapping[str, RecordedStart] | None = None,
     ) -> _Parts:
         ownership = Ownership(store, workers) if workers is not None else None
-        sessions = Sessions(store, ownership.owner if ownership is not None else None)
+        sessions = Sessions(store, ownership.owner if ownership is not None else None, starts)
         return cls(
             store=store,
             engine=engine,

@@ -9,7 +9,7 @@ from areal_agents.proxy.calls.admission import Admission
 from areal_agents.proxy.calls.exchange import Exchange, Services, too_long
 from areal_agents.proxy.calls.prompts import Prompts
 from areal_agents.proxy.calls.request import ModelRequest
-from areal_agents.proxy.calls.retries import Retries
+from areal_agents.proxy.calls.retries import Retries, recorded_reply
 from areal_agents.proxy.calls.shared_reply import SharedReply
 from areal_agents.proxy.config import FEWEST_CALLS, ProxyConfig
 from areal_agents.proxy.episodes.sessions import Session
@@ -53,11 +53,26 @@ class Completer:
         """Return the running or recorded reply that a request repeats, else a new exchange.
 
         The caller joins the reply, and leaves it when its client has been served or has disconnected.
-        Raise RequestError 409 if the request's Idempotency-Key was used for another request.
+        Raise RequestError 409 if the request's Idempotency-Key was used for another request, or if a forked
+        episode repeats calls of another one and this is none of them.
         """
+        start, resampled = session.start, None
+        if start is not None and (turns := start.take(self._prompts, request)):
+            return recorded_reply(session, turns)
         if (earlier := self.retries.earlier(session, request)) is not None:
             return earlier
-        exchange = Exchange(self._services, session, request, streamed=streamed, model_info=self.model_info)
+        if start is not None and not start.has_resumed:
+            resampled = start.resume(self._prompts, request)
+        exchange = Exchange(
+            self._services,
+            session,
+            request,
+            streamed=streamed,
+            model_info=self.model_info,
+            resampled=resampled,
+        )
+        if start is not None and resampled is not None:
+            exchange.task.add_done_callback(lambda _: start.ended(failed=exchange.has_failed))
         self.retries.begin(session, request, exchange)
         return exchange
 

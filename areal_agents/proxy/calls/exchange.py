@@ -85,10 +85,12 @@ class Exchange(SharedReply):
         *,
         streamed: bool,
         model_info: Callable[[], Coroutine[Any, Any, ModelInfo]],
+        resampled: Turn | None = None,
     ) -> None:
         self._services = services
         self._streamed = streamed
         self._model_info = model_info
+        self._resampled = resampled  # the recorded turn whose prompt this call has; None for most calls
         self.session = session
         self.request = request
         super().__init__([new_turn_id() for _ in range(request.choices)], time.time(), self._run)
@@ -164,11 +166,12 @@ class Exchange(SharedReply):
     # Prompt and sampling parameters
 
     async def _build_prompt(self) -> Prompt:
+        prompts, forest, vocab_size = self._services.prompts, self.session.forest, self.model.vocab_size
+        if self._resampled is not None:
+            return await prompts.recorded_prompt(forest, self.request, self._resampled, vocab_size)
         try:
             # A prompt as long as the limit leaves no room for a reply.
-            return await self._services.prompts.prompt(
-                self.session.forest, self.request, self.model.vocab_size, most_tokens=self.limit - 1
-            )
+            return await prompts.prompt(forest, self.request, vocab_size, most_tokens=self.limit - 1)
         except PromptTooLong as error:
             await self._reach_limit("context_length")
             raise too_long(self.limit, error.at_least, exact=False) from None

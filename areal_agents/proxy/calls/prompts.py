@@ -100,6 +100,22 @@ class Prompts:
         _check_vocabulary(prompt.new_ids, min(vocab_size, self.renderer.vocab_size))
         return prompt
 
+    async def recorded_prompt(
+        self, forest: Forest, request: ModelRequest, turn: Turn, vocab_size: int
+    ) -> Prompt:
+        """Return the prompt of a recorded turn, token for token, for a request that this turn answered.
+
+        The turn is not in `forest`, but its parent is. Raises as `prompt`.
+        """
+        renderer = self.renderer if request.raw_prompt is not None else await self._renderer_of(request)
+        parent = None if turn.parent is None else forest[turn.parent]
+        new_ids = turn.new_prompt_ids
+        ids = new_ids if parent is None else np.concatenate([forest.context(parent.id), new_ids])
+        _check_vocabulary(ids, min(vocab_size, self.renderer.vocab_size))
+        where = Continuation(parent, turn.new_messages, turn.forked_from)
+        as_text, as_first_seen = turn.special_tokens_as_text, turn.volatile_as_first_seen
+        return Prompt(where, ids, new_ids, renderer, len(forest), as_text, as_first_seen)
+
     async def read_reply(self, prompt: Prompt, completion_ids: TokenIds, request: ModelRequest) -> Message:
         """Parse a completion into an assistant message. Raise RenderingError if it cannot be parsed."""
         cost = len(completion_ids) * _MS_PER_SAMPLED_TOKEN

@@ -7,6 +7,7 @@ refused, because that attempt has no sample, even if an equal call has one.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import Future
 from enum import IntEnum
 
@@ -140,12 +141,17 @@ class Retries:
         for turn in turns:
             if session.ledger.mark_delivered(turn.id):
                 _log_failure(self._store.discard_turn(turn.id, None), turn.id)
-        return RecordedReply([_completed(session, turn) for turn in turns])
+        return recorded_reply(session, turns)
 
 
 def _has_sample(session: Session, name: str, known: KnownKey) -> bool:
     """Whether the call with an Idempotency-Key is running or recorded."""
     return session.ledger.running(name) is not None or all(id in session.forest for id in known.turn_ids)
+
+
+def recorded_reply(session: Session, turns: Iterable[Turn]) -> RecordedReply:
+    """Return the reply that recorded turns of a session are, one for each choice."""
+    return RecordedReply([_completed(session, turn) for turn in turns])
 
 
 def _completed(session: Session, turn: Turn) -> CompletedTurn:

@@ -22,6 +22,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.calls.ledger import CallLedger
+from areal_agents.proxy.calls.recorded_start import RecordedStart
 from areal_agents.proxy.calls.sampling import SampleSeeds
 from areal_agents.proxy.dialects.replayed import MessageMemo
 from areal_agents.store import (
@@ -85,12 +86,14 @@ class Session:
         pending_calls: number of replies that were admitted and are not recorded yet.
         pending_writes: number of writes of turns that are not in the forest yet.
         main_session: the session header of the main agent; other session headers are those of sub-agents.
+        start: the turns of another episode that a forked one repeats; None for all other episodes.
     """
 
     def __init__(self, row: EpisodeRow, turns: list[Turn], *, opening: NewEpisode | None = None) -> None:
         self.row = row
         self.opening = opening
         self.forest = Forest(turns)
+        self.start: RecordedStart | None = None
         self.ledger = CallLedger(turn.id for turn in turns if turn.discarded)
         self.limits = EpisodeLimits.from_dict(row.limits)
         self.limit_reached = row.limit_reached
@@ -209,11 +212,15 @@ class Session:
 class Sessions:
     """The sessions of this process, by episode and by key.
 
-    With several workers, `owner` is the name with which this worker opens episodes.
+    With several workers, `owner` is the name with which this worker opens episodes. `starts` has what forked
+    episodes repeat, by the id of the episode.
     """
 
-    def __init__(self, store: Store, owner: str | None = None) -> None:
+    def __init__(
+        self, store: Store, owner: str | None = None, starts: Mapping[str, RecordedStart] | None = None
+    ) -> None:
         self._store = store
+        self._starts = starts or {}
         self._owner = owner
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
@@ -354,6 +361,7 @@ class Sessions:
                 code="invalid_api_key",
             ) from None
         session = Session(row, turns)
+        session.start = self._starts.get(row.id)
         status = self._sealed_meanwhile.get(row.id, row.status)
         if status != "open":
             raise sealed(row.id, status)

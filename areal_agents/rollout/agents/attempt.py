@@ -12,7 +12,7 @@ from typing import Any, Literal
 from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.core.reward_values import checked_reward
 from areal_agents.core.rollout import AGENT_ERROR, OPENED_BY_RUNNER, Split, Task
-from areal_agents.episode import Episode
+from areal_agents.episode import Episode, ForkPoint
 from areal_agents.errors import AgentError, RequestError, RewardError
 from areal_agents.rollout.agents.agent import Agent, LeavesFiles
 from areal_agents.rollout.config import LimitsConfig
@@ -120,6 +120,7 @@ async def run_rollout(
     must_reward: bool = False,
     agent_error_reward: float | None = None,
     function: RewardFunction | None = None,
+    fork: ForkPoint | None = None,
 ) -> Outcome:
     """Run the agent in an open episode, report its rewards, and seal the episode.
 
@@ -132,12 +133,15 @@ async def run_rollout(
         agent_error_reward: the reward, named AGENT_ERROR, of an episode whose agent raised after it had
             received a reply; the episode is then truncated instead of failed. None: it fails.
         function: a reward function that is called when the agent has ended; if it fails, so does the episode.
+        fork: where the episode leaves a recorded one, for the agent to know.
 
     Raises:
         RequestError: the proxy could not be reached, so the state of the episode is unknown.
     """
     try:
-        return await _run(client, agent, task, opened, limits, must_reward, agent_error_reward, function)
+        return await _run(
+            client, agent, task, opened, limits, must_reward, agent_error_reward, function, fork
+        )
     finally:
         if isinstance(agent, LeavesFiles):
             await asyncio.shield(agent.release(opened.id))
@@ -152,9 +156,14 @@ async def _run(
     must_reward: bool,
     agent_error_reward: float | None,
     function: RewardFunction | None,
+    fork: ForkPoint | None,
 ) -> Outcome:
     reports: list[tuple[str, dict[str, Any]]] = []
-    ep = Episode(opened.id, opened.base_url, opened.api_key, lambda path, body: reports.append((path, body)))
+
+    def report(path: str, body: dict[str, Any]) -> None:
+        reports.append((path, body))
+
+    ep = Episode(opened.id, opened.base_url, opened.api_key, report, fork)
     limit = asyncio.timeout(limits.time_s)
     error: str | None = None
     try:

@@ -1,9 +1,9 @@
 """A worker process that runs a synchronous agent, one episode at a time, and can be killed at any time.
 
 It exchanges one JSON object per line over its standard streams. It first writes {"ready"} or {"error"}; then,
-for each {task, id, base_url, api_key} that it reads, any number of {"report": [path, body]}, and finally
-{"value"} or {"error"}. The agent's output goes to standard error. The process exits when its standard input
-closes.
+for each {task, id, base_url, api_key, fork} that it reads, any number of {"report": [path, body]}, and
+finally {"value"} or {"error"}. The agent's output goes to standard error. The process exits when its standard
+input closes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from areal_agents.core.reward_values import checked_reward
-from areal_agents.episode import Episode, running
+from areal_agents.episode import Episode, ForkPoint, running
 from areal_agents.errors import AgentError
 from areal_agents.user_functions import describe, load_function
 
@@ -48,7 +48,8 @@ def _attempt(
     def report(path: str, body: dict[str, Any]) -> None:
         send({"report": [path, body]})
 
-    ep = Episode(request["id"], request["base_url"], request["api_key"], report)
+    fork = None if request["fork"] is None else ForkPoint(**request["fork"])
+    ep = Episode(request["id"], request["base_url"], request["api_key"], report, fork)
     try:
         with running(ep):
             value = function(request["task"], ep)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from areal_agents.episode import Episode
@@ -88,7 +89,13 @@ class _AgentWorker:
             raise AgentError(message["error"])
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
-        request = {"task": dict(task), "id": ep.id, "base_url": ep.base_url, "api_key": ep.api_key}
+        request: dict[str, Any] = {
+            "task": dict(task),
+            "id": ep.id,
+            "base_url": ep.base_url,
+            "api_key": ep.api_key,
+            "fork": None if ep.fork is None else asdict(ep.fork),
+        }
         self.process.send(json.dumps(request).encode() + b"\n")
         while True:
             message = await self._receive()
