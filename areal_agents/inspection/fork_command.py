@@ -139,7 +139,7 @@ def _row(continuation: Continuation, turn: int) -> list[Text]:
         Text(str(continuation.turns)),
         Text(str(continuation.tokens)),
         Text(_number(continuation.score)),
-        Text(f"{continuation.logprob:.2f}"),
+        Text("–" if continuation.logprob is None else f"{continuation.logprob:.2f}"),
         Text(leaves),
         Text(reply[:_REPLY] + ("…" if len(reply) > _REPLY else "")),
     ]

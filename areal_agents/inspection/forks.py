@@ -52,7 +52,7 @@ class Continuation:
         error: why it counts for nothing; None if it does not fail.
         score: the sum of the rewards; None without any.
         turns, tokens: the number of calls and of sampled tokens, from the forked turn on.
-        logprob: the sum of the logprobs of these tokens, in nats.
+        logprob: the sum of the logprobs of these tokens, in nats; None if they were imported.
         reply: the beginning of the reply of the forked turn.
         leaves: where it leaves the recorded continuation; None: nowhere.
         logprobs: of each token of the forked turn.
@@ -65,7 +65,7 @@ class Continuation:
     score: float | None
     turns: int
     tokens: int
-    logprob: float
+    logprob: float | None
     reply: str
     leaves: Leaving | None
     logprobs: Sequence[tuple[str, float]] = ()
@@ -181,11 +181,17 @@ def continuation_of(
         score=episode.score if episode.rewards else None,
         turns=len(turns),
         tokens=sum(len(turn.completion) for turn in turns),
-        logprob=math.fsum(float(turn.completion.logprobs.sum(dtype=np.float64)) for turn in turns),
+        logprob=_sum_of_logprobs(turns),
         reply=text[:LONGEST_REPLY],
         leaves=leaves,
         logprobs=logprobs,
     )
+
+
+def _sum_of_logprobs(turns: Sequence[Turn]) -> float | None:
+    if any(turn.completion.is_imported for turn in turns):
+        return None
+    return math.fsum(float(turn.completion.behavior_logprobs.sum(dtype=np.float64)) for turn in turns)
 
 
 def first_leaving(recorded: Sequence[Turn], turns: Sequence[Turn], *, number: int) -> Leaving | None:

@@ -186,8 +186,8 @@ def check_greedy(forked: ForkedTurn, how: Resampling) -> None:
     temperature = forked.turn.sampling.temperature if how.temperature is None else how.temperature
     if how.count > 1 and temperature == 0:
         raise ConfigError(
-            f"turn {forked.number} was sampled greedily (temperature 0), so its {how.count} continuations "
-            "would be the same; give --temperature, for example 1"
+            f"at temperature 0 all {how.count} continuations of turn {forked.number} would be the same; give "
+            "--temperature, for example 1"
         )
 
 
@@ -366,11 +366,12 @@ def _run_agent(
 async def _continue(
     url: str, store: Store, config: Config, forked: ForkedTurn, forks: list[_Fork], out: RunFolder
 ) -> None:
+    rollout = config.rollout.for_engines(config.engine.sequences)
     function = RewardFunction(config.reward) if config.reward is not None else None
-    workers = min(len(forks), config.rollout.workers)
+    workers = min(len(forks), rollout.workers)
     agent = load_agent(told_of_context(config, config.agent), workers=workers, logs=out.episode_logs)
-    limits = config.rollout.limits.model_copy(update=dict(forked.row.limits))
-    places = asyncio.Semaphore(min(len(forks), agent.capacity or len(forks), config.rollout.concurrency))
+    limits = rollout.limits.model_copy(update=dict(forked.row.limits))
+    places = asyncio.Semaphore(min(len(forks), agent.capacity or len(forks), rollout.concurrency))
     point = _fork_point(forked)
 
     async def play_one(fork: _Fork, client: AsyncClient) -> None:
@@ -383,7 +384,7 @@ async def _continue(
                     forked.episode.task,
                     opened,
                     limits=limits,
-                    agent_error_reward=config.rollout.reward_of_agent_errors,
+                    agent_error_reward=rollout.reward_of_agent_errors,
                     function=function,
                     fork=point,
                 )
@@ -472,7 +473,7 @@ def _ended(
         sampled = turns[0].completion
         logprobs = [
             (renderer.tokenizer.decode([token]), round(logprob, 4))
-            for token, logprob in zip(sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
+            for token, logprob in zip(sampled.token_ids.tolist(), sampled.behavior_logprobs.tolist(), strict=True)
         ]
     return continuation_of(
         fork.number,

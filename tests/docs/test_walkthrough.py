@@ -125,6 +125,12 @@ NOT_RUN = {
     ): "tests/evaluation",
     ("docs/evaluating.md", "areal-agents eval compare"): "tests/evaluation",
     ("docs/inspecting.md", "areal-agents replay"): "tests/inspection/test_replayed_episodes.py",
+    ("docs/inspecting.md", "areal-agents fork"): "tests/inspection/test_forks.py",
+    ("docs/inspecting.md", "async def agent"): "tests/inspection/test_forks.py",
+    (
+        "docs/inspecting.md",
+        "messages = [{",
+    ): "a part of an agent; tests/inspection/test_forks.py has a whole one",
     ("docs/evaluating.md", "areal-agents eval config.yaml --endpoint"): "tests/evaluation/test_endpoint.py",
     ("docs/evaluating.md", "areal-agents rescore"): "tests/evaluation",
     ("docs/evaluating.md", "areal-agents reference reference.json"): "tests/evaluation/test_reference.py",

@@ -18,6 +18,7 @@ from areal_agents.proxy.calls.prompts import Prompts
 from areal_agents.proxy.calls.request import ModelRequest
 
 _SHOWN = 120  # characters of a message that differs
+_REMEDY = "; an agent whose tools give other results takes the recorded ones from ep.recorded_result(call.id)"
 
 
 class RecordedStart:
@@ -91,7 +92,8 @@ def _how(recorded: tuple[Message, ...], request: ModelRequest, *, same_tools: bo
     if index is None:
         return "the number of choices (n)" if same_tools else "the tools that it offers"
     then, now = (_shown(messages, index) for messages in (recorded, request.messages))
-    return f"message {index + 1} was {then}, and is {now}"
+    is_result = index < len(recorded) and recorded[index].role == "tool"
+    return f"message {index + 1} was {then}, and is {now}" + (_REMEDY if is_result else "")
 
 
 def _shown(messages: tuple[Message, ...], index: int) -> str:
