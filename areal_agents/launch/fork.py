@@ -473,7 +473,9 @@ def _ended(
         sampled = turns[0].completion
         logprobs = [
             (renderer.tokenizer.decode([token]), round(logprob, 4))
-            for token, logprob in zip(sampled.token_ids.tolist(), sampled.behavior_logprobs.tolist(), strict=True)
+            for token, logprob in zip(
+                sampled.token_ids.tolist(), sampled.behavior_logprobs.tolist(), strict=True
+            )
         ]
     return continuation_of(
         fork.number,
