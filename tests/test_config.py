@@ -137,7 +137,10 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("model=nowhere", "not a Hugging Face model folder"),
         ("engine.kind=sglang", "urls"),
         ("data.path=null", "data.path"),
-        ("data={seed: 1}", "data: path (of tasks) or episodes (a store of recorded ones) is required"),
+        (
+            "data={seed: 1}",
+            "data: path (of tasks), sources (several) or episodes (a store of recorded ones) is required",
+        ),
         ("agent=''", "'agent' is required"),
         ("algorithm=grop", "did you mean 'grpo'?"),
         ("algorithm=null", "algorithm: must be the name of a preset or a mapping of settings, got null"),

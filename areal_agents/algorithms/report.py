@@ -17,7 +17,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.advantages import all_equal
 from areal_agents.algorithms.credit.rewards import LinearLengthPenalty, sampled_tokens
 from areal_agents.core.completion import NO_VERSION
-from areal_agents.core.rollout import RecordedEpisode, RolloutGroup
+from areal_agents.core.rollout import DATA_SOURCE, RecordedEpisode, RolloutGroup
 from areal_agents.core.trajectory import ForkReason, Turn
 
 _NEW: ForkReason = "new conversation"
@@ -39,6 +39,7 @@ class BatchReport:
         forks: number of forked roots by the reason for the fork.
         versions_per_rollout: mean number of policy versions that sampled the tokens of an episode.
         rewards_by_name: by reward name, the mean of the episodes' sums over the episodes that have the name.
+        rewards_by_source: by the source of the tasks, the mean score; {} if the data has one source.
         episode_tokens: number of tokens that the policy sampled in each episode, in the order of `rewards`.
         overlong: number of episodes with a length penalty.
         equal_groups: the ids of the equal groups, whose scores or advantages are all the same, including
@@ -63,6 +64,7 @@ class BatchReport:
     forks: dict[str, int]
     versions_per_rollout: float
     rewards_by_name: dict[str, float]
+    rewards_by_source: dict[str, float]
     episode_tokens: tuple[int, ...]
     overlong: int
     equal_groups: tuple[str, ...]
@@ -103,6 +105,7 @@ def batch_report(
         forks=_forks(episodes),
         versions_per_rollout=float(np.mean(seen)),
         rewards_by_name=_by_name(episodes),
+        rewards_by_source=_by_source(groups),
         episode_tokens=lengths,
         overlong=sum(_is_overlong(length, config) for length in lengths),
         equal_groups=equal_here,
@@ -150,6 +153,14 @@ def _by_name(episodes: Sequence[RecordedEpisode]) -> dict[str, float]:
         for name, value in of_episode.items():
             sums.setdefault(name, []).append(value)
     return {name: float(np.mean(values)) for name, values in sorted(sums.items())}
+
+
+def _by_source(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    scores: dict[str, list[float]] = {}
+    for group in groups:
+        if (source := group.task.input.get(DATA_SOURCE)) is not None:
+            scores.setdefault(str(source), []).extend(rollout.episode.score for rollout in group.rollouts)
+    return {source: float(np.mean(values)) for source, values in sorted(scores.items())}
 
 
 def _is_overlong(length: int, config: AlgorithmConfig) -> bool:

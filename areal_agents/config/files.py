@@ -239,14 +239,17 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             node[leaf] = _absolute(node[leaf], base, always=leaf in _ALWAYS_PATHS)
     if isinstance(out.get("reward"), str):
         out["reward"] = _absolute(out["reward"], base, always=False)
-    if isinstance(out.get("environment"), str):
-        out["environment"] = _with_absolute_address(out["environment"], base)
-    elif isinstance(out.get("environment"), dict):
-        setting = out["environment"]
-        if isinstance(setting.get("use"), str):
-            setting["use"] = _with_absolute_address(setting["use"], base)
-        if isinstance(setting.get("python"), str):
-            setting["python"] = _absolute(setting["python"], base, always=False)
+    if "environment" in out:
+        out["environment"] = _with_absolute_environment(out["environment"], base)
+    if isinstance(out.get("environments"), list):
+        out["environments"] = [_with_absolute_environment(one, base) for one in out["environments"]]
+    evaluation = out.get("eval")
+    for data in (out.get("data"), evaluation.get("data") if isinstance(evaluation, dict) else None):
+        for source in _sources_of(data):
+            if isinstance(source.get("path"), str):
+                source["path"] = _absolute(source["path"], base, always=False)
+            if "environment" in source:
+                source["environment"] = _with_absolute_environment(source["environment"], base)
     agent = out.get("agent")
     if isinstance(agent, dict) and isinstance(agent.get("command"), str):
         if agent.get("isolation", "none") == "none":  # else its paths are those of its sandbox
@@ -255,12 +258,33 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             if isinstance(agent.get(key), str):
                 agent[key] = _absolute(agent[key], base, always=key == "workdir")
     if isinstance(agent, dict) and isinstance(agent.get("cli"), str):
+        if isinstance(agent.get("image"), str):
+            agent["image"] = _absolute(agent["image"], base, always=False)
         for key in ("cli", "executable", "workdir"):
             value = agent.get(key)
             if isinstance(value, str) and (key == "workdir" or "/" in value or value.endswith(".toml")):
                 agent[key] = _absolute(value, base, always=True)
     if isinstance(agent, dict) and isinstance(agent.get("readable"), list):
         agent["readable"] = [_absolute(str(path), base, always=True) for path in agent["readable"]]
+    return out
+
+
+def _sources_of(data: Any) -> list[dict[str, Any]]:
+    sources = data.get("sources") if isinstance(data, dict) else None
+    return [source for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+
+
+def _with_absolute_environment(setting: Any, base: Path) -> Any:
+    """Return the setting of an environment, a line or a mapping, with absolute paths."""
+    if isinstance(setting, str):
+        return _with_absolute_address(setting, base)
+    if not isinstance(setting, dict):
+        return setting
+    out = dict(setting)
+    if isinstance(out.get("use"), str):
+        out["use"] = _with_absolute_address(out["use"], base)
+    if isinstance(out.get("python"), str):
+        out["python"] = _absolute(out["python"], base, always=False)
     return out
 
 

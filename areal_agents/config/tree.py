@@ -34,6 +34,7 @@ from areal_agents.rollout.config import (
     CommandAgentConfig,
     DataConfig,
     EvalConfig,
+    MixedEnvironmentConfig,
     RewardConfig,
     RolloutConfig,
 )
@@ -89,6 +90,11 @@ class Config(Settings):
         "reasoning-gym:countdown?size=500, or a mapping; docs/environments.md. For tools, openenv, "
         "nemo-gym and mcp, data.path may name the tasks.",
     )
+    environments: tuple[MixedEnvironmentConfig, ...] = Field(
+        default=(),
+        description="Several environments in place of one, each with its share of the groups: lines, or "
+        "mappings with use, name, weight, sampler.",
+    )
     ablation: str | None = Field(
         default=None, description="The same agent with its tools switched off; --ablate-tool evaluates it."
     )
@@ -135,6 +141,8 @@ class Config(Settings):
             return agent
         if isinstance(agent, str | CommandAgentConfig):
             return agent
+        if isinstance(agent, Mapping) and "environments" in agent:
+            return agent  # which `with_environment` makes from the key of this name
         is_command = isinstance(agent, Mapping) and isinstance(agent.get("command"), str)
         is_other = isinstance(agent, Mapping) and all(isinstance(value, str) for value in agent.values())
         if not is_command and not is_other:
@@ -194,11 +202,23 @@ def _episode_faults(config: Config) -> Iterator[str]:
     ):
         command = f"agent: {{command: {json.dumps(config.agent)}}}"
         yield f"agent: {config.agent!r} does not name a function; if it is a command, write {command}"
-    is_environment = isinstance(config.agent, dict) and "environment" in config.agent
-    if config.environment is not None and not is_environment:
+    is_environment = isinstance(config.agent, dict) and bool(
+        {"environment", "environments"} & {*config.agent}
+    )
+    if (config.environment is not None or config.environments) and not is_environment:
         yield "environment: it takes the place of the agent; leave agent out"
-    if config.environment is not None:
-        yield from _environment_faults(config, config.environment)
+    if config.environment is not None and config.environments:
+        yield "environments: give them, or one environment"
+    for environment in (config.environment, *config.environments):
+        if environment is not None:
+            yield from _environment_faults(config, environment)
+    if config.environments:
+        names = [environment.name for environment in config.environments]
+        sources = [*config.data.sources, *(config.eval.data.sources if config.eval is not None else ())]
+        if unknown := sorted({source.name for source in sources} - {*names}):
+            yield f"data.sources: there is no environment {unknown[0]!r}; there are {', '.join(names)}"
+        elif not config.data.sources:
+            yield f"data: with environments, tasks are in data.sources, by the names {', '.join(names)}"
     if isinstance(config.agent, dict) and not is_environment and "cli" not in config.agent:
         yield f"agent: {_WRONG_AGENT}{json.dumps(config.agent, ensure_ascii=False)}"
     if config.reward is not None and config.reward.group and config.rollout.over_sample:

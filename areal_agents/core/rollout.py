@@ -17,6 +17,7 @@ LARGEST_GROUP = 65_536  # the most episodes of a group
 OnStale = Literal["mask", "wait", "drop", "downweight"]  # see algorithms/staleness.py
 
 AGENT_ERROR = "agent_error"  # name of the reward of an episode whose agent raised
+DATA_SOURCE = "data_source"  # field of a task's input: the name of the source, if there are several
 FINGERPRINT = "fingerprint"  # metadata of an evaluation episode: a name of what it was played with
 # Metadata of the episodes that the runner opened, by which a restarted runner recognises its own.
 OPENED_BY_RUNNER: Mapping[str, str] = {"source": "rollout"}

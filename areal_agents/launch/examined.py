@@ -21,7 +21,7 @@ def agent_of_run(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     agent = config.agent
     given: dict[str, Any] = {"reward": config.reward}
-    if isinstance(agent, dict) and "environment" in agent:
+    if config.environment is not None or config.environments:
         raise ConfigError("an environment plays its tasks itself; examine it with --rewards")
     if not agent:
         raise ConfigError("the configuration has no agent to examine")
@@ -31,5 +31,5 @@ def agent_of_run(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
         given |= {"command": shlex.split(agent.command), "sandbox": agent}
     else:
         given["cli"] = CliAgentConfig.read(agent)
-    task, _ = next(load_tasks(config.data, seed=config.seed).stream(set()))
+    task = load_tasks(config.data, seed=config.seed).epoch(0)[0]
     return given, dict(task.input)

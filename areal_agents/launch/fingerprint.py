@@ -22,7 +22,7 @@ from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.schemes import SCHEMES
 from areal_agents.launch.source_files import digests_of, modules_behind
-from areal_agents.rollout.config import CommandAgentConfig, DataConfig
+from areal_agents.rollout.config import CommandAgentConfig, DataConfig, TasksConfig
 from areal_agents.whole_files import write_whole
 
 _VERSIONS_S = 30.0  # longest wait for another interpreter to name the versions of its packages
@@ -45,9 +45,11 @@ class Fingerprint:
     def of(cls, config: Config) -> Fingerprint:
         """Return the fingerprint of what a configuration names, as it is now."""
         parts: dict[str, Mapping[str, str]] = {}
-        environment = config.environment
-        if environment is not None:
-            parts["environment"] = _of_environment(environment)
+        if config.environment is not None:
+            parts["environment"] = _of_environment(config.environment)
+        elif config.environments:
+            for environment in config.environments:
+                parts[f"environment {environment.name}"] = _of_environment(environment)
         else:
             parts["agent"] = _of_agent(config.agent)
         if config.reward is not None:
@@ -152,11 +154,23 @@ def _of_environment(environment: EnvironmentConfig) -> dict[str, str]:
 
 
 def _of_data(data: DataConfig, episodes: int) -> dict[str, str]:
-    if data.environment is not None:
-        return {_NAMED: f"{data.environment.use} {data.split} {episodes}"}
-    named = _function_of(data.path)
-    settings = {"subset": data.subset, "split": data.split, "id": data.id, "seed": data.seed}
-    return {_NAMED: f"{named} {json.dumps(settings)} {episodes}", **digests_of(data.path)}
+    if data.sources:
+        found: dict[str, str] = {}
+        named = []
+        for source in data.sources:
+            of_source = _of_tasks(source, data.seed, episodes)
+            named.append(f"{source.name} ({source.weight:g}): {of_source.pop(_NAMED)}")
+            found |= of_source
+        return {_NAMED: "; ".join(named), **found}
+    return _of_tasks(data, data.seed, episodes)
+
+
+def _of_tasks(tasks: TasksConfig, seed: int | None, episodes: int) -> dict[str, str]:
+    if tasks.environment is not None:
+        return {_NAMED: f"{tasks.environment.use} {tasks.split} {episodes}"}
+    named = _function_of(tasks.path)
+    settings = {"subset": tasks.subset, "split": tasks.split, "id": tasks.id, "seed": seed}
+    return {_NAMED: f"{named} {json.dumps(settings)} {episodes}", **digests_of(tasks.path)}
 
 
 def _function_of(named: str) -> str:

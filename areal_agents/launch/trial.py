@@ -98,7 +98,7 @@ def play_trial(
     try:
         _load(config, ablate_tool=ablate_tool)
         if not evaluates:
-            task, _ = next(load_tasks(config.data, seed=config.seed).stream(set()))
+            task = load_tasks(config.data, seed=config.seed).epoch(0)[0]
             note = _play(config, folder, task)
     except ArealAgentsError as error:
         _write(folder, error=str(error))

@@ -211,14 +211,46 @@ class RewardConfig(Settings):
         return self
 
 
-class DataConfig(Settings):
-    """The source of tasks, or of recorded episodes to train on instead."""
+_OF_ONE_SOURCE = ("path", "environment", "subset", "split", "id", "epochs")
 
-    episodes: str = Field(
-        default="",
-        description="A store of recorded episodes (a file, a run's folder or a URL) to train on instead of "
-        "rollouts of tasks; no engine is started.",
+
+class DifficultyConfig(Settings):
+    """How `sampler: difficulty` chooses tasks, by what their latest groups have solved."""
+
+    solved_score: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="The least score with which an episode has solved its task.",
     )
+    target: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="The solve rate of the tasks that are sampled most, of those that are solved sometimes.",
+    )
+    new: float = Field(
+        default=0.5, ge=0, description="Weight of the tasks that have no group yet, in the order of uniform."
+    )
+    learnable: float = Field(
+        default=0.35, ge=0, description="Weight of the tasks that some episodes of the latest group solved."
+    )
+    unsolved: float = Field(
+        default=0.1, ge=0, description="Weight of the tasks that no episode of the latest group solved."
+    )
+    solved: float = Field(
+        default=0.05, ge=0, description="Weight of the tasks that every episode of the latest group solved."
+    )
+
+    @model_validator(mode="after")
+    def _has_weight(self) -> DifficultyConfig:
+        if self.new + self.learnable + self.unsolved + self.solved <= 0:
+            raise ValueError("new, learnable, unsolved and solved must not all be 0")
+        return self
+
+
+class TasksConfig(Settings):
+    """Where tasks are loaded from, and in which order training takes them."""
+
     path: str = Field(
         default="",
         description="A .jsonl, .json, .parquet or .csv file, a data set of the Hugging Face Hub, or a "
@@ -235,22 +267,113 @@ class DataConfig(Settings):
         "unmodified policy.",
     )
     id: str = Field(default="id", description="Column with a unique id; without it, rows are numbered.")
-    seed: int | None = Field(
-        default=None, description="Seed of the order; default: the seed of the run, and 0 for evaluation."
-    )
     epochs: int | None = Field(
         default=None, ge=1, description="Passes over the tasks; default: as many as the run needs."
     )
+    difficulty: DifficultyConfig = Field(
+        default_factory=DifficultyConfig, description="With sampler: difficulty."
+    )
+
+
+class MixedEnvironmentConfig(EnvironmentConfig):
+    """One of several environments."""
+
+    name: str = Field(
+        default="",
+        pattern=r"^[\w.-]*$",
+        description="Its name, by which metrics are; empty: from the line, such as countdown.",
+    )
+    weight: float = Field(default=1.0, gt=0, description="Its share of the groups, relative to the others.")
+    sampler: Literal["uniform", "difficulty"] = Field(
+        default="uniform", description="The order of its tasks, as for data."
+    )
+    difficulty: DifficultyConfig = Field(
+        default_factory=DifficultyConfig, description="With sampler: difficulty."
+    )
+
+
+class SourceConfig(TasksConfig):
+    """One of several sources of tasks."""
+
+    name: str = Field(
+        pattern=r"^[\w.-]+$",
+        description="Its name: tasks get it as `data_source`, and metrics are by it.",
+    )
+    weight: float = Field(default=1.0, gt=0, description="Its share of the groups, relative to the others.")
+    sampler: Literal["uniform", "difficulty"] = Field(
+        default="uniform", description="The order of its tasks, as for data."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SourceConfig:
+        if bool(self.path) == (self.environment is not None):
+            raise ValueError(f"the source {self.name} needs a path or an environment, and not both")
+        _check_difficulty(self, self.sampler)
+        return self
+
+
+class DataConfig(TasksConfig):
+    """The source of tasks, or of recorded episodes to train on instead."""
+
+    episodes: str = Field(
+        default="",
+        description="A store of recorded episodes (a file, a run's folder or a URL) to train on instead of "
+        "rollouts of tasks; no engine is started.",
+    )
+    sampler: Literal["uniform", "difficulty", "mixture"] = Field(
+        default="uniform",
+        description="The order in which training takes tasks. uniform: each once in an epoch, shuffled. "
+        "difficulty: by what the policy solves at present. mixture: from several sources by their weights. "
+        "docs/data.md.",
+    )
+    sources: tuple[SourceConfig, ...] = Field(
+        default=(), description="With sampler: mixture, the sources, in place of path."
+    )
+    seed: int | None = Field(
+        default=None, description="Seed of the order; default: the seed of the run, and 0 for evaluation."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_are_a_mixture(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("sources") and "sampler" not in given:
+            return {**given, "sampler": "mixture"}
+        return given
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if not self.path and not self.episodes and self.environment is None:
-            raise ValueError("path (of tasks) or episodes (a store of recorded ones) is required")
+        if (self.sampler == "mixture") != bool(self.sources):
+            raise ValueError("sampler: mixture and sources need each other")
+        if not self.path and not self.episodes and not self.sources and self.environment is None:
+            raise ValueError(
+                "path (of tasks), sources (several) or episodes (a store of recorded ones) is required"
+            )
         if self.environment is not None and (self.path or self.episodes):
             raise ValueError("environment has tasks of its own; give it, or path, or episodes")
         if self.episodes and self.split not in (None, "train", "eval"):
             raise ValueError(f"split of recorded episodes must be train or eval, got {self.split!r}")
+        if self.episodes and (self.sampler != "uniform" or self.sources):
+            raise ValueError("recorded episodes are trained on in their order; leave sampler and sources out")
+        _check_difficulty(self, self.sampler)
+        if self.sources:
+            self._check_sources()
         return self
+
+    def _check_sources(self) -> None:
+        names = [source.name for source in self.sources]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the names of sources must differ, got {', '.join(names)}")
+        fields = {name: TasksConfig.model_fields[name].default for name in _OF_ONE_SOURCE}
+        of_one = [name for name, default in fields.items() if getattr(self, name) != default]
+        if of_one:
+            raise ValueError(f"with sources, {of_one[0]} is a setting of each source")
+
+
+def _check_difficulty(config: TasksConfig, sampler: str) -> None:
+    if sampler != "difficulty" and config.difficulty != DifficultyConfig():
+        raise ValueError("difficulty has no effect without sampler: difficulty")
+    if sampler == "difficulty" and config.epochs is not None:
+        raise ValueError("sampler: difficulty takes no task equally often, so it has no epochs")
 
 
 class EvalConfig(Settings):

@@ -1,4 +1,4 @@
-"""Loads tasks from files, the Hugging Face Hub or a function, in an order that depends on the seed alone.
+"""Loads tasks from files, the Hugging Face Hub, a function or an environment, or from several such sources.
 
 The order of rows, ids and shuffling are deterministic, so a restarted run continues where it stopped, given
 only the (task, epoch) pairs that were started.
@@ -11,15 +11,15 @@ import inspect
 import io
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_agents.core.rollout import Task
+from areal_agents.core.rollout import DATA_SOURCE, Task
 from areal_agents.errors import DataError
 from areal_agents.rollout.agents.environment_agent import environment_tasks
-from areal_agents.rollout.config import DataConfig
+from areal_agents.rollout.config import DataConfig, DifficultyConfig, TasksConfig
 from areal_agents.user_functions import describe, load_function, names_a_function
 
 _FILES = (".jsonl", ".json", ".parquet", ".csv")
@@ -33,11 +33,15 @@ class TaskSource:
         tasks: the tasks in the order of the data; ids are unique.
         seed: the seed of the order in each epoch.
         epochs: the number of passes over the tasks; None: no end.
+        difficulty: how tasks are sampled by what the policy solves; None: each once in an epoch.
+        weight: the source's share of the groups, if it is one of several.
     """
 
     tasks: tuple[Task, ...]
     seed: int
     epochs: int | None = None
+    difficulty: DifficultyConfig | None = None
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -59,19 +63,87 @@ class TaskSource:
             epoch += 1
 
 
-def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
-    """Load the tasks that `config` names.
+@dataclass(frozen=True, slots=True)
+class TaskMixture:
+    """The tasks of several sources, of which each has a share of the groups.
 
-    A function is called with `split` and `seed`, as far as it accepts them, and returns dicts or Tasks.
+    Attributes:
+        sources: by their weights; the ids of all their tasks differ.
+    """
+
+    sources: tuple[TaskSource, ...]
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks of all sources."""
+        return tuple(task for source in self.sources for task in source.tasks)
+
+    def epoch(self, epoch: int) -> list[Task]:
+        """Return every task once: of each prefix, every source has its share, until it has no more."""
+        left = [source.epoch(epoch)[::-1] for source in self.sources]
+        weights = [source.weight for source in self.sources]
+        taken, order = [0] * len(left), []
+        while any(left):
+            index = most_behind(weights, taken, [index for index, tasks in enumerate(left) if tasks])
+            order.append(left[index].pop())
+            taken[index] += 1
+        return order
+
+
+def most_behind(weights: Sequence[float], taken: Sequence[int], among: Sequence[int]) -> int:
+    """Return the index of the source that, with one more, is furthest behind its share of all that is taken.
 
     Args:
-        config: the source of the tasks.
+        weights: the weights of all sources.
+        taken: how many were taken of each.
+        among: the indices to choose from.
+    """
+    return min(among, key=lambda index: ((taken[index] + 1) / weights[index], index))
+
+
+def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource | TaskMixture:
+    """Load the tasks that `config` names.
+
+    A function is called with `split` and `seed`, as far as it accepts them, and returns dicts or Tasks. With
+    several sources, a task's id is "<source>/<id>", and its input has the source as `data_source`.
+
+    Args:
+        config: the source or sources of the tasks.
         seed: the seed if the configuration has none.
 
     Raises:
         DataError: the data is missing, unreadable or empty, an id is repeated, or a row is not JSON.
     """
     seed = config.seed if config.seed is not None else seed
+    if not config.sources:
+        difficulty = config.difficulty if config.sampler == "difficulty" else None
+        return TaskSource(_tasks(config, seed), seed, config.epochs, difficulty)
+    return TaskMixture(
+        tuple(
+            TaskSource(
+                tuple(_of_source(source.name, task) for task in _tasks(source, seed)),
+                seed,
+                source.epochs,
+                source.difficulty if source.sampler == "difficulty" else None,
+                source.weight,
+            )
+            for source in config.sources
+        )
+    )
+
+
+def _of_source(name: str, task: Task) -> Task:
+    given = task.input.get(DATA_SOURCE, name)
+    if given != name:
+        raise DataError(
+            f"task {task.id!r} of the source {name!r} has {DATA_SOURCE}: {given!r}; call the source so, or "
+            "the field something else"
+        )
+    return Task(f"{name}/{task.id}", {**task.input, DATA_SOURCE: name})
+
+
+def _tasks(config: TasksConfig, seed: int) -> tuple[Task, ...]:
+    """Load the tasks of one source. Raises DataError."""
     rows: Iterable[Any]
     if config.environment is not None:
         rows = environment_tasks(config.environment, "eval" if config.split == "eval" else "train")
@@ -96,10 +168,10 @@ def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
         if task.id in seen:
             raise DataError(f"{named} has the id {task.id!r} twice (column {config.id!r})")
         seen.add(task.id)
-    return TaskSource(tasks, seed, config.epochs)
+    return tasks
 
 
-def _from_function(config: DataConfig, seed: int) -> Iterable[Any]:
+def _from_function(config: TasksConfig, seed: int) -> Iterable[Any]:
     function = load_function(config.path, DataError)
     offered = {"split": config.split, "seed": seed}
     if config.split is None:

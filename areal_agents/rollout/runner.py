@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,10 +20,11 @@ from areal_agents.errors import DataError, RequestError, TrainingError
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import FailureStreak
 from areal_agents.rollout.config import AgentSpec, DataConfig, EvalConfig, RewardConfig, RolloutConfig
-from areal_agents.rollout.data import TaskSource, load_tasks
+from areal_agents.rollout.data import TaskMixture, TaskSource, load_tasks
 from areal_agents.rollout.evaluation import abort_open, evaluate_tasks
 from areal_agents.rollout.groups.collector import Collector
 from areal_agents.rollout.rewarding import RewardFunction
+from areal_agents.rollout.samplers import sampler_of
 from areal_agents.rollout.watch import StoreWatch
 from areal_agents.store import Store, VersionRow
 
@@ -134,10 +136,10 @@ def end_of_data(data: DataConfig, store: Store, *, seed: int = 0) -> Callable[[]
     Raises:
         DataError: the tasks cannot be loaded.
     """
-    if data.epochs is None:
+    if any(source.epochs is None for source in (data.sources or [data])):
         return lambda: False
     source = load_tasks(data, seed=seed)
-    return lambda: next(source.stream(set(store.task_ids_started())), None) is None
+    return lambda: sampler_of(source, store.task_ids_started(), store.group_scores).next() is None
 
 
 def held_out_tasks(evaluation: EvalConfig) -> list[Task]:
@@ -202,7 +204,7 @@ class _RolloutRunner:
 
     async def run(
         self,
-        source: TaskSource,
+        source: TaskSource | TaskMixture,
         held_out: Sequence[Task],
         *,
         steps: int,
@@ -326,7 +328,7 @@ class _RolloutRunner:
 
     async def _train(
         self,
-        source: TaskSource,
+        source: TaskSource | TaskMixture,
         held_out: Sequence[Task],
         *,
         steps: int,
@@ -425,9 +427,12 @@ async def unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event | 
         raise error
 
 
-def _check_enough(source: TaskSource, *, groups: int, steps: int) -> None:
-    if source.epochs is not None and len(source.tasks) * source.epochs < groups * steps:
+def _check_enough(tasks: TaskSource | TaskMixture, *, groups: int, steps: int) -> None:
+    sources = tasks.sources if isinstance(tasks, TaskMixture) else (tasks,)
+    passes = [(len(source.tasks), source.epochs) for source in sources]
+    if sum(math.inf if epochs is None else count * epochs for count, epochs in passes) < groups * steps:
+        together = " + ".join(f"{count} tasks × {epochs} epochs" for count, epochs in passes)
         raise DataError(
-            f"{len(source.tasks)} tasks × {source.epochs} epochs are fewer than the {groups * steps} groups "
+            f"{together} are fewer than the {groups * steps} groups "
             f"that {steps} steps of {groups} groups need; raise data.epochs or leave it out"
         )

@@ -400,6 +400,25 @@ def tasks_started(connection: sa.Connection, split: Split) -> list[tuple[str, in
     return [_task_and_epoch(group_id) for group_id in ids]
 
 
+def group_scores(connection: sa.Connection, ids: Sequence[str]) -> dict[str, tuple[float, ...]]:
+    """Return the scores of those groups that are complete, by index, and none for those dropped."""
+    found: dict[str, list[float]] = {}
+    for chunk in chunks(ids):
+        ended = sa.select(groups.c.id).where(groups.c.id.in_(chunk), groups.c.state != "pending")
+        found |= {group_id: [] for group_id in connection.execute(ended).scalars()}
+        query = (
+            sa.select(groups.c.id, sa.func.sum(rewards.c.value))
+            .join(episodes, episodes.c.group_id == groups.c.id)
+            .join(rewards, rewards.c.episode_id == episodes.c.id)
+            .where(groups.c.id.in_(chunk), groups.c.state == "complete", episodes.c.status.in_(SCORED))
+            .group_by(episodes.c.id)
+            .order_by(episodes.c.index)
+        )
+        for group_id, score in connection.execute(query):
+            found[group_id].append(score)
+    return {group_id: tuple(scores) for group_id, scores in found.items()}
+
+
 def _task_and_epoch(group_id: str) -> tuple[str, int]:
     task_id, at, epoch = group_id.rpartition("@")
     return (task_id, int(epoch)) if at and epoch.isdecimal() else (group_id, 0)

@@ -419,6 +419,11 @@ class Store:
         with self._database.read() as connection:
             return reads.tasks_started(connection, split)
 
+    def group_scores(self, group_ids: Sequence[str]) -> dict[str, tuple[float, ...]]:
+        """Return the scores of those groups that are complete, by index, and none for those dropped."""
+        with self._database.read() as connection:
+            return reads.group_scores(connection, group_ids)
+
     def load_episode(self, episode_id: str) -> RecordedEpisode:
         """Return an episode with its turns and rewards. NotFound if it is unknown."""
         with self._database.read() as connection:

@@ -54,7 +54,7 @@ def test_a_configuration_is_valid(found: Block, store: str) -> None:
     given = yaml.safe_load(found.text)
     given.get("engine", {}).pop("routed_experts", None)  # refused with a model that has no experts
     tree = {"agent": "agent.py:agent", "data": {"path": "tasks.jsonl"}, "ablation": None, **given}
-    if "environment" in given:
+    if "environment" in given or "environments" in given:
         del tree["agent"], tree["data"]
     elif "episodes" in tree["data"]:
         tree |= {"data": {"episodes": store}}

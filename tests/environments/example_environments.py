@@ -68,6 +68,19 @@ class Attribute:
         raise SystemExit(3)
 
 
+class Strict:
+    """Takes no fields but those of its own tasks."""
+
+    reward = 0.5
+
+    def reset(self, id: str, question: str) -> str:
+        return question
+
+    def wait(self) -> str:
+        """Wait."""
+        return "waited"
+
+
 class AsyncClose:
     closed = 0
     reward = 0.5

@@ -54,6 +54,33 @@ def test_what_is_given_is_kept(tmp_path: Path) -> None:
     assert load(tmp_path, f"environment=tools:{FILE}:Attribute").environment.use.startswith("tools:/")  # type: ignore[union-attr]
 
 
+def test_several_environments_share_a_run(tmp_path: Path) -> None:
+    config = load(tmp_path, environments=[COUNTER, {"use": COUNTER, "name": "twice", "weight": 2}])
+    use = f"tools:{tmp_path / FILE.name}:Counter"
+    assert [(one.name, one.use) for one in config.environments] == [("Counter", use), ("twice", use)]
+    assert config.agent == {"environments": [{"name": "Counter", "use": use}, {"name": "twice", "use": use}]}
+    tasks = load_tasks(config.data)
+    assert {task.id for task in tasks.tasks} == {
+        f"{name}/train-{n}" for name in ("Counter", "twice") for n in (1, 2, 3)
+    }
+    assert config.eval is not None
+    held_out = load_tasks(config.eval.data).epoch(0)
+    assert [task.id.partition("/")[0] for task in held_out[:3]].count("twice") == 2
+    assert all("/eval-" in task.id for task in held_out)
+    assert Config.model_validate(config.model_dump(mode="json")) == config  # as a run's processes read it
+
+
+def test_an_environment_of_several_may_have_the_users_tasks(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        environments=[{"use": COUNTER, "name": "count"}],
+        data={"sources": [{"name": "count", "path": "tasks.jsonl"}]},
+    )
+    assert config.data.sources[0].path == str(tmp_path / "tasks.jsonl") and config.eval is None
+    (task,) = load_tasks(config.data).tasks
+    assert task.input == {"question": "?", "data_source": "count"}
+
+
 def test_relative_paths_start_at_the_folder_of_the_configuration(tmp_path: Path) -> None:
     for given, absolute in (
         (
@@ -78,6 +105,15 @@ def test_relative_paths_start_at_the_folder_of_the_configuration(tmp_path: Path)
         ({"environment": "textarena:A-v0", "data": {"path": "tasks.jsonl"}}, "has tasks of its own; leave"),
         ({"environment": {"use": COUNTER, "data": 1}}, "environment.data"),
         ({"environment": COUNTER, "data": {"path": "a.jsonl", "environment": COUNTER}}, "tasks of its own"),
+        ({"environments": [COUNTER, COUNTER]}, "the names of sources must differ, got Counter, Counter"),
+        ({"environments": [COUNTER], "environment": COUNTER}, "give them, or one environment"),
+        ({"environments": [COUNTER], "agent": "agent.py:agent"}, "it takes the place of the agent"),
+        ({"environments": ["foo:bar"]}, "no environment scheme 'foo'"),
+        ({"environments": [COUNTER], "data": {"path": "tasks.jsonl"}}, "tasks are in data.sources, by the"),
+        (
+            {"environments": [COUNTER], "data": {"sources": [{"name": "x", "path": "tasks.jsonl"}]}},
+            "there is no environment 'x'; there are Counter",
+        ),
     ],
 )
 def test_faults_are_named(tmp_path: Path, settings: dict[str, Any], fault: str) -> None:

@@ -12,7 +12,8 @@ from integration_support import Stack
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.environments.environment import open_environment
 from areal_agents.environments.line import EnvironmentLine
-from areal_agents.errors import TaskEnvironmentError
+from areal_agents.errors import AgentError, TaskEnvironmentError
+from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
 from areal_agents.user_functions import load_function
 from integrations.conversations import call
@@ -49,6 +50,25 @@ def test_errors_are_results_that_the_model_reads(stack: Stack) -> None:
     assert "Error: ValueError: the amount is negative" in negative
     assert "valid integer" in no_number
     assert "there is no tool 'subtract'; there are add, look" in unknown
+
+
+def test_each_task_is_played_in_the_environment_of_its_source(stack: Stack) -> None:
+    """It gets its row without the name of the source, as its class expects it."""
+    uses = [{"name": "count", "use": COUNTER}, {"name": "fixed", "use": f"tools:{FILE}:Strict"}]
+    agent = load_agent({"environments": uses})
+    assert agent.must_reward
+
+    async def play() -> None:
+        counted = {**TASK, "data_source": "count"}
+        ep = handle(stack, [call("add", '{"amount": 6}'), "Done."])
+        assert await agent.run(counted, ep) == 1.0
+        strict = {"id": "1", "question": "?", "data_source": "fixed"}
+        assert await agent.run(strict, handle(stack, ["Done."])) == 0.5
+        with pytest.raises(AgentError, match="data_source: 'x', and there are the environments count, fixed"):
+            await agent.run({**TASK, "data_source": "x"}, ep)
+        await agent.close()
+
+    asyncio.run(play())
 
 
 def test_turns_have_a_limit_and_each_episode_an_object_of_its_own(stack: Stack) -> None:

@@ -40,6 +40,7 @@ REPORT = BatchReport(
     rewards=(1.0, 0.0, 1.0, 1.0), solved_all=0, solved_some=2, solved_none=0, dropped_groups=0,
     sampled_tokens=40, untrained_tokens=4, routed_tokens=6, turns=10, branches=5, truncated=1,
     forks={"edited": 2}, versions_per_rollout=1.5, rewards_by_name={"correct": 0.75},
+    rewards_by_source={"math": 0.75},
     episode_tokens=(7, 9, 4, 20), overlong=1, equal_groups=(),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ from areal_agents.rollout.agents.cli.agent import CliAgent
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
-from areal_agents.rollout.agents.environment_agent import environment_agent
+from areal_agents.rollout.agents.environment_agent import MixedEnvironmentAgent, environment_agent
 from areal_agents.rollout.agents.sandboxed_command import SandboxedCommandAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
 from areal_agents.rollout.config import AgentSpec, CommandAgentConfig
@@ -66,9 +66,9 @@ def load_agent(spec: AgentSpec, *, workers: int = 8, logs: Path | None = None) -
 
     Args:
         spec: "module:function", "path/to/file.py:function", {"command": "python my_agent.py"} with further
-            settings of CommandAgentConfig, {"cli": "codex"} with further settings of CliAgentConfig, or
-            {"environment": "scheme:name", "python": "an interpreter, or empty"}. The function need not be
-            decorated; it must take (task, ep).
+            settings of CommandAgentConfig, {"cli": "codex"} with further settings of CliAgentConfig,
+            {"environment": "scheme:name", "python": "an interpreter, or empty"}, or {"environments": […]} of
+            such mappings with a name each. The function need not be decorated; it must take (task, ep).
         workers: the most processes for a synchronous function.
         logs: a folder for the output of commands; None: the output is discarded.
 
@@ -79,6 +79,15 @@ def load_agent(spec: AgentSpec, *, workers: int = 8, logs: Path | None = None) -
     """
     if isinstance(spec, Mapping) and "environment" in spec:
         return environment_agent(EnvironmentConfig(use=spec["environment"], python=spec.get("python", "")))
+    if isinstance(spec, Mapping) and "environments" in spec:
+        return MixedEnvironmentAgent(
+            {
+                one["name"]: environment_agent(
+                    EnvironmentConfig(use=one["use"], python=one.get("python", ""))
+                )
+                for one in spec["environments"]
+            }
+        )
     if isinstance(spec, Mapping) and "cli" in spec:
         return CliAgent(CliAgentConfig.read(spec), logs=logs)
     if isinstance(spec, Mapping):

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
+from areal_agents.core.rollout import DATA_SOURCE
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.environments.environment import Environment, Split, open_environment
@@ -81,6 +82,31 @@ class EnvironmentAgent(CoroutineAgent):
         """End the episodes that are left, and the environment."""
         await super().close()
         await self._environment.close()
+
+
+class MixedEnvironmentAgent:
+    """Several environments, of which a task's `data_source` names one."""
+
+    capacity: int | None = None
+
+    def __init__(self, agents: Mapping[str, EnvironmentAgent | HostedEnvironmentAgent]) -> None:
+        self._agents = dict(agents)
+        self.must_reward = any(agent.must_reward for agent in self._agents.values())
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
+        """Play one episode in the environment of the task. Raises AgentError if there is none."""
+        source = task.get(DATA_SOURCE)
+        if source not in self._agents:
+            raise AgentError(
+                f"the task has {DATA_SOURCE}: {source!r}, and there are the environments "
+                f"{', '.join(self._agents)}"
+            )
+        own = {name: value for name, value in task.items() if name != DATA_SOURCE}
+        return await self._agents[source].run(own, ep)
+
+    async def close(self) -> None:
+        """End every environment."""
+        await asyncio.gather(*(agent.close() for agent in self._agents.values()))
 
 
 class HostedEnvironmentAgent:

@@ -16,7 +16,7 @@ from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
-from areal_agents.rollout.data import TaskSource
+from areal_agents.rollout.data import TaskMixture, TaskSource
 from areal_agents.rollout.groups.group import GroupRun
 from areal_agents.rollout.groups.in_progress import GroupsInProgress
 from areal_agents.rollout.groups.reconciling import Reconciler
@@ -45,7 +45,7 @@ class Collector:
         client: AsyncClient,
         store: Store,
         agent: Agent,
-        source: TaskSource,
+        source: TaskSource | TaskMixture,
         config: RolloutConfig,
         steps: int,
         seed: int = 0,

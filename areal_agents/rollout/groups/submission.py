@@ -8,8 +8,9 @@ from collections.abc import Callable
 from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError
 from areal_agents.rollout.config import RolloutConfig
-from areal_agents.rollout.data import TaskSource
+from areal_agents.rollout.data import TaskMixture, TaskSource
 from areal_agents.rollout.groups.gate import admissible_groups
+from areal_agents.rollout.samplers import sampler_of
 from areal_agents.store import Store
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Submission:
         self,
         *,
         store: Store,
-        source: TaskSource,
+        source: TaskSource | TaskMixture,
         config: RolloutConfig,
         steps: int,
         shortage: Callable[[], str | None],
@@ -38,7 +39,7 @@ class Submission:
         self._steps = steps
         self._shortage = shortage
         self._was_short = False
-        self._tasks = source.stream(set(store.task_ids_started("train")))
+        self._sampler = sampler_of(source, store.task_ids_started("train"), store.group_scores)
         self._exhausted = False
 
     def next(self, *, unregistered: int) -> tuple[Task, int] | None:
@@ -56,11 +57,9 @@ class Submission:
             return None
         if self._is_short():
             return None
-        task, epoch = next(self._tasks, (None, 0))
-        if task is None:
-            self._exhausted = True
-            return None
-        return task, epoch
+        found = self._sampler.next()
+        self._exhausted = found is None
+        return found
 
     def held_back(self) -> frozenset[str]:
         """Return the groups that must start no episode now, because the gate admits only groups before them.

@@ -42,7 +42,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "dpo_loss", "dpo_accuracy", "dpo_margin", "observation_loss", "observation_tokens",
     ),
     "data": (
-        "reward_mean", "reward_std", "rewards_by_name",
+        "reward_mean", "reward_std", "rewards_by_name", "rewards_by_source",
         "groups_solved_all", "groups_solved_some", "groups_solved_none", "groups_equal_dropped",
         "groups_refilled", "groups_replayed", "groups_bad", "stale_groups_dropped",
         "staleness_mean", "staleness_p50", "staleness_p90", "staleness_max", "staleness_histogram",
@@ -125,6 +125,7 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
         "reward_mean": float(np.mean(report.rewards)),
         "reward_std": float(np.std(report.rewards)),
         "rewards_by_name": report.rewards_by_name,
+        "rewards_by_source": report.rewards_by_source,
         "episodes": episodes,
         "groups_solved_all": report.solved_all,
         "groups_solved_some": report.solved_some,

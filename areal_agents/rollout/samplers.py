@@ -1,0 +1,199 @@
+"""Chooses the tasks of training: each once in an epoch, by what the policy solves, or from several sources.
+
+What a sampler returns depends on the seed, on the groups that were begun, and, with difficulty, on their
+scores; so a restarted run continues with the same shares and pools.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from areal_agents.core.rollout import Task
+from areal_agents.rollout.config import DifficultyConfig
+from areal_agents.rollout.data import TaskMixture, TaskSource, most_behind
+
+logger = logging.getLogger(__name__)
+
+# Returns the scores of those of these groups that are complete, and none for those that were dropped.
+Scores = Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
+Pool = str  # "new", "learnable", "unsolved" or "solved"
+POOLS: tuple[Pool, ...] = ("new", "learnable", "unsolved", "solved")
+_FADING = 0.5  # weight of a group's solve rate relative to that of the task's next one
+_LEAST = 0.05  # weight of the learnable task whose solve rate is furthest from the target
+_MOST_RECENT = 256  # tasks that are not begun again at once
+_LOGGED_EVERY = 100  # groups
+
+
+class Sampler(Protocol):
+    """Chooses tasks."""
+
+    def next(self) -> tuple[Task, int] | None:
+        """Return the task of the next group, and how often it was begun before; None: none is left."""
+        ...
+
+
+def sampler_of(
+    tasks: TaskSource | TaskMixture, started: Sequence[tuple[str, int]], scores: Scores
+) -> Sampler:
+    """Return what chooses the tasks of training.
+
+    Args:
+        started: (task id, epoch) of the groups that were begun, in their order.
+        scores: see `Scores`.
+    """
+    if isinstance(tasks, TaskMixture):
+        return MixtureSampler(tasks, started, scores)
+    if tasks.difficulty is not None:
+        return DifficultySampler(tasks, tasks.difficulty, started, scores)
+    return UniformSampler(tasks, started)
+
+
+class UniformSampler:
+    """Takes every task once in an epoch, in the order of `TaskSource.epoch`."""
+
+    def __init__(self, tasks: TaskSource, started: Sequence[tuple[str, int]]) -> None:
+        self._tasks = tasks.stream(set(started))
+
+    def next(self) -> tuple[Task, int] | None:
+        """See `Sampler`."""
+        return next(self._tasks, None)
+
+
+class DifficultySampler:
+    """Chooses a pool by the weights of the configuration, then a task of it.
+
+    The latest complete group of a task decides on its pool: new (there is none), solved (every episode has
+    solved it), unsolved (none has), learnable (some have). New tasks come in the order of an epoch; of the
+    learnable ones, those are more likely whose solve rate, in which older groups fade, is near the target;
+    of the others, any. Tasks that were begun lately wait, as long as there are others.
+    """
+
+    def __init__(
+        self,
+        tasks: TaskSource,
+        config: DifficultyConfig,
+        started: Sequence[tuple[str, int]],
+        scores: Scores,
+    ) -> None:
+        self._config = config
+        self._seed = tasks.seed
+        self._scores = scores
+        self._tasks = {task.id: task for task in tasks.tasks}
+        self._begun: dict[str, int] = dict.fromkeys(self._tasks, 0)
+        self._recent: deque[str] = deque(maxlen=min(_MOST_RECENT, len(self._tasks) // 4))
+        self._pending: dict[str, str] = {}  # the task of each group whose scores are not known
+        self._rates: dict[str, tuple[float, float]] = {}  # of a task, faded sums: solved, episodes
+        self._pools: dict[Pool, dict[str, None]] = {pool: {} for pool in POOLS}
+        self._pool_of: dict[str, Pool] = {}
+        self._total = 0  # of the groups that were begun
+        for task in tasks.epoch(0):
+            self._move(task.id, "new")
+        for task_id, epoch in started:
+            if task_id in self._tasks:
+                self._note(task_id, epoch)
+
+    def next(self) -> tuple[Task, int] | None:
+        """See `Sampler`. There is always one."""
+        self._learn()
+        if self._total % _LOGGED_EVERY == 0:
+            logger.info(
+                "tasks by difficulty: %s", ", ".join(f"{n} {pool}" for pool, n in self.counts().items())
+            )
+        random_ = random.Random(f"{self._seed}/{self._total}")
+        free = {pool: [one for one in ids if one not in self._recent] for pool, ids in self._pools.items()}
+        weights = [getattr(self._config, pool) if free[pool] else 0.0 for pool in POOLS]
+        if any(weights):
+            pool = random_.choices(POOLS, weights)[0]
+            chosen = self._choose(pool, free[pool], random_)
+        else:  # the pools with a weight have only tasks that were begun lately, or none
+            weighted = [one for pool in POOLS if getattr(self._config, pool) for one in self._pools[pool]]
+            chosen = random_.choice(weighted or list(self._tasks))
+        epoch = self._begun[chosen]
+        self._note(chosen, epoch)
+        return self._tasks[chosen], epoch
+
+    def counts(self) -> dict[Pool, int]:
+        """Return how many tasks are in each pool."""
+        return {pool: len(ids) for pool, ids in self._pools.items()}
+
+    def _choose(self, pool: Pool, ids: Sequence[str], random_: random.Random) -> str:
+        if pool == "new":
+            return ids[0]
+        if pool != "learnable":
+            return random_.choice(ids)
+        target = self._config.target
+        furthest = max(target, 1 - target)
+        rates = [solved / episodes for solved, episodes in (self._rates[one] for one in ids)]
+        weights = [max(_LEAST, 1 - abs(rate - target) / furthest) for rate in rates]
+        return random_.choices(ids, weights)[0]
+
+    def _note(self, task_id: str, epoch: int) -> None:
+        """Record that a group was begun."""
+        self._begun[task_id] = max(self._begun[task_id], epoch + 1)
+        self._recent.append(task_id)
+        self._pending[f"{task_id}@{epoch}"] = task_id
+        self._total += 1
+        self._pools["new"].pop(task_id, None)  # it is in no pool until its first scores are known
+
+    def _learn(self) -> None:
+        """Read the scores of the groups that have ended since."""
+        ended = self._scores(list(self._pending))
+        for group in [group for group in self._pending if group in ended]:  # in the order of their begin
+            task_id, scores = self._pending.pop(group), ended[group]
+            if not scores:
+                if task_id not in self._rates:
+                    self._move(task_id, "new")  # its group was dropped
+                continue
+            solved = sum(score >= self._config.solved_score for score in scores)
+            before = self._rates.get(task_id, (0.0, 0.0))
+            self._rates[task_id] = (_FADING * before[0] + solved, _FADING * before[1] + len(scores))
+            self._move(task_id, _pool(solved, len(scores)))
+
+    def _move(self, task_id: str, pool: Pool) -> None:
+        before = self._pool_of.get(task_id)
+        if before is not None:
+            self._pools[before].pop(task_id, None)
+        self._pools[pool][task_id] = None
+        self._pool_of[task_id] = pool
+
+
+class MixtureSampler:
+    """Takes the next group from the source that is furthest behind its share; see `most_behind`.
+
+    A source that has ended leaves its share to the others.
+    """
+
+    def __init__(self, mixture: TaskMixture, started: Sequence[tuple[str, int]], scores: Scores) -> None:
+        self._weights = [source.weight for source in mixture.sources]
+        places = {task.id: index for index, source in enumerate(mixture.sources) for task in source.tasks}
+        of_sources: list[list[tuple[str, int]]] = [[] for _ in mixture.sources]
+        for task_id, epoch in started:
+            if task_id in places:
+                of_sources[places[task_id]].append((task_id, epoch))
+        self._taken = [len(begun) for begun in of_sources]
+        self._samplers = [
+            sampler_of(source, begun, scores)
+            for source, begun in zip(mixture.sources, of_sources, strict=True)
+        ]
+        self._left = list(range(len(self._samplers)))
+
+    def next(self) -> tuple[Task, int] | None:
+        """See `Sampler`."""
+        while self._left:
+            index = most_behind(self._weights, self._taken, self._left)
+            found = self._samplers[index].next()
+            if found is not None:
+                self._taken[index] += 1
+                return found
+            self._left.remove(index)
+        return None
+
+
+def _pool(solved: int, episodes: int) -> Pool:
+    if solved == episodes:
+        return "solved"
+    return "learnable" if solved else "unsolved"
