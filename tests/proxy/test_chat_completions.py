@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,31 @@ def test_tool_choice_none_keeps_the_prompt_and_withholds_the_calls(proxy: Runnin
     assert (proxy.engine.calls[0].input_ids == proxy.engine.calls[1].input_ids).all()
     assert answer.choices[0].message.tool_calls is None and answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].message.content == "Well."
+
+
+@pytest.mark.parametrize(
+    ("allowed", "message"),
+    [
+        ({"mode": "auto", "tools": [SEARCH]}, None),
+        ({"mode": "required", "tools": [SEARCH]}, None),
+        ({"mode": "auto", "tools": []}, "send only the tools that may be called"),
+        ({"mode": "required", "tools": [{"type": "function"}]}, "send only the tools that may be called"),
+        ({"mode": "none", "tools": [SEARCH]}, 'must be "auto" or "required"'),
+        ([SEARCH], "must be an object with mode and a list of tools"),
+    ],
+)
+def test_allowed_tools_are_all_tools_or_those_that_are_required(
+    proxy: RunningProxy, allowed: Any, message: str | None
+) -> None:
+    proxy.engine.script = lambda call: tool_call(query="Lyon")
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    ask = partial(proxy.openai(proxy.open_episode()).chat.completions.create, model="p", messages=[USER])
+    if message is None:
+        assert len(ask(tools=[SEARCH], tool_choice=choice).choices[0].message.tool_calls) == 1
+        return
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        ask(tools=[SEARCH], tool_choice=choice)
+    assert refused.value.body["param"] == "tool_choice.allowed_tools"
 
 
 def test_parallel_tool_calls_false_hands_out_one(proxy: RunningProxy) -> None:

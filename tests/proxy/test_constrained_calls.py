@@ -146,7 +146,20 @@ def test_a_json_object_is_requested(proxy: RunningProxy, episode: dict[str, Any]
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("choice", "named"),
-    [("required", None), ({"type": "function", "function": {"name": "count"}}, "count")],
+    [
+        ("required", None),
+        ({"type": "function", "function": {"name": "count"}}, "count"),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "count"}}],
+                },
+            },
+            "count",
+        ),
+    ],
 )
 def test_a_chat_reply_is_the_calls_that_are_required(
     proxy: RunningProxy, episode: dict[str, Any], stream: bool, choice: Any, named: str | None

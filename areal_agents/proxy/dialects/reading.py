@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import tools_digest
 from areal_agents.errors import RequestError, shown
+from areal_agents.proxy.calls.request import CallPolicy
 from areal_agents.proxy.values import refuse_many_values
 
 T = TypeVar("T")
@@ -121,6 +122,31 @@ def stops(value: Any, param: str = "stop") -> tuple[str, ...]:
             f"a string of {param} may have at most {_MAX_STOP_CHARACTERS} characters, got {longest}", param
         )
     return tuple(found)
+
+
+def allowed_tools(
+    mode: Any, allowed: Sequence[str | None], names: Sequence[str], where: str
+) -> tuple[CallPolicy, tuple[str, ...]]:
+    """Return the call policy of a tool_choice of type allowed_tools, and the tools that must be called from.
+
+    If a call is required, a grammar permits the allowed tools only. In mode auto nothing would keep the model
+    from calling another tool that it is offered, so there all must be allowed.
+
+    Args:
+        allowed: the names that the request allows; None for an entry that has none.
+        names: the tools that it offers.
+    """
+    if mode not in ("auto", "required"):
+        refuse(f'the mode of allowed_tools must be "auto" or "required", got {shown(mode)}', where)
+    chosen = tuple(name for name in names if name in allowed)
+    is_subset = None in allowed or len(chosen) < len(names)
+    if not chosen or (is_subset and mode == "auto"):
+        unsupported(
+            "tool_choice of type allowed_tools must allow every tool, unless its mode is required and it "
+            "allows at least one; send only the tools that may be called",
+            where,
+        )
+    return mode, chosen if is_subset else ()
 
 
 def text(content: Any, where: str) -> str:

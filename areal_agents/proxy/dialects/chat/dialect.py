@@ -144,17 +144,35 @@ def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPo
         if not tools:
             refuse('tool_choice "required" needs at least one tool in tools', "tool_choice")
         return "required", ()
-    function = value.get("function") if isinstance(value, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+    names = [tool["function"]["name"] for tool in tools]
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value.get("allowed_tools"), names)
+    name = _function_name(value)
+    if name is None:
         refuse(
-            'tool_choice must be "auto", "none", "required" or an object that names a function, got '
-            f"{shown(value)}",
+            'tool_choice must be "auto", "none", "required", or an object that names a function or allows '
+            f"some, got {shown(value)}",
             "tool_choice",
         )
-    if name not in [tool["function"]["name"] for tool in tools]:
+    if name not in names:
         refuse(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice")
     return "required", (name,)
+
+
+def _allowed_tools(value: Any, names: Sequence[str]) -> tuple[CallPolicy, tuple[str, ...]]:
+    where = "tool_choice.allowed_tools"
+    listed = value.get("tools") if isinstance(value, dict) else None
+    if not isinstance(listed, list):
+        refuse(f"allowed_tools must be an object with mode and a list of tools, got {shown(value)}", where)
+    allowed = [_function_name(tool) for tool in listed]
+    return reading.allowed_tools(value.get("mode", "auto"), allowed, names, where)
+
+
+def _function_name(value: Any) -> str | None:
+    """Return the name in {"type": "function", "function": {"name": …}}; None for anything else."""
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _output(value: Any) -> Grammar | None:

@@ -190,17 +190,7 @@ def _allowed(value: Mapping[str, Any], names: list[str], where: str) -> tuple[Ca
     listed = value.get("tools")
     tools = listed if isinstance(listed, list) else []
     allowed = [
-        flat_name(str(tool.get("name")), tool.get("namespace")) for tool in tools if isinstance(tool, dict)
+        flat_name(str(tool.get("name")), tool.get("namespace")) if isinstance(tool, dict) else None
+        for tool in tools
     ]
-    chosen = tuple(name for name in names if name in allowed)
-    is_subset = len(allowed) != len(tools) or len(chosen) < len(names)
-    mode = value.get("mode", "auto")
-    if mode == "required" and chosen and is_subset:
-        return "required", chosen
-    if is_subset:
-        reading.unsupported(
-            "tool_choice of type allowed_tools must allow every tool, unless its mode is required and it "
-            "allows at least one; send only the tools that may be called",
-            where,
-        )
-    return read_tool_choice(mode, tuple({"function": {"name": n}} for n in names))
+    return reading.allowed_tools(value.get("mode", "auto"), allowed, names, where)
