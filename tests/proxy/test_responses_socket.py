@@ -161,7 +161,12 @@ def test_events_are_answered_in_their_order(proxy: RunningProxy) -> None:
         ('{"type": "session.update"}', "invalid_value", "type"),
         ('{"type": "response.create"}', "invalid_value", "input"),
         ('{"type": "response.create", "input": "hi", "stream_id": 7}', "invalid_value", "stream_id"),
-        ('{"type": "response.create", "input": "hi", "generate": false}', "not_supported", "generate"),
+        ('{"type": "response.create", "input": 7, "generate": false}', "invalid_value", "input"),
+        (
+            '{"type": "response.create", "generate": false, "tools": [{"type": "local_shell"}]}',
+            "unsupported_parameter",
+            "tools[0]",
+        ),
         (
             '{"type": "response.create", "input": "hi", "background": true}',
             "unsupported_parameter",
@@ -190,6 +195,45 @@ def test_errors_are_those_of_http(proxy: RunningProxy) -> None:
         assert (
             ask(connection, model="gpt-unknown", input="hi").model == "gpt-unknown"
         )  # the policy's name too
+
+
+def test_input_that_is_sent_ahead_is_read_with_the_response_that_continues_it(proxy: RunningProxy) -> None:
+    proxy.engine.script = lambda call: THOUGHT + "In France."
+    whole, ahead = proxy.open_episode(), proxy.open_episode()
+    questions: Any = [{"role": "user", "content": f"Where is {city}?"} for city in ("Lyon", "Nice", "Brest")]
+    with proxy.openai(whole).responses.connect() as connection:
+        first = ask(connection, **ASK, input=questions[:2])
+        ask(connection, **ASK, input=questions[2:], previous_response_id=first.id)
+    with proxy.openai(ahead).responses.connect() as connection:
+        connection.response.create(**ASK, input=questions[:1], generate=False, stream_id="lane-7")
+        events = events_of(connection)
+        assert [event.type.removeprefix("response.") for event in events] == [
+            "created",
+            "in_progress",
+            "completed",
+        ]
+        assert {event.stream_id for event in events} == {"lane-7"}
+        warm = events[-1].response
+        assert (warm.output, warm.usage.total_tokens, warm.status) == ([], 0, "completed")
+        assert len(proxy.engine.calls) == 2  # of the other episode
+        first = ask(connection, **ASK, input=questions[1:2], previous_response_id=warm.id)
+        second = ask(connection, **ASK, previous_response_id=first.id, input=[], generate=False)
+        third = ask(connection, **ASK, previous_response_id=second.id, input=[], generate=False)
+        ask(connection, **ASK, input=questions[2:], previous_response_id=third.id)
+    assert recorded(proxy, ahead) == recorded(proxy, whole)
+    with proxy.openai(ahead).responses.connect() as other:
+        error = error_of(other, model="policy", input="hi", previous_response_id=warm.id)
+        assert error.error.code == "previous_response_not_found"
+
+
+def test_input_that_is_sent_ahead_is_kept_up_to_the_size_of_a_body(proxy: RunningProxy) -> None:
+    half = "x" * (MAX_BODY_BYTES // 2)
+    with proxy.openai(proxy.open_episode()).responses.connect() as connection:
+        first, second = (ask(connection, model="policy", input=half, generate=False) for _ in range(2))
+        error = error_of(connection, model="policy", input="hi", previous_response_id=first.id)
+        assert error.error.code == "previous_response_not_found"
+        error = error_of(connection, model="policy", input="hi", previous_response_id=second.id)
+        assert error.error.code == "context_length_exceeded"
 
 
 def test_steering_is_refused(proxy: RunningProxy) -> None:

@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.bodies import Bodies
+from areal_agents.proxy.dialects.responses.warm_ups import WarmUps
 from areal_agents.proxy.dialects.writing import EVENT_STREAM
 from areal_agents.proxy.errors import error_response
 from areal_agents.proxy.paths import split_path
@@ -67,19 +68,40 @@ class ResponsesSockets:
         await connection.serve(self._answer_event)
 
     async def _answer_event(self, event: _ClientEvent, connection: _Connection) -> None:
-        request = connection.request()
-        response = await self._answer(request, lambda request: event.fields(request, self._bodies))
-        await response(request.scope, request.receive, _EventSender(connection, event))
+        request, sender = connection.request(), _EventSender(connection, event)
+        found: list[dict[str, Any] | Exception] = []
+        try:
+            fields = await event.fields(request, self._bodies)
+            if fields.pop("generate", None) is False:
+                await self._check_caller(request)
+                for told in connection.warm_ups.add(fields, event.size):
+                    await sender.send(told)
+                self._bodies.done_with(request)
+                return
+            found.append(connection.warm_ups.expanded(fields))
+            del fields
+        except Exception as error:  # answered and counted as that of any other call
+            found.append(error)
+
+        async def read(request: Request) -> dict[str, Any]:
+            given = found.pop()  # not kept, because the response may wait for a long time
+            if isinstance(given, Exception):
+                raise given
+            return {**given, "stream": True}
+
+        response = await self._answer(request, read)
+        await response(request.scope, request.receive, sender)
 
 
 class _Connection:
-    """One open WebSocket. `is_gone` is set when the client has closed it, or when the server does."""
+    """One open WebSocket. `warm_ups` are those of its client."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_bytes: int) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._max_bytes = max_bytes
+        self.warm_ups = WarmUps(max_bytes)
         self._is_gone = asyncio.Event()
         self._waiting: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the connection is closed
         self._waiting_bytes = 0
@@ -164,12 +186,14 @@ class _ClientEvent:
     """An event that a client has sent.
 
     Attributes:
+        size: its bytes.
         stream_id: the lane that the client has named, which the events of the response repeat, or None.
         steer: the input of a `response.steer` event, or None.
     """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
+        self.size = len(data)
         self.stream_id: str | None = None
         self.steer: dict[str, Any] | None = None
 
@@ -195,13 +219,7 @@ class _ClientEvent:
                 code="invalid_value",
                 param="type",
             )
-        if fields.pop("generate", None) is False:
-            raise RequestError(
-                "generate: false is not supported; send the input with a response.create that generates",
-                code="not_supported",
-                param="generate",
-            )
-        return {**fields, "stream": True}
+        return fields
 
 
 class _EventSender:
@@ -225,11 +243,12 @@ class _EventSender:
             *events, self._received = self._received.replace(b"\r\n", b"\n").split(b"\n\n")
             for event in events:
                 if (data := _data_of(event)) not in (b"", b"[DONE]"):
-                    await self._send(data)
+                    await self.send(data)
         elif not message.get("more_body", False):
-            await self._send(orjson.dumps(self._failure()))
+            await self.send(orjson.dumps(self._failure()))
 
-    async def _send(self, data: bytes) -> None:
+    async def send(self, data: bytes) -> None:
+        """Send one event, given as JSON."""
         if self._event.stream_id is not None:
             data = orjson.dumps({**orjson.loads(data), "stream_id": self._event.stream_id})
         await self._connection.send(data)

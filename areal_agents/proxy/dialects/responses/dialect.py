@@ -85,7 +85,12 @@ class ResponsesDialect:
         return openai_error(refusal)
 
 
-def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
+def checked_fields(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a request.
+
+    Raises:
+        RequestError: a field beside the conversation is not supported, or cannot be repeated in the answer.
+    """
     for name, advice in _REFUSED.items():
         if body.get(name):
             reading.unsupported(f"{name} is not supported; {advice}", name)
@@ -97,6 +102,11 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
             reading.refuse(f"{name} must be {expected}, got {shown(body[name])}", name)
     tools = read_tools(body.get("tools"))
     _refuse_unanswerable(body)
+    return tools
+
+
+def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
+    tools = checked_fields(body)
     calls, named = read_tool_choice(body.get("tool_choice"), tools)
     options = reading.template_options(body)
     messages, has_instructions = _messages(body, context)
