@@ -43,6 +43,19 @@ def run_folder(root: Path, *, before: float, after: float, tasks: int = 20) -> P
     return root
 
 
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "docs" / "reference").iterdir()), ids=str
+)
+def test_the_references_of_the_documentation_are_read(file: Path) -> None:
+    curves = curves_in(file)
+    assert len({curve.seed for curve in curves}) >= 3
+    for number, curve in enumerate(curves):
+        others = [other for other in curves if other is not curve]
+        points = compare(curve, others)
+        assert points[-1].reward - points[0].reward > 0.15, number
+        assert points[-1].verdict != "below"
+
+
 def test_the_interval_is_that_of_a_further_run() -> None:
     (_, last) = compare(curve(0.5, 0.7), [curve(0.5, reward) for reward in (0.88, 0.90, 0.92)])
     spread = max(0.02, math.sqrt(0.9 * 0.1 / 100))  # of the seeds, and at least that of 100 tasks
