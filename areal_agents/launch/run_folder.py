@@ -65,6 +65,11 @@ class RunFolder:
         return self.root / "rerun.json"
 
     @property
+    def new_rewards(self) -> Path:
+        """The rewards that a rerun computed again, in the form of `areal-agents rescore`; missing if none."""
+        return self.root / "rewards.json"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object per training step."""
         return self.root / "metrics.jsonl"

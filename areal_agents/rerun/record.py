@@ -15,7 +15,6 @@ from areal_agents.proxy.episodes.control_forms import rewards_of
 from areal_agents.whole_files import write_whole
 
 FORMAT = "areal-agents rerun 1"
-REWARDS = "rewards.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class RerunRecord:
 
 def rewards_in(folder: RunFolder) -> dict[str, tuple[Reward, ...]]:
     """Return the rewards that rewards.json has, by episode id. Raises ConfigError for rewards of no form."""
-    tree = json.loads((folder.root / REWARDS).read_text())
+    tree = json.loads(folder.new_rewards.read_text())
     return {row["episode"]: _rewards(row) for row in tree["episodes"]}
 
 

@@ -25,7 +25,7 @@ from areal_agents.proxy.config import available_cores
 from areal_agents.rerun.changes import changes_rewards, check_against, check_changes
 from areal_agents.rerun.comparison import StepPair, side_by_side
 from areal_agents.rerun.original import Original
-from areal_agents.rerun.record import REWARDS, RerunRecord
+from areal_agents.rerun.record import RerunRecord
 from areal_agents.training.metrics.trackers import check_trackers
 
 
@@ -95,7 +95,7 @@ def rerun(
         with folder.locked():
             record.write(folder)
             if found is not None:
-                found.write(folder.root / REWARDS)
+                found.write(folder.new_rewards)
             config = _of_folder(config, folder)
             save_config(config, folder.config)
             where = "the initial weights" if checkpoint is None else f"checkpoint {checkpoint.name}"

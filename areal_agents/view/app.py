@@ -198,8 +198,9 @@ class _Routes:
 
     def group(self, request: Request) -> Response:
         """Show a group with its episodes."""
-        with self._run(request).episodes.read() as connection:
-            return _json(pages.group_of(connection, request.path_params["group"]))
+        run = self._run(request)
+        with run.episodes.read() as connection:
+            return _json(run.with_new_scores(pages.group_of(connection, request.path_params["group"])))
 
     def episodes(self, request: Request) -> Response:
         """List episodes that match, the newest first; ?before=POSITION goes on."""

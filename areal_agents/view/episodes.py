@@ -31,8 +31,15 @@ def shown_episode(run: Run, episode_id: str) -> dict[str, Any]:
         before, after = pages.neighbours(connection, listed.seq)
         group = pages.group_of(connection, listed.group_id) if listed.group_id is not None else None
         version = pages.batch_version(connection, listed.group_id) if listed.group_id is not None else None
+    score = listed.score
+    if (again := run.new_rewards().get(episode_id)) is not None:
+        given = [_reward(name, value, turns) for name, value in again.items()]
+        score = sum(again.values())
+    if group is not None:
+        group = run.with_new_scores(group)
     return {
         **asdict(listed),
+        "score": score,
         "task": {"id": task.id, "input": task.input},
         "metadata": row.metadata,
         "limits": row.limits,
@@ -51,6 +58,11 @@ def shown_episode(run: Run, episode_id: str) -> dict[str, Any]:
         "max_staleness": _max_staleness(run),
         "staleness": _staleness(turns.values(), version),
     }
+
+
+def _reward(name: str, value: float, turns: Mapping[str, Turn]) -> Reward:
+    """Return a reward that was computed again, of the turn that it names or of the episode."""
+    return Reward("turn", name, "return", value) if name in turns else Reward("episode", "", name, value)
 
 
 def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, Any]:

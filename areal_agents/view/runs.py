@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from areal_agents.inspection.sources import config_of_run, read_json, rerun_in
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import NotFound
+from areal_agents.store.pages import ListedGroup
 from areal_agents.store.read_only import ReadOnlyStore
 from areal_agents.view.texts import TokenTexts
 
@@ -45,6 +47,7 @@ class Run:
         self._metrics = MetricsFile(folder.metrics) if folder is not None else None
         self._config: tuple[int, dict[str, Any]] | None = None  # the file's time of change, its content
         self._texts: TokenTexts | None = None
+        self._new_rewards: Mapping[str, Mapping[str, float]] | None = None
 
     @classmethod
     def of_folder(cls, folder: RunFolder, model: str | None = None) -> Run:
@@ -100,6 +103,26 @@ class Run:
     def is_running(self) -> bool:
         """Whether a supervisor runs it."""
         return self.folder is not None and is_running(self.folder)
+
+    def with_new_scores(self, group: ListedGroup) -> ListedGroup:
+        """Return a group with the scores that a rerun computed again, if it did."""
+        rewards = self.new_rewards()
+        if not rewards:
+            return group
+        scores = {known.id: known.score for known in group.episodes}
+        scores |= {known: sum(rewards[known].values()) for known in scores if known in rewards}
+        return replace(group, episodes=[replace(known, score=scores[known.id]) for known in group.episodes])
+
+    def new_rewards(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the rewards that a rerun computed again, by episode and by name or turn; {} without any."""
+        if self.rerun is None or not self.rerun["new_rewards"]:
+            return {}
+        assert self.folder is not None
+        with self._lock:
+            if self._new_rewards is None:
+                rows = (read_json(self.folder.new_rewards) or {"episodes": []})["episodes"]
+                self._new_rewards = {row["episode"]: row["rewards"] for row in rows}
+            return self._new_rewards
 
     def metrics_mark(self) -> tuple[Any, ...]:
         """Return a value that changes with the metrics and the summary of the run."""

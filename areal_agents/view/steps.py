@@ -15,7 +15,7 @@ def shown_step(run: Run, step: int) -> dict[str, Any]:
     groups: list[Any] = []
     if metrics is not None or run.rerun is None:  # a rerun has not trained all steps of the run
         with run.episodes.read() as connection:
-            groups = pages.groups_of_step(connection, step)
+            groups = [run.with_new_scores(group) for group in pages.groups_of_step(connection, step)]
     if metrics is None and not groups:
         raise NotFound(f"the run has no step {step}; its last is {rows[-1]['step'] if rows else 0}")
     return {"step": step, "last": rows[-1]["step"] if rows else step, "groups": groups, "metrics": metrics}

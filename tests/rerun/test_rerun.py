@@ -32,6 +32,7 @@ from areal_agents.training.batches.stored_steps import StoredSteps
 from areal_agents.training.checkpoint.resuming import Start
 from areal_agents.training.records.files import read_records
 from areal_agents.training.run import run as train
+from areal_agents.view.episodes import shown_episode
 from areal_agents.view.runs import Runs
 from areal_agents.view.steps import shown_step
 
@@ -270,18 +271,23 @@ def test_the_page_shows_it_beside_the_run(trained: Trained, tmp_path: Path) -> N
     root = tmp_path / "runs"
     shutil.copytree(trained.run, root / "run")
     moved = Trained(root / "run", trained.config, trained.rewards)
-    found = rerun(moved, "algorithm.clip_high=0.5", "--steps", "3:4")
+    changes = ["algorithm.clip_high=0.5", f"reward={trained.rewards}:first"]
+    found = rerun(moved, *changes, "--steps", "3:4")
     assert Path(found["rerun"]) == root / "run-rerun-3-4"  # beside the run
     runs = Runs(root)
     states = {run.name: run.state() for run in runs.all()}
     assert "rerun" not in states["run"]
     state = states["run-rerun-3-4"]
     assert (state["state"], state["step"]) == ("finished", 4)
-    assert state["rerun"]["name"] == "run" and state["rerun"]["changes"] == ["algorithm.clip_high=0.5"]
+    assert state["rerun"]["name"] == "run" and state["rerun"]["changes"] == changes
     again = runs.get("run-rerun-3-4")
     assert [row["step"] for row in again.rows()] == [4]
     shown = shown_step(again, 4)
     assert [group.id for group in shown["groups"]] == ["g", "h"] and shown["metrics"]["step"] == 4
+    assert [[episode.score for episode in group.episodes] for group in shown["groups"]] == [[1, 0]] * 2
+    episode = shown_episode(again, "g-0")
+    assert (episode["score"], episode["rewards"][0]["value"]) == (1, 1)
+    assert shown_episode(runs.get("run"), "g-0")["score"] not in (0, 1)
     with pytest.raises(ConfigError, match=r"is a rerun, without episodes of its own; rerun .*/run instead"):
         rerun(Trained(again.folder.root, trained.config, trained.rewards), "--steps", "3:4")  # type: ignore[union-attr]
 

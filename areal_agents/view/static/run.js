@@ -22,7 +22,7 @@ export function Run({ run, tab, values, children }) {
   const current = tabs.some(([name]) => name === tab) ? tab : tabs[0][0];
   return html`
     <div class="row"><h1>${data.name}</h1><${State} value=${running ? "running" : data.state} /></div>
-    ${data.rerun && html`<p class="soft">${rerunOf(data.rerun)}. Its episodes, with their scores, are those of that run.</p>`}
+    ${data.rerun && html`<p class="soft">${rerunOf(data.rerun)}. Its episodes are those of that run, and the list of them has the scores of that run.</p>`}
     ${data.problem && html`<${Problem} error=${data.problem} title="Metrics:" />`}
     ${data.store_problem && html`<${Problem} error=${data.store_problem} title="Store:" />`}
     <${Facts} items=${[
