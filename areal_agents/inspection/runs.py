@@ -60,19 +60,25 @@ def state_of(
 ) -> dict[str, Any]:
     """Return the state of a run from its configuration and the rows of its metrics."""
     summary = read_json(folder.summary) or {}
-    rerun = rerun_in(folder)
     running = is_running(folder)
     return {
         "name": folder.root.name,
         "started": folder.config.stat().st_mtime,
         "state": "running" if running else "finished" if summary else "stopped",
         "step": rows[-1]["step"] if rows else 0,
-        "steps": config["trainer"]["steps"] if rerun is None else rerun["until"],
+        "steps": _last_step(folder, config),
         "before": summary.get("heldout_before"),
         "after": summary.get("heldout_after"),
         "agent_changed": summary.get("agent_changed", ""),
         "model": str(folder.final_model) if folder.final_model.exists() else config.get("model"),
     }
+
+
+def _last_step(folder: RunFolder, config: Mapping[str, Any]) -> int:
+    """Return the step with which a run ends."""
+    rerun = rerun_in(folder)
+    last: int = config["trainer"]["steps"] if rerun is None else rerun["until"]
+    return last
 
 
 def is_running(folder: RunFolder) -> bool:
@@ -96,7 +102,7 @@ def follow(root: Path, *, lines: int, sleep: Callable[[float], None] = time.slee
         ConfigError: the folder is not that of a run.
     """
     folder = RunFolder(root)
-    steps = config_of_run(folder)["trainer"]["steps"]
+    steps = _last_step(folder, config_of_run(folder))
     metrics = MetricsFile(folder.metrics)
     logs = [_Log(folder.log(name)) for name in ("rollout", "trainer")]
     shown: int | None = None

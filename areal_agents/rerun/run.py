@@ -99,7 +99,8 @@ def rerun(
             config = _of_folder(config, folder)
             save_config(config, folder.config)
             where = "the initial weights" if checkpoint is None else f"checkpoint {checkpoint.name}"
-            say(f"steps {first + 1} to {last} of {original.folder.root}, from {where}, into {folder.root}")
+            which = f"steps {first + 1} to {last}" if last > first + 1 else f"step {last}"
+            say(f"{which} of {original.folder.root}, from {where}, into {folder.root}")
             if checkpoint and config.algorithm.needs_critic and not original.config.algorithm.needs_critic:
                 say(f"{checkpoint.name} has no critic, so that of the rerun starts untrained")
             rows = _train(config, folder, say, lambda row: on_step(row, last))

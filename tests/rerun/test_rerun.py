@@ -288,8 +288,15 @@ def test_the_page_shows_it_beside_the_run(trained: Trained, tmp_path: Path) -> N
     episode = shown_episode(again, "g-0")
     assert (episode["score"], episode["rewards"][0]["value"]) == (1, 1)
     assert shown_episode(runs.get("run"), "g-0")["score"] not in (0, 1)
-    with pytest.raises(ConfigError, match=r"is a rerun, without episodes of its own; rerun .*/run instead"):
-        rerun(Trained(again.folder.root, trained.config, trained.rewards), "--steps", "3:4")  # type: ignore[union-attr]
+    folder = str(root / "run-rerun-3-4")
+    refused = {
+        "is a rerun, without episodes of its own; rerun .*/run instead": ["rerun", folder, "--steps", "3:4"],
+        "has a rerun, which is not continued": ["train", f"{folder}/config.yaml"],
+        "has no episodes of its own; name .*/run": ["reward", "g-0", "1", folder],
+    }
+    for message, command in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

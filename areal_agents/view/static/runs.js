@@ -61,7 +61,7 @@ export function RunsList({ values }) {
 
 // What a rerun repeats, and with which other settings.
 export const rerunOf = ({ name, step, until, changes }) =>
-  `rerun of ${name}, steps ${step + 1} to ${until}${changes.length ? `: ${changes.join(" ")}` : ""}`;
+  `rerun of ${name}, ${until > step + 1 ? `steps ${step + 1} to` : "step"} ${until}${changes.length ? `: ${changes.join(" ")}` : ""}`;
 
 export function State({ value }) {
   if (value === "running") return html`<span class="chip good"><i class="dot live"></i>running</span>`;
