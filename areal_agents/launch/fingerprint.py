@@ -27,6 +27,7 @@ from areal_agents.whole_files import write_whole
 
 _VERSIONS_S = 30.0  # longest wait for another interpreter to name the versions of its packages
 _NAMED = "as the configuration names it"
+_HELD_OUT = "held-out tasks"
 
 Parts = Mapping[str, Mapping[str, str]]
 
@@ -58,13 +59,18 @@ class Fingerprint:
         limits = config.rollout.limits.model_dump(mode="json", exclude_none=True)
         parts["limits of an episode"] = {_NAMED: json.dumps(limits)}
         if config.eval is not None:
-            parts["held-out tasks"] = _of_data(config.eval.data, config.eval.episodes)
+            parts[_HELD_OUT] = _of_data(config.eval.data, config.eval.episodes)
         return cls(parts)
 
     @property
     def digest(self) -> str:
         """A short name of the fingerprint."""
-        return hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()[:12]
+        return _short(self.parts)
+
+    @property
+    def digest_in_training(self) -> str:
+        """A short name of what matters to training episodes, which play other tasks."""
+        return _short({part: names for part, names in self.parts.items() if part != _HELD_OUT})
 
     def changes_since(self, earlier: Parts) -> str:
         """Return in words what differs from `earlier`; "" if nothing does."""
@@ -171,6 +177,10 @@ def _of_tasks(tasks: TasksConfig, seed: int | None, episodes: int) -> dict[str, 
     named = _function_of(tasks.path)
     settings = {"subset": tasks.subset, "split": tasks.split, "id": tasks.id, "seed": seed}
     return {_NAMED: f"{named} {json.dumps(settings)} {episodes}", **digests_of(tasks.path)}
+
+
+def _short(parts: Parts) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _function_of(named: str) -> str:

@@ -318,6 +318,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 logs=folder.episode_logs,
                 stop=stop,
                 fingerprint=fingerprint.digest,
+                training_fingerprint=fingerprint.digest_in_training,
             )
             if stop.is_set():
                 raise SystemExit(EXIT_STOPPED)

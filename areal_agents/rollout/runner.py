@@ -54,6 +54,7 @@ async def run(
     logs: Path | None = None,
     stop: asyncio.Event | None = None,
     fingerprint: str = "",
+    training_fingerprint: str = "",
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
 
@@ -74,6 +75,7 @@ async def run(
         logs: a folder for the output of an agent that is a command.
         stop: an event that ends the run early; agents are ended and open episodes aborted.
         fingerprint: a name of what episodes are played with; evaluations are recorded under it.
+        training_fingerprint: the same for training episodes; see `Collector`.
 
     Raises:
         AgentError: the agent cannot be loaded, or too many attempts in a row failed.
@@ -88,9 +90,15 @@ async def run(
     async with _runner(
         store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward, fingerprint
     ) as runner:
-        await unless_stopped(
-            runner.run(source, tasks, steps=steps, first_version=first_version, shortage=shortage), stop
+        running = runner.run(
+            source,
+            tasks,
+            steps=steps,
+            first_version=first_version,
+            shortage=shortage,
+            fingerprint=training_fingerprint,
         )
+        await unless_stopped(running, stop)
 
 
 async def evaluate(
@@ -210,6 +218,7 @@ class _RolloutRunner:
         steps: int,
         first_version: int,
         shortage: Callable[[], str | None],
+        fingerprint: str,
     ) -> None:
         await self._published(first_version)
         await self._reach_proxy()
@@ -221,7 +230,7 @@ class _RolloutRunner:
             elif held_out and first.step < steps and self._is_changed():
                 await self.evaluate(held_out, f"step-{first.step}", step=first.step, alone=True)
             if first.step < steps:
-                await self._train(source, held_out, steps=steps, shortage=shortage)
+                await self._train(source, held_out, steps=steps, shortage=shortage, fingerprint=fingerprint)
                 await abort_open(self._client, self._store)
             if held_out:
                 last = await self._served(SWAP_TIMEOUT_S)
@@ -333,6 +342,7 @@ class _RolloutRunner:
         *,
         steps: int,
         shortage: Callable[[], str | None],
+        fingerprint: str,
     ) -> None:
         """Collect groups and evaluate side by side until the last step is published."""
         watch = StoreWatch(self._store)
@@ -348,6 +358,7 @@ class _RolloutRunner:
             changed=watch.listen(),
             patience=self._patience,
             function=self._function,
+            fingerprint=fingerprint,
         )
         evaluating = self._evaluate_along(held_out, watch.listen(), steps=steps)
         async with (

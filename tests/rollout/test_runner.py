@@ -297,6 +297,27 @@ async def test_a_group_that_somebody_else_drops_is_left_alone(served: Any) -> No
     assert served.store.group_counts()["dropped"] == 1 and nothing_is_left(served)
 
 
+async def test_a_group_that_a_changed_agent_would_complete_is_dropped(served: Any) -> None:
+    served.publish(0)
+    stop = asyncio.Event()
+    outside = config(groups=1, max_staleness=0, outside_rewards=True)
+    given = arguments(served, "unrewarded", rollout=outside, stop=stop, training_fingerprint="before")
+    running = asyncio.create_task(run(**given))
+    async with asyncio.timeout(60):
+        while len(served.store.episodes(status="finished")) < 2:  # they have no reward yet
+            await asyncio.sleep(0.02)
+        stop.set()
+        await running
+    [begun] = served.store.open_groups()
+    given = arguments(served, "good", rollout=config(groups=1), steps=1, training_fingerprint="since")
+    async with served.trainer(groups=1, steps=1), asyncio.timeout(60):
+        await run(**given)
+    counts = served.store.group_counts()
+    assert (counts["dropped"], counts["trained"]) == (1, 1)
+    played = {(e.group_id == begun.id, e.metadata["fingerprint"]) for e in served.store.episodes()}
+    assert played == {(True, "before"), (False, "since")}
+
+
 async def test_rewards_from_outside_complete_a_group(served: Any) -> None:
     served.publish(0)
     stop = asyncio.Event()

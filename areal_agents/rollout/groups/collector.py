@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from areal_agents.client import AsyncClient
+from areal_agents.core.rollout import FINGERPRINT
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
@@ -37,6 +38,8 @@ class Collector:
         changed: an event that is set whenever the store may have changed, and periodically.
         function: the reward function, if rewards are not given by the agent.
         patience: counts failures in a row, also of evaluations; ends the run when there are too many.
+        fingerprint: a name of what episodes are played with, which is recorded as metadata. Groups that were
+            begun with something else are dropped, because their episodes cannot be compared. "": no name.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Collector:
         changed: asyncio.Event,
         patience: FailureStreak,
         function: RewardFunction | None = None,
+        fingerprint: str = "",
     ) -> None:
         self._client = client
         self._store = store
@@ -62,6 +66,7 @@ class Collector:
         self._changed = changed
         self._patience = patience
         self._function = function
+        self._metadata = {FINGERPRINT: fingerprint} if fingerprint else {}
         self._capacity = min(config.concurrency, agent.capacity or config.concurrency)
         self._submission = Submission(
             store=store, source=source, config=config, steps=steps, shortage=shortage
@@ -70,7 +75,13 @@ class Collector:
         calls = ControlCalls(client, patience)
         self._settler = SlotSettler(groups=groups, calls=calls, store=store, config=config, function=function)
         self._reconciler = Reconciler(
-            groups=groups, settler=self._settler, calls=calls, patience=patience, store=store, config=config
+            groups=groups,
+            settler=self._settler,
+            calls=calls,
+            patience=patience,
+            store=store,
+            config=config,
+            fingerprint=fingerprint,
         )
 
     async def run(self) -> None:
@@ -131,7 +142,14 @@ class Collector:
         seed = episode_seed(self._seed, group.id, index, group.failures[index])
         sampling = {"base_seed": seed}
         attempt = Attempt(
-            group.task, "train", group.id, group.size, index, group.surplus or None, sampling=sampling
+            group.task,
+            "train",
+            group.id,
+            group.size,
+            index,
+            group.surplus or None,
+            metadata=self._metadata,
+            sampling=sampling,
         )
         opened = await open_attempt(self._client, attempt, limits=limits)
         group.registered = True

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from areal_agents.core.rollout import OPENED_BY_RUNNER
+from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER
 from areal_agents.rollout.agents.attempt import FailureStreak, backoff_s
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
@@ -21,7 +21,11 @@ LOOK_PERIOD_S = 1.0
 
 
 class Reconciler:
-    """Updates a collector's groups to their state in the store. Raises what `ControlCalls` raises."""
+    """Updates a collector's groups to their state in the store. Raises what `ControlCalls` raises.
+
+    Args:
+        fingerprint: see `Collector`.
+    """
 
     def __init__(
         self,
@@ -32,7 +36,9 @@ class Reconciler:
         patience: FailureStreak,
         store: Store,
         config: RolloutConfig,
+        fingerprint: str,
     ) -> None:
+        self._fingerprint = fingerprint
         self._groups = groups
         self._settler = settler
         self._calls = calls
@@ -98,6 +104,9 @@ class Reconciler:
             reason = f"group_size changed from {found.size} to {self._config.group_size}"
             await self._calls.drop(found.id, reason)
             return
+        if self._fingerprint and _fingerprints(found) - {self._fingerprint}:
+            await self._calls.drop(found.id, "the agent, its reward or its limits changed since it was begun")
+            return
         group = self._groups.begin(found.id, found.task, surplus=found.surplus)
         group.registered = True
         for index, slot in enumerate(_slots(found)):
@@ -110,6 +119,12 @@ class Reconciler:
 def _slots(found: OpenGroup) -> list[Slot]:
     count = found.size + found.surplus
     return read_slots(count, [attempt for tried in found.attempts.values() for attempt in tried])
+
+
+def _fingerprints(group: OpenGroup) -> set[str]:
+    """Return what its episodes were played with, as far as that was recorded."""
+    played = [attempt.metadata.get(FINGERPRINT) for tried in group.attempts.values() for attempt in tried]
+    return {fingerprint for fingerprint in played if fingerprint is not None}
 
 
 def _is_ours(group: OpenGroup) -> bool:
