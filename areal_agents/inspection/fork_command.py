@@ -83,7 +83,7 @@ def fork(
     loaded = load_config(config or own, overrides or (), weights=False)
     with stored(str(place)) as (store, _):
         forked = forked_turn(store, episode, turn)
-        weights, version = weights_of(place, policy, loaded, store)
+    weights, version = weights_of(place, policy, loaded)
     console = Console(stderr=True, highlight=False)
     found = play(
         loaded,

@@ -34,6 +34,7 @@ from areal_agents.inspection.forks import (
     first_leaving,
     metadata_of,
 )
+from areal_agents.inspection.sources import store_of_run
 from areal_agents.launch.children import Children
 from areal_agents.launch.context_length import told_of_context
 from areal_agents.launch.engines import wait_for_engines
@@ -80,8 +81,8 @@ class Resampling:
     only_turn: bool = False
 
 
-def weights_of(run: Path, given: str | None, config: Config, store: Store) -> tuple[NamedPolicy, int]:
-    """Return the weights that continue an episode of a run, and their version.
+def weights_of(run: Path, given: str | None, config: Config) -> tuple[NamedPolicy, int]:
+    """Return the weights that continue an episode of a run, and their version; 0 if that is not known.
 
     Args:
         run: the run's folder, or a store file.
@@ -95,25 +96,23 @@ def weights_of(run: Path, given: str | None, config: Config, store: Store) -> tu
     from areal_agents.training.checkpoint.checkpoint import read_facts
     from areal_agents.training.checkpoint.files import complete_steps
 
-    folder = RunFolder(run)
-    if given is None and folder.final_model.is_dir():
-        given = "final"
-    elif given is None:
-        steps = complete_steps(run / "checkpoints") if run.is_dir() else []
-        given = str(steps[-1]) if steps else None
+    if given is None and run.is_dir():
+        steps = complete_steps(run / "checkpoints")
+        given = "final" if RunFolder(run).final_model.is_dir() else str(steps[-1]) if steps else None
     if given is None:
         return NamedPolicy(config.model, Path(config.model)), 0
     if given in ("final", "best") or given.isdecimal():
-        policy = policy_of_run(f"{run}@{given}")
-        if policy is None:
+        if not run.is_dir():
             raise ConfigError(f"--policy: {run} is not the folder of a run, so it has no {given}")
-    else:
-        policy = policy_of_run(given) or NamedPolicy(given, Path(model_folder(given, Path.cwd())))
-    published = store.published_versions()
-    if given == "final" and published:
-        return policy, published[-1].version
+        given = f"{run}@{given}"
+    policy = policy_of_run(given)
+    if policy is None:
+        return NamedPolicy(given, Path(model_folder(given, Path.cwd()))), 0
+    of, _, _ = given.rpartition("@")
+    with store_of_run(RunFolder(Path(of))) as store:
+        published = store.published_versions()
     if policy.checkpoint is None:
-        return policy, 0
+        return policy, published[-1].version if published else 0
     step = read_facts(policy.checkpoint)["step"]
     return policy, next((row.version for row in reversed(published) if row.step == step), 0)
 

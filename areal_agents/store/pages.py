@@ -265,6 +265,12 @@ def _listed(connection: sa.Connection, condition: sa.ColumnElement[bool]) -> lis
     return out
 
 
+def has_episode(connection: sa.Connection, episode_id: str) -> bool:
+    """Whether there is an episode with this id."""
+    query = sa.select(sa.exists().where(episodes.c.id == episode_id))
+    return bool(connection.execute(query).scalar_one())
+
+
 def listed_episode(connection: sa.Connection, episode_id: str) -> ListedEpisode:
     """Return one episode in the form of a list. Raises NotFound if there is none with this id."""
     found = _listed(connection, episodes.c.id == episode_id)

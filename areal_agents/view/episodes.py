@@ -10,8 +10,9 @@ import numpy as np
 
 from areal_agents.core.rollout import Reward
 from areal_agents.core.trajectory import Turn
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ConfigError, StoreError
 from areal_agents.store import NotFound, pages, reads
+from areal_agents.view.forks import shown_forks, shown_origin
 from areal_agents.view.runs import Run
 from areal_agents.view.trained import trained_turns
 
@@ -21,7 +22,7 @@ _DIGITS = 5  # of logprobs, after the point
 
 def shown_episode(run: Run, episode_id: str) -> dict[str, Any]:
     """Return an episode with its turns, rewards and neighbours. Raises NotFound or StoreError."""
-    with run.episodes.read() as connection:
+    with run.reading(episode_id) as (connection, of_run):
         listed = pages.listed_episode(connection, episode_id)
         row = reads.episode_row(connection, id=episode_id)
         task = pages.task_of(connection, episode_id)
@@ -37,6 +38,11 @@ def shown_episode(run: Run, episode_id: str) -> dict[str, Any]:
         score = sum(again.values())
     if group is not None:
         group = run.with_new_scores(group)
+    forks, forks_problem = [], None
+    try:
+        forks = shown_forks(run, episode_id)
+    except StoreError as error:  # the episode can be shown all the same
+        forks_problem = str(error)
     return {
         **asdict(listed),
         "score": score,
@@ -57,6 +63,9 @@ def shown_episode(run: Run, episode_id: str) -> dict[str, Any]:
         "batch_version": version,
         "max_staleness": _max_staleness(run),
         "staleness": _staleness(turns.values(), version),
+        "forked_from": shown_origin(row.metadata, of_run=of_run),
+        "forks": forks,
+        "forks_problem": forks_problem,
     }
 
 
@@ -74,7 +83,7 @@ def shown_tokens(run: Run, episode_id: str, leaf: str, start: int) -> dict[str, 
     Raises:
         NotFound: the episode or the turn does not exist, or its tokens were deleted.
     """
-    with run.episodes.read() as connection:
+    with run.reading(episode_id) as (connection, _):
         listed = pages.listed_episode(connection, episode_id)
         turns = pages.kept_turns(connection, episode_id)
         version = pages.batch_version(connection, listed.group_id) if listed.group_id is not None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.inspection.forks import forks_folder
 from areal_agents.inspection.runs import is_running, state_of
 from areal_agents.inspection.sources import config_of_run, read_json, rerun_in
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.store import NotFound
+from areal_agents.store import NotFound, pages
 from areal_agents.store.pages import ListedGroup
 from areal_agents.store.read_only import ReadOnlyStore
 from areal_agents.view.texts import TokenTexts
@@ -42,6 +43,8 @@ class Run:
         self.store = store
         self.rerun = rerun_in(folder) if folder is not None else None
         self.episodes = store if self.rerun is None else ReadOnlyStore(Path(self.rerun["store"]))
+        place = folder.root if folder is not None else store.path
+        self._forks = ReadOnlyStore(forks_folder(place).store)
         self._model = model
         self._lock = threading.Lock()
         self._metrics = MetricsFile(folder.metrics) if folder is not None else None
@@ -55,6 +58,25 @@ class Run:
         config = config_of_run(folder)
         url = (config.get("store") or {}).get("url")
         return cls(folder.root.name, folder, ReadOnlyStore(_path_of(url) if url else folder.store), model)
+
+    @property
+    def forks(self) -> ReadOnlyStore | None:
+        """The store of the forks of its episodes; None if there is none."""
+        return self._forks if self._forks.path.exists() else None
+
+    @contextlib.contextmanager
+    def reading(self, episode_id: str) -> Iterator[tuple[sa.Connection, bool]]:
+        """Open the store that has an episode: `episodes`, unless only that of the forks has it.
+
+        Yields:
+            A connection as of `ReadOnlyStore.read`, and whether it is that of `episodes`.
+        """
+        with self.episodes.read() as connection:
+            if self.forks is None or pages.has_episode(connection, episode_id):
+                yield connection, True
+                return
+        with self.forks.read() as connection:
+            yield connection, False
 
     def config(self) -> dict[str, Any]:
         """Return the configuration, {} of a store alone. Raises ConfigError if it cannot be read."""

@@ -258,6 +258,19 @@ def test_branches_and_why_a_turn_is_a_new_root(page: Any) -> None:
     until(page, "document.querySelector('.episode').innerText.includes('Spain, says')")
 
 
+def test_forks_are_branches_that_lead_to_their_pages_and_back(page: Any) -> None:
+    page.goto(f"/{RUN}/episode/nice-1-0")
+    page.wait_for_selector(".tree .fork")
+    forks = page.locator(".tree .fork")
+    assert [text.split("\n")[-1] for text in forks.all_inner_texts()] == ["1.000", "0.000"]
+    assert ATTACK[:40] in forks.nth(1).inner_text() and page.locator(_IMAGES).count() == 0
+    forks.nth(0).click()
+    page.wait_for_url("**/episode/fork-1")
+    until(page, "document.querySelector('.episode')?.innerText.includes('It is in France')")
+    page.get_by_text("forked from nice-1-0 at turn 2").click()
+    page.wait_for_url("**/episode/nice-1-0?turn=nice-1-0%2F2")
+
+
 def test_two_episodes_side_by_side(page: Any) -> None:
     page.goto(f"/{RUN}/group/lyon%402")
     page.get_by_label("Compare lyon-2-0").check()

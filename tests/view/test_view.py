@@ -148,6 +148,37 @@ def test_an_episode_has_its_branches_and_why_they_forked(http: httpx.Client) -> 
     assert found["group_episodes"] == [{"id": "lyon-1-0", "score": 0.0}, {"id": "lyon-1-1", "score": 1.0}]
 
 
+def test_forks_are_shown_at_their_episode_and_by_themselves(http: httpx.Client) -> None:
+    forks = get(http, "run/episodes/nice-1-0")["forks"]
+    assert [(fork["id"], fork["turn_id"], fork["status"], fork["score"]) for fork in forks] == [
+        ("fork-1", "nice-1-0/2", "finished", 1.0),
+        ("fork-2", "nice-1-0/2", "finished", 0.0),
+    ]  # the third one never sampled the turn
+    assert (forks[0]["text"], forks[1]["text"], forks[0]["policy"]) == (
+        "It is in France",
+        ATTACK,
+        "run@final",
+    )
+    fork = get(http, "run/episodes/fork-1")
+    assert [turn["id"] for turn in fork["turns"]] == ["fork-1/1", "fork-1/2"] and fork["forks"] == []
+    assert fork["forked_from"] == {
+        "episode": "nice-1-0", "turn": 2, "turn_id": "nice-1-0/2", "policy": "run@final", "seed": 0,
+        "is_here": True,
+    }  # fmt: skip
+    tokens = get(http, "run/episodes/fork-1/tokens", leaf="fork-1/2")
+    assert [part["mask"] for part in tokens["parts"]] == ["evaluation"] * 2
+    other = get(http, "run/episodes/lyon-1-0")
+    assert other["forks"] == [] and other["forked_from"] is None
+    assert "fork-1" not in ids(get(http, "run/episodes", limit=50))
+
+
+def test_damaged_forks_hide_no_episode_of_the_run(copied: Path) -> None:
+    (copied / "forks" / "store.db").write_text("no store")
+    with serving(copied) as url, httpx.Client(base_url=url, timeout=30) as client:
+        found = get(client, "run/episodes/nice-1-0")
+    assert found["forks"] == [] and "forks/store.db is not a readable SQLite file" in found["forks_problem"]
+
+
 def test_staleness_is_counted_from_the_version_that_the_batch_began_with(http: httpx.Client) -> None:
     found = get(http, "run/episodes/lyon-3-1")
     tokens = [token for part in _tokens(http, "lyon-3-1", "lyon-3-1/2") for token in part["versions"]]

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +106,41 @@ def make_run(root: Path, *, name: str = "run") -> Path:
         _fill(Writer(store))
         rows = [_metrics(step, began) for step in range(1, STEPS + 1)]
         first = store.turns_of("lyon-1-1")[0]
+        left = store.turns_of("nice-1-0")
     _record_tokens(folder, first)
+    _fork(folder, left)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "summary.json").write_text(
         json.dumps({"heldout_before": 0.0, "heldout_after": 1.0, "wall_s": 12.5})
     )
     return folder
+
+
+def _fork(folder: Path, turns: list[Turn]) -> None:
+    """Write forks of an episode's second turn: one answers, one is an attack, and one was stopped."""
+    (folder / "forks").mkdir()
+    with Store.open(folder / "forks" / "store.db") as store:
+        writer = Writer(store)
+        for number, text in enumerate(("It is in France", ATTACK, ""), 1):
+            name = f"fork-{number}"
+            given = replace(turns[0], id=f"{name}/1")
+            again = [
+                writer.turn(
+                    f"{name}/2", list(turns[1].new_messages), Message("assistant", text), parent=given.id
+                )
+            ]
+            metadata = {
+                "forked_from": "nice-1-0", "turn": 2, "turn_id": turns[1].id, "given": 1, "fork": number,
+                "policy": "run@final", "seed": 0,
+            }  # fmt: skip
+            writer.episode(
+                name,
+                Task("nice", {"question": "Where is nice?"}),
+                [given, *(again if text else [])],
+                float(number == 1) if text else None,
+                split="eval",
+                metadata=metadata,
+            )
 
 
 def _fill(writer: Writer) -> None:

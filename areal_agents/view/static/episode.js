@@ -36,12 +36,15 @@ export function Episode({ run, id, values }) {
     <div class="row small soft"><span class="mono">${data.id}</span><${Status} value=${data.status} />
       <span class="chip">${data.split}${data.evaluation ? ` ${data.evaluation}` : ""}</span>
       ${data.limit_reached && html`<span class="chip warn">limit: ${data.limit_reached}</span>`}
-      <a href=${episodesLink(run, { task: data.task.id })}>task ${data.task.id}</a></div>
+      <a href=${episodesLink(run, { task: data.task.id })}>task ${data.task.id}</a>
+      ${data.forked_from && html`<${Origin} run=${run} origin=${data.forked_from} />`}</div>
+    ${data.forks_problem && html`<div class="note">The forks cannot be shown: ${data.forks_problem}</div>`}
     ${data.error && html`<div class="problem above"><b>Error</b><pre>${data.error}</pre></div>`}
     <${Facts} items=${[
       ["Score", score(data.score)],
       ...data.rewards.filter((reward) => reward.name !== "return" || data.rewards.length > 1).slice(0, 4).map((reward) => [`Reward ${reward.name}`, score(reward.value), `${reward.scope} ${reward.target}`]),
       ["Turns", html`${number(data.turns.length)}<span class="faint"> in ${number(branches)} ${branches === 1 ? "branch" : "branches"}</span>`],
+      ...forks(data),
       ["Sampled tokens", number(data.sampled_tokens)],
       ["Versions", range(data.version_min, data.version_max)],
       data.step !== null && ["Step", html`<a href=${stepLink(run, data.step)}>${data.step}</a>`],
@@ -52,7 +55,7 @@ export function Episode({ run, id, values }) {
       <${Strip} run=${run} here=${data.id} episodes=${data.group_episodes} /></div>`}
     ${!data.turns.length ? html`<div class="empty"><h2>No model call was recorded</h2><p>The agent ended before it called the model. ${data.error ? "The error above says why." : "Check the base_url of its client with areal-agents doctor."}</p></div>` : html`
     <div class="episode above">
-      <div class="side"><h2>Turns</h2><${Tree} forest=${forest} leaf=${leaf} current=${values.turn} choose=${choose} />
+      <div class="side"><h2>Turns</h2><${Tree} run=${run} forest=${forest} forks=${data.forks} leaf=${leaf} current=${values.turn} choose=${choose} />
         <details><summary class="soft">Task and settings</summary><pre class="code small">${JSON.stringify({ task: data.task, metadata: data.metadata, limits: data.limits, sampling: data.sampling }, null, 2)}</pre></details></div>
       <div class="grow">
         <${Choice} label="View" value=${shown} options=${[["conversation", "Conversation"], ["tokens", "Tokens"]]} onChange=${(name) => change({ view: name === "tokens" ? "tokens" : "" })} />
@@ -64,6 +67,20 @@ export function Episode({ run, id, values }) {
 }
 
 const kept = (values) => ({ view: values.view, colour: values.colour });
+
+function Origin({ run, origin }) {
+  const text = `forked from ${origin.episode} at turn ${origin.turn}`;
+  const title = `Turn ${origin.turn} was sampled again by ${origin.policy}, seed ${origin.seed}; the turns before it are copies`;
+  return origin.is_here ? html`<a title=${title} href=${episodeLink(run, origin.episode, { turn: origin.turn_id })}>${text}</a>` : html`<span title=${title}>${text}</span>`;
+}
+
+function forks(data) {
+  if (!data.forks.length) return [];
+  const scores = data.forks.filter((fork) => fork.status !== "failed" && fork.score !== null).map((fork) => fork.score);
+  const fromOne = new Set(data.forks.map((fork) => fork.turn_id)).size === 1;
+  const mean = scores.length && fromOne ? html`<span class="faint">, mean score ${score(scores.reduce((sum, value) => sum + value, 0) / scores.length)}</span>` : "";
+  return [["Forks", html`${number(data.forks.length)}${mean}`, "Continuations that areal-agents fork sampled; they are below the turns"]];
+}
 
 function staleness(data) {
   const counts = Object.entries(data.staleness).map(([value, count]) => [Number(value), count]);
