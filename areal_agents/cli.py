@@ -98,6 +98,7 @@ def train(
     if quiet and as_json:
         raise typer.BadParameter("--quiet and --json are two forms of the same output; give one of them")
     require("torch", "training")
+    from areal_agents import telemetry
     from areal_agents.config import load_config
     from areal_agents.launch.joining import join
     from areal_agents.launch.nodes import nodes_of
@@ -107,6 +108,7 @@ def train(
 
     console = Console(stderr=as_json)
     loaded = load_config(config, overrides or ())
+    telemetry.check(loaded.telemetry)
     nodes = nodes_of(loaded.trainer, os.environ)
     try:
         if nodes.rank:

@@ -26,6 +26,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "acp": ("acp",),
     "mcp": ("mcp",),
+    "otel": ("opentelemetry",),
     "gpu": ("bitsandbytes", "liger_kernel"),
 }  # fmt: skip
 

@@ -14,7 +14,12 @@ from areal_agents.extras import MODULES, install_command
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "search_agent" / "model"
-NAMES = {"agent-client-protocol": "acp", "pyyaml": "yaml"}  # distributions whose module has another name
+NAMES = {  # distributions whose module has another name
+    "agent-client-protocol": "acp",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
+    "pyyaml": "yaml",
+}
 
 
 def test_every_requirement_of_an_extra_is_known() -> None:

@@ -39,6 +39,7 @@ from areal_agents.rollout.config import (
     RolloutConfig,
 )
 from areal_agents.store.config import StoreConfig
+from areal_agents.telemetry.config import TelemetryConfig
 from areal_agents.training.config import TrainerConfig
 from areal_agents.user_functions import names_a_function
 
@@ -122,6 +123,7 @@ class Config(Settings):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     proxy: ProxyConfig = Field(default_factory=ProxyConfig)
     store: StoreConfig = Field(default_factory=StoreConfig)
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
 
     @field_validator("name")
     @classmethod

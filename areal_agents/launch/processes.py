@@ -32,6 +32,7 @@ from areal_agents.launch.supervision import EXIT_STOPPED, end_with_supervisor
 from areal_agents.model_folder import text_config
 from areal_agents.sockets import allow_many_connections
 from areal_agents.stacks import answer_with_stacks
+from areal_agents.telemetry import exporting
 from areal_agents.whole_files import write_whole
 
 
@@ -109,6 +110,8 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         adapters=config.trainer.publish.transport == "lora",
         vocab_size=_vocab_size(Path(config.model)),
         page=Page(FACTORY, str(store), config.model, str(folder.root), endpoints.view_key),
+        telemetry=config.telemetry,
+        run=config.name,
     )
 
 
@@ -185,6 +188,9 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             if store is not None and config.loop == "one_step_off":
                 data_ended = end_of_data(config.data, store, seed=config.seed)
         by_ipc = config.trainer.publish.transport == "ipc"
+        spans = None
+        if first:
+            spans = opened.enter_context(exporting(config.telemetry, "trainer", run=config.name))
         result = run(
             config.trainer,
             config.algorithm,
@@ -192,6 +198,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             engines=engines,
             model_path=config.model,
             run_dir=folder.root,
+            spans=spans,
             groups=config.rollout.groups,
             max_staleness=config.rollout.max_staleness,
             on_stale=config.rollout.on_stale,

@@ -40,6 +40,7 @@ from areal_agents.proxy.metrics import Metrics
 from areal_agents.proxy.page import page_routes
 from areal_agents.proxy.paths import split_path
 from areal_agents.proxy.status import StatusRoutes
+from areal_agents.proxy.traces import Traces
 from areal_agents.proxy.workers.forwarding import WorkerRouting
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
@@ -58,15 +59,23 @@ def create_app(
     retention: Retention | None = None,
     page: ASGIApp | None = None,
     starts: Mapping[str, RecordedStart] | None = None,
+    traces: Traces | None = None,
 ) -> ASGIApp:
     """Return the proxy as an ASGI app. The caller owns the store and the engine, and closes them afterwards.
 
     `observer` is called with the record of each model call when the call has ended. `retention` removes
     trained turns, as the setting `store.retain` requires. `page` is the app at /view; None: there is none.
-    `starts` has the turns that forked episodes repeat, by the id of the episode.
+    `starts` has the turns that forked episodes repeat, by the id of the episode. `traces` writes the spans of
+    episodes and model calls; None: nobody asks for them.
     """
     parts = _Parts.of(
-        store=store, engine=engine, renderer=renderer, config=config, workers=None, starts=starts
+        store=store,
+        engine=engine,
+        renderer=renderer,
+        config=config,
+        workers=None,
+        starts=starts,
+        traces=traces,
     )
     app, _ = _app_of(parts, observer, retention, page)
     return _guarded(app, config)
@@ -81,13 +90,16 @@ def create_worker_app(
     workers: Workers,
     retention: Retention | None = None,
     page: ASGIApp | None = None,
+    traces: Traces | None = None,
 ) -> tuple[ASGIApp, Callable[[str], int]]:
     """Return the app of one of several workers on one store, and a function that assigns paths to workers.
 
     The app forwards requests for the episodes of other workers to them. The function returns the index of
     the worker that a request path belongs to.
     """
-    parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=workers)
+    parts = _Parts.of(
+        store=store, engine=engine, renderer=renderer, config=config, workers=workers, traces=traces
+    )
     app, calls = _app_of(parts, None, retention, page)
     ownership = parts.ownership
     assert ownership is not None
@@ -134,7 +146,9 @@ def _app_of(
 ) -> tuple[ASGIApp, ModelCalls]:
     config = parts.config
     metrics = parts.metrics()
-    calls = parts.model_calls(_each_of(metrics.observe, log_call if config.log_calls else None, observer))
+    log = log_call if config.log_calls else None
+    trace = None if parts.traces is None else parts.traces.call_ended
+    calls = parts.model_calls(_each_of(metrics.observe, log, trace, observer))
     status = StatusRoutes(engine=parts.engine, metrics=metrics, auth=parts.auth)
     app = Starlette(
         routes=[*calls.routes(), *status.routes(), *parts.control().routes(), *page_routes(page)],
@@ -166,6 +180,7 @@ class _Parts:
     bodies: Bodies
     completer: Completer
     pass_through: PassThrough
+    traces: Traces | None
 
     @classmethod
     def of(
@@ -176,10 +191,13 @@ class _Parts:
         renderer: ChatRenderer,
         config: ProxyConfig,
         workers: Workers | None,
+        traces: Traces | None,
         starts: Mapping[str, RecordedStart] | None = None,
     ) -> _Parts:
         ownership = Ownership(store, workers) if workers is not None else None
-        sessions = Sessions(store, ownership.owner if ownership is not None else None, starts)
+        owner = ownership.owner if ownership is not None else None
+        ended = None if traces is None else traces.episode_ended
+        sessions = Sessions(store, owner, starts, ended=ended)
         return cls(
             store=store,
             engine=engine,
@@ -193,6 +211,7 @@ class _Parts:
             bodies=Bodies(max_bytes=config.max_body_bytes, max_values=config.max_json_values),
             completer=Completer(store=store, engine=engine, renderer=renderer, config=config),
             pass_through=PassThrough(config),
+            traces=traces,
         )
 
     @property
@@ -229,6 +248,7 @@ class _Parts:
             config=self.config,
             bodies=self.bodies,
             new_key=self.workers.new_key if self.workers is not None else new_episode_key,
+            keeps_trace=self.traces is not None,
         )
 
     def housekeeping(self, retention: Retention | None) -> Housekeeping:

@@ -101,6 +101,8 @@ class TextLines(logging.Formatter):
 def call_fields(call: CallRecord) -> dict[str, Any]:
     """Return the fields of a call for JSON; each turn is summarised, without its messages and tokens."""
     fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
+    del fields["episode"]  # it has the hash of a key
+    fields |= {"episode_id": call.episode_id, "split": call.split}
     fields["turns"] = [
         {
             "id": turn.id,

@@ -31,11 +31,13 @@ from areal_agents.proxy.http_limits import LimitedProtocol
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.page import Page, announce_page
 from areal_agents.proxy.socket_limits import LimitedWebSocket
+from areal_agents.proxy.traces import Traces
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
 from areal_agents.rendering import ChatRenderer
 from areal_agents.sockets import BACKLOG, allow_many_connections, url_of
 from areal_agents.store import Retention, Store, StoreConfig, store_path
+from areal_agents.telemetry import TelemetryConfig, exporting
 
 __all__ = [
     "build_server",
@@ -68,6 +70,8 @@ def serve(
     vocab_size: int | None = None,
     engine_options: dict[str, Any] | None = None,
     page: Page | None = None,
+    telemetry: TelemetryConfig | None = None,
+    run: str = "",
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
@@ -85,6 +89,8 @@ def serve(
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
         engine_options: options of the embedded engine, fields of EmbeddedEngineConfig.
         page: the page at /view; None: there is none.
+        telemetry: where spans are exported to; None: as the environment says.
+        run: the name of the run that the proxy belongs to.
         announce: called with one line for the user when the proxy is about to answer requests.
 
     Raises:
@@ -103,6 +109,7 @@ def serve(
         wait_for_orphans(folder)
         renderer = make_renderer(model, config)
         settings = durability or StoreConfig()
+        spans = stack.enter_context(exporting(telemetry or TelemetryConfig(), "proxy", run=run))
         opened = stack.enter_context(Store.open(store, settings.durability))
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
@@ -119,6 +126,7 @@ def serve(
             config=config,
             retention=retention_of(opened, settings),
             page=page,
+            traces=None if spans is None else Traces(spans, run),
         )
 
 
@@ -161,6 +169,7 @@ def serve_with_engines(
     worker: WorkerSockets | None = None,
     retention: Retention | None = None,
     page: Page | None = None,
+    traces: Traces | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve on bound sockets, with running engines, until SIGTERM or Ctrl-C.
@@ -169,7 +178,9 @@ def serve_with_engines(
     """
     allow_many_connections()
     pool = make_pool(engines, store=store, renderer=renderer, request_timeout_s=config.generate_timeout_s)
-    parts: dict[str, Any] = {"store": store, "engine": pool, "renderer": renderer, "config": config}
+    parts: dict[str, Any] = {
+        "store": store, "engine": pool, "renderer": renderer, "config": config, "traces": traces,
+    }  # fmt: skip
     servers: list[uvicorn.Server] = []
     if page is not None:
         parts["page"] = page.make(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -34,11 +34,15 @@ from areal_agents.training.metrics.step_metrics import (
     queue_metrics,
     system_metrics,
 )
+from areal_agents.training.metrics.step_spans import export_step
 from areal_agents.training.model.run_models import Models
 from areal_agents.training.publish.publisher import Publisher
 from areal_agents.training.records.writer import RecordWriter
 from areal_agents.training.step.recording import TrainedTokens
 from areal_agents.training.step.step import StepOptions, StepResult, Stopped, train_batch
+
+if TYPE_CHECKING:
+    from areal_agents.telemetry.spans import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class TrainingLoop:
             are.
         progress: the last step, whose version is published.
         until: the last step to train; the learning rate's schedule follows `config.steps`.
+        spans: exports the spans of steps, on the first rank; None: nobody asks for them.
         saved_step: the step of the newest checkpoint, or the initial step.
         last: metrics of the last step of this process run, on the first rank.
     """
@@ -90,6 +95,7 @@ class TrainingLoop:
     seed: int
     progress: TrainingProgress
     until: int
+    spans: Spans | None
     saved_step: int = field(init=False)
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -170,8 +176,11 @@ class TrainingLoop:
         swap_wait_s = self._wait_for_swap()
         progress = TrainingProgress(self.progress.step + 1, self.progress.version + 1, announced.position)
         published = None
+        published_s = None
         if self.publisher is not None:
+            publishing_s = time.time()
             published = self.publisher.publish(version=progress.version, step=progress.step)
+            published_s = (publishing_s, time.time())
         self.progress = progress
         if batch is None:
             return {}
@@ -197,6 +206,10 @@ class TrainingLoop:
                 peak=peak_flops(self.ranks.device),
             ),
         }
+        if self.spans is not None:
+            now_s = time.time()
+            began_s = now_s - (time.monotonic() - began)
+            export_step(self.spans, values, began_s=began_s, ended_s=now_s, published_s=published_s)
         logger.info(
             "step %d: reward %.3f, %d tokens, waited %.1f s, trained %.1f s, paused %.2f s",
             progress.step, values["reward_mean"], values["tokens"], wait_s, train_s, values["pause_s"],

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,6 +41,9 @@ from areal_agents.training.publish.publisher import Publisher
 from areal_agents.training.records.writer import RecordWriter, drop_steps_after
 from areal_agents.training.step.step import StepOptions
 from areal_agents.training.step.teacher import EngineTeacher
+
+if TYPE_CHECKING:
+    from areal_agents.telemetry.spans import Spans
 
 _ENDING_TRAINER_S = 60.0  # longest wait for the trainer of an earlier process run to end
 
@@ -81,6 +85,7 @@ def run(
     stored: StoredSteps | None = None,
     evaluates: bool = False,
     data_ended: Callable[[], bool] = lambda: False,
+    spans: Spans | None = None,
 ) -> RunResult:
     """Train until `config.steps` batches are done, or `stop` is set. An interrupted run is resumed
     automatically.
@@ -112,6 +117,7 @@ def run(
         evaluates: whether held-out evaluations are written to the store during training.
         data_ended: returns whether all groups of the data have started, so that with `swap_between_batches`
             an incomplete last batch is not waited for.
+        spans: exports a span for each step and each publication; None: nobody asks for them.
 
     Raises:
         TrainingError: the model or checkpoint cannot be used, groups did not come in time, or too many
@@ -208,6 +214,7 @@ def run(
             parking=models.parking(group.device) if parks else None, checkpoints=checkpoints, best=best,
             metrics=metrics, records=records, stop=stop, seed=seed, progress=progress,
             until=config.steps if start is None else start.until,
+            spans=spans if group.is_first else None,
         )  # fmt: skip
         finished = loop.run()
         if publisher is not None:

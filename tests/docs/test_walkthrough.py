@@ -143,6 +143,7 @@ NOT_RUN = {
     ("docs/serve-and-train.md", "areal-agents train config.yaml"): "as in the README",
     ("docs/serve-and-train.md", "areal-agents serve --model runs"): "as in the README",
     ("docs/inspecting.md", "areal-agents rerun"): "tests/rerun",
+    ("docs/inspecting.md", "pip install 'areal-agents[otel]'"): "tests/telemetry/test_spans.py",
     ("docs/inspecting.md", "areal-agents why"): "tests/inspection/test_why.py",
     ("docs/inspecting.md", "areal-agents episodes import"): "tests/inspection/test_importing.py",
     ("docs/training.md", "areal-agents episodes import"): "tests/inspection/test_importing.py",

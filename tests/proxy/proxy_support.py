@@ -23,6 +23,7 @@ from areal_agents.inference import SGLangEngine
 from areal_agents.proxy import ProxyConfig, create_app
 from areal_agents.proxy.page import Page
 from areal_agents.proxy.server import build_server
+from areal_agents.proxy.traces import Traces
 from areal_agents.rendering import ChatRenderer
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
@@ -104,6 +105,7 @@ def running_proxy(
     *,
     headers: dict[str, str] | None = None,
     page: Page | None = None,
+    traces: Traces | None = None,
     **config: Any,
 ) -> Iterator[RunningProxy]:
     """A proxy on a real uvicorn server in a thread. Leaving it seals nothing."""
@@ -111,7 +113,9 @@ def running_proxy(
     with Store.open(store_path) as store, listen("127.0.0.1", 0) as listener:
         servers: list[uvicorn.Server] = []
         made = page and page.make(admin_key=settings.admin_key, is_stopping=lambda: servers[0].should_exit)
-        app = create_app(store=store, engine=engine, renderer=engine.renderer, config=settings, page=made)
+        app = create_app(
+            store=store, engine=engine, renderer=engine.renderer, config=settings, page=made, traces=traces
+        )
         server = build_server(app, max_message_bytes=settings.max_body_bytes)
         servers.append(server)
         server.config.timeout_graceful_shutdown = 1

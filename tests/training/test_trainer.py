@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from safetensors.torch import load_file
 from stored_support import break_reward, drop_reasons
 from training_support import record_groups
@@ -17,6 +18,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
+from areal_agents.telemetry.spans import Spans
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.run import RunResult, run
 
@@ -32,6 +34,7 @@ def train(
     max_staleness: int = 8,
     stop: threading.Event | None = None,
     algorithm: AlgorithmConfig | None = None,
+    spans: Spans | None = None,
     **config: object,
 ) -> RunResult:
     options = {"lr": 1e-2, "batch_timeout_s": 5, **config}
@@ -45,6 +48,7 @@ def train(
         groups=groups,
         max_staleness=max_staleness,
         stop=stop or threading.Event(),
+        spans=spans,
     )
 
 
@@ -62,7 +66,9 @@ def metrics_of(run_dir: Path) -> list[dict]:
 
 def test_trains_publishes_and_marks(store: Store, engine_url: str, model_folder: Path, run_dir: Path) -> None:
     record_groups(store, engine_url, ["a", "b", "c", "d", "e"])
-    result = train(store, engine_url, model_folder, run_dir, steps=2)
+    exporter = InMemorySpanExporter()
+    spans = Spans(exporter, at_once=True)
+    result = train(store, engine_url, model_folder, run_dir, steps=2, spans=spans)
     assert result == RunResult(step=2, version=2, finished=True)
     assert store.group_counts() == {"pending": 0, "complete": 1, "leased": 0, "trained": 4, "dropped": 0}
     latest = store.latest_version()
@@ -83,6 +89,14 @@ def test_trains_publishes_and_marks(store: Store, engine_url: str, model_folder:
     final = AutoModelForCausalLM.from_pretrained(run_dir / "final").state_dict()
     assert all((final[name] == tensor).all() for name, tensor in published.items())
     assert list((run_dir / "tb").iterdir())
+    step, publication, *later = exporter.get_finished_spans()
+    assert [span.name for span in (step, publication, *later)] == ["train_step", "publish_weights"] * 2
+    assert publication.parent is not None and publication.parent.span_id == step.context.span_id
+    assert step.start_time <= publication.start_time < publication.end_time <= step.end_time
+    assert step.attributes["areal_agents.policy_version"] == 1
+    assert step.attributes["areal_agents.loss"] == first["loss"]
+    assert publication.attributes["areal_agents.pause_s"] == first["pause_s"]
+    assert later[0].context.trace_id != step.context.trace_id
 
 
 def test_a_second_run_of_a_finished_one_publishes_its_weights_again(

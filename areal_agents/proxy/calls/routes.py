@@ -44,12 +44,14 @@ from areal_agents.proxy.dialects.messages.dialect import Messages
 from areal_agents.proxy.dialects.reading import flag
 from areal_agents.proxy.dialects.replayed import MessageMemo
 from areal_agents.proxy.dialects.responses.dialect import ResponsesDialect
+from areal_agents.proxy.dialects.writing import model_name
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes, session_name
 from areal_agents.proxy.episodes.sessions import Session, Sessions
 from areal_agents.proxy.errors import ClientGone, as_request_error, headers_of, log_refusal
 from areal_agents.proxy.paths import split_path
 from areal_agents.proxy.volatile import VolatileText
 from areal_agents.rendering import ChatRenderer
+from areal_agents.telemetry import TRACEPARENT
 
 _logger = logging.getLogger(__name__)
 
@@ -254,7 +256,13 @@ class ModelCalls:
 
     async def _call(self, path: str, dialect: Dialect, request: Request, read: Read) -> Response:
         """Return the response to a call, whose fields `read` returns."""
-        record = CallRecord(path, dialect.name, client=request.headers.get("user-agent", ""))
+        headers = request.headers
+        record = CallRecord(
+            path,
+            dialect.name,
+            client=headers.get("user-agent", ""),
+            traceparent=headers.get(TRACEPARENT, ""),
+        )
         started = time.monotonic()
         try:
             return await self._answer(dialect, request, read, record, started)
@@ -270,7 +278,7 @@ class ModelCalls:
         caller = self._auth.identify(request)
         body = await read(request)
         record.ignored = ignored_fields(dialect.name, body)
-        record.streamed = flag(body, "stream")
+        record.streamed, record.model = flag(body, "stream"), model_name(body)
         if (upstream := self._pass_through.upstream(body)) is not None:
             await self._check_caller(request)
             record.upstream = body["model"]
@@ -375,13 +383,13 @@ class ModelCalls:
 
         if caller.episode_key is not None:
             session = await self._sessions.by_key(caller.episode_key)
-            record.belongs_to(session.id, session.row.split)
+            record.episode = session.row
             context = self._context(headers, session)
             return session, await self._bodies.off_loop(request, lambda: read(context))
         name, task = session_name(headers, body), task_of(headers)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
         if known is not None:
-            record.belongs_to(known.id, known.row.split)
+            record.episode = known.row
         context = self._context(headers, known)
         model_request = await self._bodies.off_loop(request, lambda: read(context))
         if known is None:
@@ -389,7 +397,7 @@ class ModelCalls:
             known = await self._implicit.session(
                 caller, name, model_request, lambda session: retries.repeated(session, model_request), task
             )
-            record.belongs_to(known.id, known.row.split)
+            record.episode = known.row
         return known, model_request
 
     def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:

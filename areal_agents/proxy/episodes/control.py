@@ -35,6 +35,7 @@ from areal_agents.proxy.episodes.control_forms import (
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes
 from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.store import EpisodeRow, EpisodeState, SealedStatus, Store
+from areal_agents.telemetry import TRACEPARENT
 
 _CONTROL_BODY_BYTES = 8 * 2**20
 
@@ -42,7 +43,13 @@ _LARGEST_PAGE = 1000  # episodes
 
 
 class Control:
-    """The routes of the control API. `new_key` returns the key of a new episode."""
+    """The routes of the control API.
+
+    Args:
+        new_key: returns the key of a new episode.
+        keeps_trace: keep the header traceparent of the request that opens an episode in its metadata, for the
+            spans of the episode.
+    """
 
     def __init__(
         self,
@@ -54,6 +61,7 @@ class Control:
         config: ProxyConfig,
         bodies: Bodies,
         new_key: Callable[[], str] = new_episode_key,
+        keeps_trace: bool = False,
     ) -> None:
         self._store = store
         self._sessions = sessions
@@ -62,6 +70,7 @@ class Control:
         self._config = config
         self._bodies = bodies
         self._new_key = new_key
+        self._keeps_trace = keeps_trace
 
     def routes(self) -> list[Route]:
         """Return the routes of the app."""
@@ -82,7 +91,11 @@ class Control:
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         refuse_depth(body)
         key = self._new_key()
-        session = await self._sessions.open(new_episode(body, key, self._config.group_size))
+        new = new_episode(body, key, self._config.group_size)
+        trace = request.headers.get(TRACEPARENT)
+        if self._keeps_trace and trace is not None and TRACEPARENT not in new.metadata:
+            new = dataclasses.replace(new, metadata={**new.metadata, TRACEPARENT: trace})
+        session = await self._sessions.open(new)
         root = f"{self._public_url(request)}/e/{key}"
         base_urls = {"openai": f"{root}/v1", "anthropic": root, "google": root}
         urls = {"base_url": f"{root}/v1", "base_urls": base_urls}

@@ -36,6 +36,8 @@ from areal_agents.store import (
     opened_row,
 )
 
+EpisodeEnded = Callable[[EpisodeRow, EpisodeStatus, str | None], None]
+
 NO_MODEL_CALL = "the model was never called; does the agent's client use the episode's base_url and key?"
 _logger = logging.getLogger(__name__)
 
@@ -213,15 +215,22 @@ class Sessions:
     """The sessions of this process, by episode and by key.
 
     With several workers, `owner` is the name with which this worker opens episodes. `starts` has what forked
-    episodes repeat, by the id of the episode.
+    episodes repeat, by the id of the episode. `ended` is called with each episode that ends here, its status,
+    and the error that ended it.
     """
 
     def __init__(
-        self, store: Store, owner: str | None = None, starts: Mapping[str, RecordedStart] | None = None
+        self,
+        store: Store,
+        owner: str | None = None,
+        starts: Mapping[str, RecordedStart] | None = None,
+        *,
+        ended: EpisodeEnded | None = None,
     ) -> None:
         self._store = store
         self._starts = starts or {}
         self._owner = owner
+        self._ended = ended
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._loading: dict[str, asyncio.Task[Session]] = {}
@@ -294,6 +303,7 @@ class Sessions:
         refused because of a limit or is running.
         """
         session = self._by_id.get(episode_id)
+        ending = await self._row_to_end(episode_id) if self._ended is not None else None
         is_success = status in ("finished", "truncated")
         if session is not None and session.ledger.has_lost and is_success:
             status, how = "failed", {"error": "the engine failed on a model call that was never answered"}
@@ -315,7 +325,19 @@ class Sessions:
             self.forget(session)
             if session.row.group_id in self._over_sampled:
                 await self.end_aborted(session.row.group_id)
+        if self._ended is not None and ending is not None:
+            self._ended(ending, state.status, how.get("error"))
         return state
+
+    async def _row_to_end(self, episode_id: str) -> EpisodeRow | None:
+        """Return the row of an episode that is open; None if it has ended already, or does not exist."""
+        if (session := self._by_id.get(episode_id)) is not None:
+            return session.row if session.status == "open" else None
+        try:
+            row = await asyncio.to_thread(self._store.episode_row, episode_id)
+        except NotFound:  # `seal` raises it
+            return None
+        return row if row.status == "open" else None
 
     @property
     def has_over_sampled(self) -> bool:
@@ -330,6 +352,8 @@ class Sessions:
             if row.status != "open" and session.status == "open":
                 session.end(row.status)
                 self.forget(session)
+                if self._ended is not None:
+                    self._ended(session.row, row.status, row.error)
         if not any(session.status == "open" for session in members):
             self._over_sampled.discard(group_id)
 

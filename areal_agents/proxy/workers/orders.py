@@ -31,6 +31,8 @@ class Order:
         retain: the trained turns that are kept, as plain data; all if another worker removes them.
         config: the proxy's settings, as plain data.
         page: the page at /view; None: there is none.
+        telemetry: where spans are exported to, as plain data.
+        run: the name of the run that the proxy belongs to.
         public_fd: inherited listening socket of all workers.
         private_fd: inherited listening socket of this worker.
         inbox_fd: inherited socket that connections are received from; see `WorkerSockets`.
@@ -46,6 +48,8 @@ class Order:
     retain: dict[str, Any]
     config: dict[str, Any]
     page: Page | None
+    telemetry: dict[str, Any]
+    run: str
     public_fd: int
     private_fd: int
     inbox_fd: int

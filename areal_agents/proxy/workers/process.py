@@ -19,11 +19,13 @@ from areal_agents.process_control import exit_on_sigterm
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.server import make_renderer, retention_of, serve_with_engines
+from areal_agents.proxy.traces import Traces
 from areal_agents.proxy.workers.handover import WorkerSockets
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.stacks import answer_with_stacks
 from areal_agents.store import Store, StoreConfig
+from areal_agents.telemetry import TelemetryConfig, exporting
 
 _END_WITHIN_S = 15.0
 _LONGEST_ORDER = 2**20
@@ -44,6 +46,8 @@ def serve_worker(order: Order) -> None:
         renderer = make_renderer(order.model, config)
         # Entered before the store is opened, so that the lock is held until the store's queued writes end.
         stack.enter_context(workers.holding_lock())
+        telemetry = TelemetryConfig.model_validate(order.telemetry)
+        spans = stack.enter_context(exporting(telemetry, "proxy", run=order.run))
         store = stack.enter_context(Store.open(order.store, settings.durability))
         serve_with_engines(
             public,
@@ -55,6 +59,7 @@ def serve_worker(order: Order) -> None:
             worker=WorkerSockets(workers, inbox, tuple(outboxes)),
             retention=retention_of(store, settings),
             page=order.page,
+            traces=None if spans is None else Traces(spans, order.run),
             on_ready=lambda: _report_ready(order.ready_fd),
         )
 

@@ -45,6 +45,7 @@ from areal_agents.proxy.workers.identity import (
 from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import RetainConfig, Store, StoreConfig, store_path
+from areal_agents.telemetry import TelemetryConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ def serve_workers(
     vocab_size: int | None = None,
     engine_options: dict[str, Any] | None = None,
     page: Page | None = None,
+    telemetry: TelemetryConfig | None = None,
+    run: str = "",
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve a model with several processes until SIGTERM or Ctrl-C.
@@ -106,14 +109,14 @@ def serve_workers(
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
         check_models(engine_urls)
         engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size)
-        run, secret = secrets.token_hex(6), secrets.token_hex(24)
+        own, secret = secrets.token_hex(6), secrets.token_hex(24)
         stack.callback(forget_dead, folder)
-        stack.enter_context(supervising(folder, run))
+        stack.enter_context(supervising(folder, own))
         port, *ports = (int(listener.getsockname()[1]) for listener in (public, *private))
 
         def order(index: int, starts: int, ready_fd: int) -> Order:
             return Order(
-                spec=WorkerSpec(folder, run, index, starts, tuple(ports), secret),
+                spec=WorkerSpec(folder, own, index, starts, tuple(ports), secret),
                 model=str(model),
                 engines=engines,
                 store=str(store),
@@ -121,6 +124,8 @@ def serve_workers(
                 retain=_retained(settings.retain, index).model_dump(),
                 config=_shared(config, workers, port).model_dump(),
                 page=page,
+                telemetry=(telemetry or TelemetryConfig()).model_dump(),
+                run=run,
                 public_fd=public.fileno(),
                 private_fd=private[index].fileno(),
                 inbox_fd=inboxes[index].fileno(),
