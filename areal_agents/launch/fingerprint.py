@@ -110,9 +110,9 @@ class FingerprintFile:
         return changes
 
     def changes(self) -> dict[str, str]:
-        """Return, by digest, what a start had changed and after which step."""
+        """Return, by digest, what had changed at a start, and after which step, as a sentence."""
         starts = self._read()[1:] if self.path.exists() else []
-        return {start["digest"]: f"{start['changes']} after step {start['step']}" for start in starts}
+        return {start["digest"]: f"{start['changes']} changed after step {start['step']}" for start in starts}
 
     def _read(self) -> list[dict[str, Any]]:
         starts: list[dict[str, Any]] = json.loads(self.path.read_text())

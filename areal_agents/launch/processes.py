@@ -308,7 +308,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                     changed_agent(changes)
                 )  # after the supervisor looked, or between two starts of rollout
             elif since := file.changes().get(fingerprint.digest):
-                logging.getLogger(__name__).warning("evaluations are compared since the change of %s", since)
+                logging.getLogger(__name__).warning("%s: evaluations are compared since then", since)
             await run(
                 store=store,
                 proxy_url=endpoints.proxy_url,

@@ -70,7 +70,7 @@ class Summary:
         """Compute the summary from the rows of metrics.jsonl and the evaluations.
 
         Args:
-            changes: by fingerprint, what had changed when the run was started with it.
+            changes: by fingerprint, what had changed when the run was started with it, as a sentence.
         """
         complete = complete_evaluations(held_out)
         agent_changed, base = _base_since_change(complete, changes)
@@ -131,7 +131,7 @@ class Summary:
         if self.gain is not None:
             table.add_row("gain", f"[bold green]{self.gain:+.3f}[/bold green]")
         elif self.agent_changed:
-            table.add_row("[bold yellow]no gain can be told[/bold yellow]", f"{self.agent_changed} changed")
+            table.add_row("[bold yellow]no gain can be told[/bold yellow]", self.agent_changed)
             if self.heldout_since_change is not None and self.heldout_after is not None:
                 since = self.heldout_after - self.heldout_since_change
                 label = self.heldout_since_change_label
@@ -175,7 +175,7 @@ def _base_since_change(complete: Sequence[HeldOut], changes: Mapping[str, str]) 
     if before is None or after is None or comparable(before, after):
         return "", None
     base = next((e for e in complete if e.label != "after" and e.fingerprint == after.fingerprint), None)
-    return changes.get(after.fingerprint, "the agent"), base
+    return changes.get(after.fingerprint, "the agent changed"), base
 
 
 def _why_nothing(rows: Sequence[dict[str, Any]]) -> str:

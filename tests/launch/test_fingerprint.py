@@ -141,7 +141,7 @@ def test_each_start_that_differs_is_recorded_once(project: Path) -> None:
     second = Fingerprint.of(config_of(project))
     assert file.record(second, step=5) == "the agent (agent.py)"
     assert file.record(second, step=6) == ""
-    assert file.changes() == {second.digest: "the agent (agent.py) after step 5"}
+    assert file.changes() == {second.digest: "the agent (agent.py) changed after step 5"}
 
 
 def test_an_evaluation_is_not_continued_with_a_changed_agent(project: Path) -> None:

@@ -68,12 +68,12 @@ def test_rewards_of_two_agents_are_not_subtracted(tmp_path: Path) -> None:
         evaluation("step-3", 8, 0.5, "new"),
         evaluation("after", 8, 0.625, "new"),
     ]
-    changes = {"new": "the agent (agent.py) after step 3"}
+    changes = {"new": "the agent (agent.py) changed after step 3"}
     rows = [row(step, tokens=1, some=1) for step in range(1, 6)]
     summary = Summary.of(rows, held_out, wall_s=1, engine_idle=None, changes=changes)
-    assert summary.gain is None and summary.agent_changed == "the agent (agent.py) after step 3"
+    assert summary.gain is None and summary.agent_changed == "the agent (agent.py) changed after step 3"
     assert (summary.heldout_since_change, summary.heldout_since_change_label) == (0.5, "step-3")
-    assert "the agent (agent.py) after step 3 changed" in text_of(summary) and "+0.125" in text_of(summary)
+    assert "the agent (agent.py) changed after step 3" in text_of(summary) and "+0.125" in text_of(summary)
     plot_rewards(rows, held_out, tmp_path / "reward.png")
     assert Summary.of(rows, held_out[::2], wall_s=1, engine_idle=None, changes=changes).gain is None
     back = [*held_out, evaluation("after", 8, 0.75, "old")]

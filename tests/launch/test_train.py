@@ -206,7 +206,7 @@ def test_a_run_that_is_extended_with_a_changed_agent_is_evaluated_again(
     assert "which has trained 3 steps" in output
     changed = "the agent (agent.py)"
     assert f"{changed} changed since the run was last started" in output
-    assert f"{changed} after step 3" in RunFolder(run_dir).log("rollout").read_text()
+    assert f"{changed} changed after step 3" in RunFolder(run_dir).log("rollout").read_text()
     with Store.open(RunFolder(run_dir).store) as store:
         latest = store.latest_version()
         after = store.episodes(split="eval", status="finished", metadata={"eval": "after", "step": 6})
@@ -220,7 +220,7 @@ def test_a_run_that_is_extended_with_a_changed_agent_is_evaluated_again(
     assert summary["heldout_after"] == sum(e.score or 0 for e in after) / 6
     assert len(base) == 6 and len(since) == 12
     assert summary["heldout_since_change"] == sum(e.score or 0 for e in base) / 6
-    assert summary["agent_changed"] == f"{changed} after step 3"
+    assert summary["agent_changed"] == f"{changed} changed after step 3"
     assert "no gain can be told" in output and "gain since the change" in output
 
 
