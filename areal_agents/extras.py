@@ -25,6 +25,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "torch", "transformers", "xgrammar",
     ),
     "acp": ("acp",),
+    "rewards": ("jsonschema", "math_verify"),
     "mcp": ("mcp",),
     "otel": ("opentelemetry",),
     "gpu": ("bitsandbytes", "liger_kernel"),

@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"core", "errors", "inference", "process_control", "sockets"},
     "quickstart": set(),
     "starter": {"episode", "errors"},
-    "rewards": {"direct_http", "errors", "whole_files"},
+    "rewards": {"direct_http", "errors", "sandbox", "whole_files"},
     "proxy": {
         "browsers",
         "core",

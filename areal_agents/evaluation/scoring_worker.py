@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from areal_agents.errors import RewardError
@@ -42,11 +42,21 @@ def main(kind: str, given: str) -> None:
         send({"error": str(error)})
         return
     send({"ready": True})
-    for request in until_the_parent_ends(requests):
+    with asyncio.Runner() as runner:  # one loop for all calls: a function may keep what belongs to it
+        _answer(function, until_the_parent_ends(requests), send, runner)
+
+
+def _answer(
+    function: _Rewards | _Answers,
+    requests: Iterable[Mapping[str, Any]],
+    send: Callable[[Mapping[str, Any]], None],
+    runner: asyncio.Runner,
+) -> None:
+    for request in requests:
         episodes = [FinishedEpisode(**{**episode, "workdir": None}) for episode in request["episodes"]]
         begun = time.monotonic()
         try:
-            send({"values": asyncio.run(function.values(episodes))})
+            send({"values": runner.run(function.values(episodes))})
         except RewardError as error:
             is_last = time.monotonic() - begun >= function.time_s
             send({"error": str(error), "last": is_last})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from areal_agents.core.conversations import conversations
+from areal_agents.core.conversations import completions, conversations
 from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 from areal_agents.evaluation.results import AttemptResult
@@ -85,4 +85,5 @@ def stored_episode(episode: RecordedEpisode, without: Sequence[str] = ()) -> Fin
             for reward in episode.rewards
             if reward.scope == "episode" and reward.name not in without
         },
+        completions=tuple(completions(turns)),
     )

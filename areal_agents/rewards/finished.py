@@ -19,6 +19,8 @@ class FinishedEpisode:
             message is a dict in the form of chat completions. An episode without a model call has none.
         status: "finished", or "truncated" if a limit ended the episode.
         rewards: the rewards that the agent gave, by name; rewards of single turns are not among them.
+        completions: of every message of `branches`, the completion id by which its turn is rewarded, or None
+            if the policy did not sample it. Empty for an episode that was not recorded by a proxy.
         workdir: the folder in which a command-line agent worked, as it left it; it is removed when the
             function has returned. None for other agents, and in a function of a group.
     """
@@ -29,6 +31,7 @@ class FinishedEpisode:
     status: str
     rewards: Mapping[str, float]
     workdir: Path | None = None
+    completions: Sequence[Sequence[str | None]] = ()
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:

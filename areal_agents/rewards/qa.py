@@ -1,12 +1,14 @@
-"""Rewards for short factual answers.
+"""Rewards for answers to questions.
 
 Both the answer and the expected answer are passed through `normalise`, so differences in case, accents,
-spacing and surrounding punctuation do not change a reward, and all other differences do.
+spacing and surrounding punctuation do not change a reward.
 """
 
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable
 
 
 def exact_match(answer: str | None, expected: str) -> float:
@@ -19,6 +21,32 @@ def exact_match(answer: str | None, expected: str) -> float:
     if not wanted:
         raise ValueError(f"the expected answer must contain a letter, a digit or a symbol, got {expected!r}")
     return float(answer is not None and normalise(answer) == wanted)
+
+
+def f1(answer: str | None, expected: str) -> float:
+    """Return the harmonic mean of precision and recall of the words of `answer`, from 0 to 1.
+
+    It is the F1 of SQuAD (Rajpurkar et al. 2016, section 6.1): a word counts as often as it is in both. An
+    `answer` of None scores 0. Raises ValueError if `expected` has no word.
+    """
+    wanted = Counter(normalise(word) for word in expected.split()) - Counter([""])
+    if not wanted:
+        raise ValueError(f"the expected answer must contain a letter, a digit or a symbol, got {expected!r}")
+    given = Counter(normalise(word) for word in (answer or "").split())
+    del given[""]
+    common = (wanted & given).total()
+    return 2 * common / (wanted.total() + given.total())
+
+
+def best_of(score: Callable[[str | None, str], float], answer: str | None, expected: Iterable[str]) -> float:
+    """Return the best score of an answer among several expected ones, such as aliases of a name.
+
+    Raises ValueError if there is none.
+    """
+    scores = [score(answer, one) for one in expected]
+    if not scores:
+        raise ValueError("there must be at least one expected answer")
+    return max(scores)
 
 
 def normalise(text: str) -> str:

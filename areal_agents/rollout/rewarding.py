@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_agents.core.conversations import conversations
+from areal_agents.core.conversations import completions, conversations
 from areal_agents.core.reward_values import RewardValue, checked_reward
 from areal_agents.errors import AgentError, RewardError
 from areal_agents.rewards import FinishedEpisode
@@ -135,4 +135,5 @@ def finished_episode(
         status="truncated" if truncated or state["limit_reached"] is not None else "finished",
         rewards={reward["name"]: reward["value"] for reward in state["rewards"] if not reward["target"]},
         workdir=workdir,
+        completions=tuple(completions(state["turns"])),
     )

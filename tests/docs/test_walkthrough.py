@@ -66,6 +66,7 @@ RUN = {
     ("docs/python.md", "import areal_agents as aa"),
     ("docs/python.md", "result = aa.evaluate"),
     ("docs/rewards.md", "def score"),
+    ("docs/rewards.md", "def form"),
     ("docs/rewards.md", "score = judge("),
     ("docs/rewards.md", "rank = group_judge("),
     ("docs/serve-and-train.md", "client = OpenAI("),
@@ -399,6 +400,10 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exec(text("docs/rewards.md", "def score"), names)  # noqa: S102
     branches = [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]]
     assert names["score"](FinishedEpisode("e", {"answer": "4"}, branches, "finished", {})) == 1.0
+    boxed = [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": r"It is \boxed{4}."}]]
+    exec(text("docs/rewards.md", "def form"), names)  # noqa: S102
+    rewarded = asyncio.run(names["score"](FinishedEpisode("e", {"answer": "4"}, boxed, "finished", {})))
+    assert rewarded == {"correct": 1.0, "form": 0.1, "brevity": 0.0}
     exec(text("docs/rewards.md", "score = judge("), names)  # noqa: S102
     exec(text("docs/rewards.md", "rank = group_judge("), names)  # noqa: S102
     assert callable(names["score"]) and callable(names["rank"])

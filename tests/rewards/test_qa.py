@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agents.rewards import exact_match, normalise
+from areal_agents.rewards import best_of, exact_match, f1, normalise
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,28 @@ def test_normalise_is_idempotent_and_blind_to_case(text: str) -> None:
     once = normalise(text)
     assert normalise(once) == once
     assert normalise(text.upper().lower()) == normalise(text.upper())
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "score"),
+    [
+        ("the Eiffel Tower", "Eiffel tower", 2 * 2 / (3 + 2)),
+        ("Eiffel Tower.", "the eiffel tower", 2 * 2 / (2 + 3)),
+        ("a a a", "a b", 2 * 1 / (3 + 2)),
+        ("Zürich", "zurich", 1.0),
+        ("none of it", "Paris", 0.0),
+        (", ;", "Paris", 0.0),
+        (None, "Paris", 0.0),
+    ],
+)
+def test_f1_counts_common_words(answer: str | None, expected: str, score: float) -> None:
+    assert f1(answer, expected) == pytest.approx(score)
+
+
+def test_the_best_of_several_expected_answers_counts() -> None:
+    assert best_of(exact_match, "USA", ["United States", "U.S.A.", "usa"]) == 1.0
+    assert best_of(f1, "New York", ["York", "NYC"]) == pytest.approx(2 / 3)
+    with pytest.raises(ValueError, match="at least one"):
+        best_of(f1, "x", [])
+    with pytest.raises(ValueError, match="must contain a letter"):
+        f1("x", " . ")

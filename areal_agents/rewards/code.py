@@ -1,0 +1,168 @@
+"""The reward for programs: the last block of code of an answer runs on tests, in a sandbox.
+
+A test is in the form of LiveCodeBench: {"input", "output", "testtype": "stdin" | "functional"}. The expected
+output never enters the sandbox, so a program can print it only by computing it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areal_agents.errors import RewardError, SandboxError
+from areal_agents.rewards.finished import FinishedEpisode
+from areal_agents.rewards.forms import fenced
+from areal_agents.sandbox.isolations import IsolationOnFirstUse
+from areal_agents.sandbox.sandbox import Limits, Sandbox, SandboxSpec
+
+_OUTPUT_BYTES = 1 << 22  # of a test; what is longer is wrong
+_FILE = "solution.py"
+# Calls the function that is tested, which may be a method of a class Solution, and prints its result.
+_CALL = """
+import json, sys
+name = sys.argv[1]
+arguments = [json.loads(line) for line in sys.stdin.read().splitlines() if line.strip()]
+space = {"__name__": "solution"}
+exec(compile(open("solution.py").read(), "solution.py", "exec"), space)
+function = space.get(name) or getattr(space["Solution"](), name)
+print("\\n" + json.dumps(function(*arguments)))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTest:
+    """A test of a program.
+
+    Attributes:
+        input: its standard input, or the arguments of the function as JSON, one on each line.
+        output: what it prints, or the result of the function as JSON.
+        function: the function that is called; "": the program reads standard input.
+    """
+
+    input: str
+    output: str
+    function: str = ""
+
+    @classmethod
+    def read(cls, test: Mapping[str, Any], function: str) -> CodeTest:
+        """Read a test as LiveCodeBench has it. Raises RewardError if it is none.
+
+        Args:
+            function: the function that the task names; "": it names none.
+        """
+        kind = test.get("testtype", "functional" if function else "stdin")
+        given, wanted = test.get("input"), test.get("output")
+        if kind not in ("stdin", "functional") or not isinstance(given, str) or not isinstance(wanted, str):
+            raise RewardError(
+                "a test must have input and output, which are strings, and testtype stdin or functional, got "
+                f"{dict(test)!r:.200}"
+            )
+        if kind == "functional" and not function:
+            raise RewardError("a functional test needs the name of the function in the task: func_name")
+        return cls(given, wanted, function if kind == "functional" else "")
+
+    def passes(self, printed: str) -> bool:
+        """Return whether a program that ended well passes with this output.
+
+        White space at the end of lines and of the output does not matter.
+        """
+        if not self.function:
+            return _lines(printed) == _lines(self.output)
+        try:
+            return bool(json.loads(printed.rstrip().rpartition("\n")[2]) == json.loads(self.output))
+        except ValueError:
+            return False
+
+
+def code_tests(
+    field: str = "tests",
+    *,
+    partial: bool = False,
+    most: int | None = None,
+    time_s: float = 10.0,
+    memory_mb: int = 512,
+    isolation: Literal["process", "bubblewrap", "docker"] = "bubblewrap",
+    image: str = "",
+    python: str = "python3",
+) -> Callable[[FinishedEpisode], Awaitable[float]]:
+    """Return a reward function: 1.0 if the program in the answer passes the tests of the task, else 0.0.
+
+    The program is the last block between ``` fences, in Python.
+
+    Args:
+        field: the field of the task with the tests, a list or the JSON of one; `func_name` of the task, or
+            of the task's `metadata`, names the function of functional tests.
+        partial: the reward is the share of tests that pass; otherwise the first that fails ends it.
+        most: the most tests that are run, the first of them; None: all.
+        time_s: time limit of a test in seconds.
+        memory_mb: memory of a test in MiB.
+        isolation: the sandbox (docs/sandboxes.md); with docker, `image` has the interpreter.
+        python: the interpreter inside.
+
+    The returned function raises RewardError if the tests cannot be read or no sandbox can be started.
+    """
+    if most is not None and most < 1:
+        raise ValueError(f"most must be at least 1, got {most}")
+    sandboxes = IsolationOnFirstUse(isolation)
+    spec = SandboxSpec(image=image, limits=Limits(memory_mb=memory_mb, processes=64, disk_mb=64))
+
+    async def score(episode: FinishedEpisode) -> float:
+        tests = _tests(episode.task, field)[:most]
+        program = fenced(episode.answer)
+        if program is None:
+            return 0.0
+        try:
+            sandbox = await sandboxes.start(spec)
+            try:
+                await sandbox.write(_FILE, program.encode())
+                passed = 0
+                for test in tests:
+                    if await _passes(sandbox, test, python, time_s):
+                        passed += 1
+                    elif not partial:
+                        return 0.0
+                return passed / len(tests)
+            finally:
+                await sandbox.end()
+        except SandboxError as error:
+            raise RewardError(f"the sandbox of the tests: {error}") from error
+
+    return score
+
+
+async def _passes(sandbox: Sandbox, test: CodeTest, python: str, time_s: float) -> bool:
+    argv = [python, "-c", _CALL, test.function] if test.function else [python, _FILE]
+    finished = await sandbox.run(argv, timeout_s=time_s, stdin=test.input.encode(), kept_bytes=_OUTPUT_BYTES)
+    if finished.status != 0 or finished.timed_out or finished.stdout.is_cut:
+        return False
+    return test.passes(finished.stdout.text())
+
+
+def _tests(task: Mapping[str, Any], field: str) -> list[CodeTest]:
+    given = task.get(field)
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise RewardError(f"the field {field!r} of the task is not JSON: {error}") from None
+    if not isinstance(given, Sequence) or not given or not all(isinstance(one, Mapping) for one in given):
+        raise RewardError(f"the field {field!r} of the task must be a list of tests, got {given!r:.200}")
+    return [CodeTest.read(one, _function(task)) for one in given]
+
+
+def _function(task: Mapping[str, Any]) -> str:
+    """Return the name of the tested function; LiveCodeBench has it in metadata, which is JSON."""
+    metadata = task.get("metadata")
+    if isinstance(metadata, str):
+        try:
+            metadata = json.loads(metadata)
+        except ValueError:
+            metadata = None  # another data set's own
+    named = task.get("func_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
+    return str(named or "")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,93 @@
+"""Rewards for the form of an answer: a pattern, a JSON schema, a length, citations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_agents.rewards.finished import FinishedEpisode
+
+_FENCE = re.compile(r"```(?:\w+)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def matches(pattern: str, answer: str | None) -> float:
+    """Return 1.0 if a regular expression matches the whole answer, else 0.0; "." matches line ends too.
+
+    Raises re.error if the pattern is not valid.
+    """
+    return float(answer is not None and re.fullmatch(pattern, answer.strip(), re.DOTALL) is not None)
+
+
+def fenced(answer: str | None) -> str | None:
+    """Return the content of the last block between ``` fences, or None if there is none."""
+    found = _FENCE.findall(answer or "")
+    return found[-1] if found else None
+
+
+def json_answer(answer: str | None) -> Any:
+    """Return the JSON value that is the answer, or is in its last fenced block.
+
+    Raises ValueError if it is not JSON.
+    """
+    block = fenced(answer)
+    return json.loads(block if block is not None else answer or "")
+
+
+def follows_schema(schema: Mapping[str, Any], answer: str | None) -> float:
+    """Return 1.0 if the answer (see `json_answer`) is JSON that follows a JSON schema, else 0.0.
+
+    It needs the package jsonschema. Raises jsonschema.SchemaError if the schema is not valid.
+    """
+    import jsonschema  # imported late: most rewards do not need it
+
+    validator = jsonschema.validators.validator_for(schema)
+    validator.check_schema(schema)
+    try:
+        value = json_answer(answer)
+    except (ValueError, RecursionError):
+        return 0.0
+    return float(validator(schema).is_valid(value))
+
+
+def overlong(length: float, *, limit: float, buffer: float) -> float:
+    """Return the penalty of a length: 0 up to `limit` - `buffer`, then linear, and -1 from `limit` on.
+
+    It is the soft punishment of DAPO (arXiv 2503.14476, eq. 13). The unit is the caller's, such as characters
+    of the answer, or turns; `algorithm.rewards.length_penalty` does the same for sampled tokens.
+
+    Raises ValueError unless 0 < `buffer` <= `limit`.
+    """
+    if not 0 < buffer <= limit:
+        raise ValueError(f"buffer must be above 0 and at most limit, got {buffer} and {limit}")
+    return max(-1.0, min(0.0, (limit - buffer - length) / buffer))
+
+
+def cited(answer: str | None, pattern: str = r"\[([^\[\]\s]+)\]") -> list[str]:
+    """Return what an answer cites, each once, in the order of its first citation.
+
+    Args:
+        pattern: a regular expression whose first group is the name of a source; default: [name].
+    """
+    return list(dict.fromkeys(re.findall(pattern, answer or "")))
+
+
+def citation_f1(citations: Sequence[str], expected: Sequence[str]) -> float:
+    """Return the harmonic mean of precision and recall of citations, from 0 to 1; 1.0 if both are empty."""
+    given, wanted = set(citations), set(expected)
+    if not given and not wanted:
+        return 1.0
+    return 2 * len(given & wanted) / (len(given) + len(wanted))
+
+
+def grounded(citations: Sequence[str], episode: FinishedEpisode) -> float:
+    """Return the share of citations that occur in a tool result of the conversation; 0.0 without any."""
+    results = [
+        message["content"] if isinstance(message.get("content"), str) else json.dumps(message.get("content"))
+        for message in episode.messages
+        if message.get("role") == "tool"
+    ]
+    if not citations:
+        return 0.0
+    return sum(any(name in result for result in results) for name in citations) / len(citations)

@@ -1,0 +1,135 @@
+"""The reward for mathematical answers, which math-verify compares in processes of their own.
+
+A comparison that hangs, or that needs too much memory for its process, costs its own time limit and its own
+process, and no other comparison waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import queue
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from areal_agents.errors import RewardError
+from areal_agents.rewards.finished import FinishedEpisode
+
+_START_S = 120.0  # sympy is imported for seconds on a busy machine
+
+
+def math_answer(
+    field: str = "answer", *, time_s: float = 5.0, processes: int = 2
+) -> Callable[[FinishedEpisode], float]:
+    """Return a reward function: 1.0 if the answer is mathematically equal to a field of the task, else 0.0.
+
+        score = math_answer()       # 0.5, 1/2 and \\frac{1}{2} are equal
+
+    The answer is what the last reply has in \\boxed{}, or else its last number or expression;
+    several boxes are one answer, so that two guesses are wrong. A comparison that takes longer than `time_s`
+    counts as unequal. It needs math-verify.
+
+    Args:
+        field: the field of the task with the expected answer, a string or a number.
+        time_s: time limit of a comparison in seconds.
+        processes: how many comparisons run at the same time.
+
+    The returned function raises RewardError if math-verify is not installed, or cannot read the expected
+    answer.
+    """
+    checks = MathChecks(processes=processes, time_s=time_s)
+
+    def score(episode: FinishedEpisode) -> float:
+        if field not in episode.task:
+            raise RewardError(f"the task has no field {field!r}; it has {', '.join(map(str, episode.task))}")
+        return float(checks.equal(episode.answer, str(episode.task[field])))
+
+    return score
+
+
+class MathChecks:
+    """Processes that compare answers, which are started when they are needed. Threads may share it."""
+
+    def __init__(self, *, processes: int, time_s: float) -> None:
+        if processes < 1 or not time_s > 0:
+            raise ValueError(f"processes and time_s must be above 0, got {processes} and {time_s}")
+        self._time_s = time_s
+        self._idle: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+        for _ in range(processes):
+            self._idle.put(None)
+        atexit.register(self.close)
+
+    def equal(self, answer: str, expected: str) -> bool:
+        """Return whether an answer equals the expected one; False if the comparison exceeds its time.
+
+        Raises RewardError if the expected answer cannot be read, or no process can be started.
+        """
+        process = self._idle.get()
+        try:
+            if process is None:
+                process = _Process()
+            found = process.ask({"answer": answer, "expected": expected}, self._time_s)
+            if found is None:  # it hangs, or its process has died
+                process.end()
+                process = None
+                return False
+            if "error" in found:
+                raise RewardError(found["error"])
+            return bool(found["equal"])
+        finally:
+            self._idle.put(process)
+
+    def close(self) -> None:
+        """End the processes that compare nothing at present; they are started again when needed."""
+        for _ in range(self._idle.qsize()):
+            process = self._idle.get_nowait()
+            if process is not None:
+                process.end()
+            self._idle.put(None)
+
+
+class _Process:
+    """A process that compares one pair at a time."""
+
+    def __init__(self) -> None:
+        """Raises RewardError if it does not start."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "areal_agents.rewards.mathematics_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # an interrupt of the terminal is not meant for it
+        )
+        ready = self._line(_START_S)
+        if ready is None or "ready" not in ready:
+            self.end()
+            raise RewardError((ready or {}).get("error", "the process that compares answers did not start"))
+
+    def ask(self, pair: dict[str, str], time_s: float) -> dict[str, Any] | None:
+        """Return the answer about a pair; None if there is none in time."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(pair).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return self._line(time_s)
+
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):  # what it did not read is lost with it
+                stream.close()
+
+    def _line(self, time_s: float) -> dict[str, Any] | None:
+        """Return its next line, which it writes at once; None at its end, or if there is none in time."""
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], time_s)
+        line = self._process.stdout.readline() if readable else b""
+        return json.loads(line) if line else None

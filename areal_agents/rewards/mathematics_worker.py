@@ -1,0 +1,47 @@
+"""The process that compares mathematical answers for `mathematics.py`: one JSON object per line each way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import sys
+from typing import Any
+
+_MEMORY_BYTES = 2 << 30  # of one comparison, such as of 10**10**10
+
+
+def main() -> None:
+    """Answer each {"answer", "expected"} with {"equal"} or {"error"} until standard input ends."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        _say({"error": f"math_answer needs math-verify ({error}): pip install 'areal-agents[rewards]'"})
+        return
+    logging.disable(logging.WARNING)  # math-verify warns that it has no time limit of its own, see below
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    _say({"ready": True})
+    for line in sys.stdin:
+        pair = json.loads(line)
+        try:
+            _say(_compared(pair["answer"], pair["expected"], parse, verify))
+        except (MemoryError, RecursionError):
+            _say({"equal": False})
+
+
+def _compared(answer: str, expected: str, parse: Any, verify: Any) -> dict[str, Any]:
+    # The time limits of math-verify work by a signal, which C code ignores; this process is killed instead.
+    wanted = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
+    if not wanted:
+        return {"error": f"math-verify cannot read the expected answer {expected!r:.200}"}
+    given = parse(answer, parsing_timeout=None)
+    return {"equal": bool(given) and bool(verify(wanted, given, timeout_seconds=None))}
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Programs are rewarded by tests in a sandbox, in the forms of LiveCodeBench."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from areal_agents.errors import RewardError
+from areal_agents.rewards import FinishedEpisode, code_tests
+
+ISOLATION = "bubblewrap" if shutil.which("bwrap") else "process"
+STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, {"input": "5 5", "output": "10"}]
+CALLS = [{"input": "[3, 1, 2]\n2", "output": "[1, 2]", "testtype": "functional"}]
+ADDS = "a, b = map(int, input().split())\nprint(a + b, ' ')\n\n"
+METHOD = "class Solution:\n    def least(self, xs, n):\n        print('noise')\n        return sorted(xs)[:n]"
+
+
+def episode(program: str | None, **task: Any) -> FinishedEpisode:
+    text = "I cannot." if program is None else f"Like this:\n```python\n{program}\n```\n"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    return FinishedEpisode("e", task, [messages], "finished", {})
+
+
+def scoring(**settings: Any) -> Callable[[FinishedEpisode], Any]:
+    # The interpreter of the tests may lie outside of what bubblewrap shows; /usr/bin has one.
+    python = "python3" if ISOLATION == "bubblewrap" else sys.executable
+    return code_tests(isolation=ISOLATION, python=python, time_s=20, **settings)
+
+
+async def test_programs_pass_all_tests_or_none() -> None:
+    score = scoring()
+    assert await score(episode(ADDS, tests=STDIN)) == 1.0
+    assert await score(episode(ADDS, tests=json.dumps(STDIN))) == 1.0
+    assert await score(episode("print(3)", tests=STDIN)) == 0.0
+    assert await score(episode("print(3); raise SystemExit(1)", tests=STDIN[:1])) == 0.0
+    assert await score(episode(None, tests=STDIN)) == 0.0
+    assert await score(episode("def f(:", tests=STDIN)) == 0.0
+    assert await scoring(partial=True)(episode("print(3)", tests=STDIN)) == 0.5
+    assert await scoring(most=1)(episode("print(3)", tests=STDIN)) == 1.0
+
+
+async def test_functions_are_called_with_the_arguments() -> None:
+    score = scoring()
+    assert await score(episode(METHOD, tests=CALLS, func_name="least")) == 1.0
+    named = json.dumps({"func_name": "least"})
+    assert await score(episode("def least(xs, n): return sorted(xs)[:n]", tests=CALLS, metadata=named)) == 1.0
+    assert await score(episode("def least(xs, n): return xs", tests=CALLS, func_name="least")) == 0.0
+    assert await score(episode("def other(xs, n): return xs", tests=CALLS, func_name="least")) == 0.0
+
+
+async def test_a_program_cannot_read_what_is_expected_and_cannot_hang() -> None:
+    """What it prints is compared outside; a later test sees nothing of an earlier one's processes."""
+    cheats = (
+        "import os, sys, glob\n"
+        "print(open('/proc/self/environ').read(), sys.argv, os.listdir('.'), glob.glob('/tests/*'))"
+    )
+    assert await scoring()(episode(cheats, tests=STDIN)) == 0.0
+    score = code_tests(
+        isolation=ISOLATION, python=sys.executable if ISOLATION == "process" else "python3", time_s=1
+    )
+    assert await score(episode("while True: pass", tests=STDIN)) == 0.0
+    assert await score(episode("print('x' * (1 << 23))", tests=STDIN)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("task", "fault"),
+    [
+        ({}, "the field 'tests' of the task must be a list of tests, got None"),
+        ({"tests": "{"}, "the field 'tests' of the task is not JSON"),
+        ({"tests": []}, "must be a list of tests"),
+        ({"tests": [{"input": 1, "output": "2"}]}, "input and output, which are strings"),
+        ({"tests": [{"input": "1", "output": "2", "testtype": "x"}]}, "testtype stdin or functional"),
+        ({"tests": CALLS}, "needs the name of the function in the task: func_name"),
+    ],
+)
+async def test_faults_of_tests_are_named(task: dict[str, Any], fault: str) -> None:
+    with pytest.raises(RewardError, match=fault):
+        await scoring()(episode(ADDS, **task))

@@ -1,0 +1,75 @@
+"""Mathematical answers, compared by the real math-verify in processes of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from areal_agents.errors import RewardError
+from areal_agents.rewards import FinishedEpisode, math_answer
+from areal_agents.rewards.mathematics import MathChecks
+
+HANGS = r"\boxed{9^{9^{9^{9^9}}}}"
+
+
+@pytest.fixture(scope="module")
+def checks() -> Iterator[MathChecks]:
+    found = MathChecks(processes=2, time_s=30)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "equal"),
+    [
+        (r"So the answer is \boxed{\frac{1}{2}}.", "0.5", True),
+        (r"\boxed{1/2}", r"\frac{1}{2}", True),
+        ("The answer is 12.", "12", True),
+        (r"First \boxed{3}, no: \boxed{4}", "4", False),  # two boxes are one answer: nobody may guess twice
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", True),
+        (r"\boxed{(1, 2)}", "(2, 1)", False),
+        (r"\boxed{12}", "13", False),
+        ("I do not know.", "12", False),
+        ("", "12", False),
+        (r"\boxed{\frac{1}{0}}", "12", False),
+    ],
+)
+def test_answers_are_compared_as_mathematics(
+    checks: MathChecks, answer: str, expected: str, equal: bool
+) -> None:
+    assert checks.equal(answer, expected) is equal
+
+
+def test_a_comparison_that_hangs_costs_its_own_time_and_process_only(checks: MathChecks) -> None:
+    """Others go on in the other process; the killed one is started again."""
+    short = MathChecks(processes=2, time_s=3)
+    assert short.equal("1", "1")
+    hanging = threading.Thread(target=lambda: results.append(short.equal(HANGS, "1")))
+    results: list[bool] = []
+    hanging.start()
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(lambda n: short.equal(rf"\boxed{{{n}}}", str(n)), range(50)))
+    hanging.join(60)
+    assert results == [False]
+    assert all(short.equal(rf"\boxed{{{n}}}", str(n)) for n in range(4))
+    short.close()
+
+
+def test_the_reward_function_reads_the_field_of_the_task() -> None:
+    def episode(text: str, **task: object) -> FinishedEpisode:
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+        return FinishedEpisode("e", task, [messages], "finished", {})
+
+    score = math_answer("solution", processes=1, time_s=30)
+    assert score(episode(r"\boxed{7}", solution=7)) == 1.0
+    assert score(episode(r"\boxed{8}", solution="7")) == 0.0
+    with pytest.raises(RewardError, match="the task has no field 'solution'; it has answer"):
+        score(episode("7", answer="7"))
+    with pytest.raises(RewardError, match="cannot read the expected answer ''"):
+        score(episode("7", solution=""))
+    with pytest.raises(ValueError, match="must be above 0, got 0"):
+        math_answer(processes=0)
