@@ -212,7 +212,7 @@ def first_leaving(recorded: Sequence[Turn], turns: Sequence[Turn], *, number: in
 
 def forks_folder(run: Path) -> RunFolder:
     """Return the folder that has the forks of a run, or of a store file, by default."""
-    return RunFolder((run if run.is_dir() else run.parent) / "forks")
+    return RunFolder((run if run.is_dir() else run.parent).resolve() / "forks")
 
 
 def metadata_of(forked: ForkedTurn, *, given: int, number: int, policy: str, seed: int) -> dict[str, Any]:

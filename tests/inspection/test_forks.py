@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inspection_support import MODEL, running_proxy, tool_call
+from rich.console import Console
 from scripted_sampler import ScriptedSampler
 from typer.testing import CliRunner
 
@@ -20,8 +22,9 @@ from areal_agents.cli import app
 from areal_agents.client import AsyncClient
 from areal_agents.config import Config, load_config
 from areal_agents.core.rollout import RecordedEpisode, Task
-from areal_agents.errors import ConfigError
+from areal_agents.errors import AgentError, ConfigError
 from areal_agents.inference import running_engine
+from areal_agents.inspection.fork_command import draw_forks
 from areal_agents.inspection.forks import ForkedTurn, Forks, forked_turn
 from areal_agents.launch.fork import Resampling, play
 from areal_agents.launch.run_folder import RunFolder
@@ -203,6 +206,15 @@ def test_a_difference_before_the_fork_is_an_error(
         assert message in (continuation.error or "")
         assert len(episode.turns) == 1 and continuation.turns == 0
     assert found.mean_score is None
+    draw_forks(found, Console(file=(shown := io.StringIO()), width=400))
+    assert message in shown.getvalue() and "mean score" not in shown.getvalue()
+
+
+def test_continuations_that_did_not_end_are_aborted(recording: Recording, tmp_path: Path) -> None:
+    with pytest.raises(AgentError, match="missing"):
+        recording.fork(recording.turn(2), "missing", tmp_path)
+    with Store.open(tmp_path / "store.db") as store:
+        assert [episode.status for episode in store.episodes()] == ["aborted", "aborted"]
 
 
 def test_calls_at_the_same_time(recording: Recording, tmp_path: Path) -> None:
