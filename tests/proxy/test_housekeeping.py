@@ -92,11 +92,11 @@ async def test_the_time_for_a_reward_starts_when_the_group_has_ended(tmp_path: P
         housekeeping = Housekeeping(store=store, sessions=sessions, implicit=implicit, config=config)
         for name in ("quick", "slow"):
             await sessions.open(NewEpisode(name, f"hash of {name}", Task("t", {}), "group", 2))
-        await sessions.seal("quick", "finished")
+        store.seal("quick", "finished").result()
         for _ in range(2):
             await housekeeping.sweep()
             await asyncio.sleep(0.06)
-        await sessions.seal("slow", "finished")
+        store.seal("slow", "finished").result()
         await housekeeping.sweep()  # the first that finds them
         assert store.unrewarded_episodes() == ["quick", "slow"]
         await asyncio.sleep(0.06)
