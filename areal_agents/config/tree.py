@@ -166,13 +166,12 @@ class Config(Settings):
     @model_validator(mode="before")
     @classmethod
     def _fill_staleness(cls, given: Any) -> Any:
-        """Set the loop's bound on staleness if `rollout` has none."""
-        if not isinstance(given, Mapping) or given.get("loop") not in tuple(LOOP_STALENESS):
-            return given
-        rollout = given.get("rollout", {})
+        """Set the bound on staleness of the loop or of `rollout.lag` if `rollout` has none."""
+        rollout = given.get("rollout", {}) if isinstance(given, Mapping) else None
         if not isinstance(rollout, Mapping) or "max_staleness" in rollout:
             return given
-        return {**given, "rollout": {**rollout, "max_staleness": LOOP_STALENESS[given["loop"]]}}
+        bound = LOOP_STALENESS.get(given.get("loop"), rollout.get("lag"))
+        return given if bound is None else {**given, "rollout": {**rollout, "max_staleness": bound}}
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -281,6 +280,8 @@ def _loop_faults(config: Config) -> Iterator[str]:
             f"loop: {config.loop} means rollout.max_staleness: {wanted}, got "
             f"{'inf' if bound is None else bound}; leave one of them out"
         )
+    if rollout.lag is not None:
+        yield from _lag_faults(config)
     if bound == 0 and not isinstance(config.algorithm.replay, NoReplay):
         yield (
             "algorithm.replay: a replayed group is at least one version old, which "
@@ -310,6 +311,20 @@ def _loop_faults(config: Config) -> Iterator[str]:
             f"{config.trainer.batch_timeout_s:g}, expected more than rollout.limits.time_s: "
             f"{rollout.limits.time_s:g}"
         )
+
+
+def _lag_faults(config: Config) -> Iterator[str]:
+    """Yield the faults of a run whose batches are exactly `rollout.lag` versions old."""
+    rollout = config.rollout
+    if rollout.max_staleness != rollout.lag:
+        yield f"rollout.lag: {rollout.lag} means max_staleness: {rollout.lag}; set it so, or leave it out"
+    for name, used in (
+        ("loop", config.loop != "async"),
+        ("rollout.on_stale", rollout.on_stale != "mask"),
+        ("data.epochs", any(source.epochs is not None for source in (config.data, *config.data.sources))),
+    ):
+        if used:
+            yield f"{name}: with rollout.lag, no token is older and the data has no end; leave {name} out"
 
 
 def _model_faults(config: Config) -> Iterator[str]:

@@ -202,6 +202,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             groups=config.rollout.groups,
             max_staleness=config.rollout.max_staleness,
             on_stale=config.rollout.on_stale,
+            lag=config.rollout.lag or 0,
             swap_between_batches=config.loop == "one_step_off",
             data_ended=data_ended,
             released=memory_to_release(config),

@@ -80,6 +80,12 @@ class RolloutConfig(Settings):
         ge=0,
         description="η: most versions that a token may be behind the trainer; 0: on-policy, inf: no bound.",
     )
+    lag: int | None = Field(
+        default=None,
+        ge=0,
+        description="For experiments: each batch, after the first ones, is exactly so many versions old. It "
+        "sets max_staleness; rollout and training no longer overlap. docs/async.md.",
+    )
     on_stale: OnStale = Field(
         default="mask",
         description="mask: tokens beyond max_staleness are masked. drop: their groups are dropped. wait: the "

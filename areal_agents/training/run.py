@@ -74,6 +74,7 @@ def run(
     max_staleness: int | None,
     stop: threading.Event,
     on_stale: OnStale = "mask",
+    lag: int = 0,
     swap_between_batches: bool = False,
     released: Sequence[MemoryKind] = (),
     engine_bytes: Callable[[int], int] = lambda memory: 0,
@@ -103,6 +104,7 @@ def run(
         stop: ends the run with a checkpoint, either between micro-batches or, once the batch's first
             optimizer step has been taken, after the batch.
         on_stale: how tokens beyond the bound are treated, see `algorithms.staleness`.
+        lag: how many further batches must be complete before one is trained on, for experiments.
         swap_between_batches: publish a version only when the batch that is being generated is complete.
         released: the kinds of memory that the engines release while a step is trained.
         engine_bytes: given the bytes of a GPU, returns those that engines hold of this rank's GPU while a
@@ -200,7 +202,7 @@ def run(
             source = Recorded(recorded, algorithm, groups=groups, limits=limits, stop=stop)
         elif store is not None:
             source = RolledOut(
-                store, algorithm, groups=groups, max_staleness=max_staleness, on_stale=on_stale,
+                store, algorithm, groups=groups, max_staleness=max_staleness, on_stale=on_stale, lag=lag,
                 swap_between_batches=swap_between_batches, data_ended=data_ended, limits=limits,
                 timeout_s=config.batch_timeout_s, stop=stop,
             )  # fmt: skip

@@ -49,7 +49,19 @@ def take(
         limits=SampleLimits(budget, 96),
         timeout_s=options.get("timeout_s", 0.2),
         stop=stop or threading.Event(),
+        ahead=options.get("ahead", 0),
     )
+
+
+def test_a_batch_waits_for_those_that_must_be_ahead_of_it(store: Store) -> None:
+    for name in "abcd":
+        put_group(store, name, [0, 1])
+    with pytest.raises(TrainingError, match="did not get 6 complete groups within the time limit"):
+        take(store, ahead=4)
+    for name in "ef":
+        put_group(store, name, [0, 1])
+    batch = take(store, ahead=4)
+    assert batch is not None and batch.group_ids == ("a", "b")
 
 
 def test_equal_groups_are_replaced_and_counted(store: Store) -> None:

@@ -158,6 +158,7 @@ def next_batch(
     timeout_s: float,
     stop: threading.Event,
     on_stale: OnStale = "mask",
+    ahead: int = 0,
 ) -> Batch | None:
     """Lease the groups of batch `step` and build their training data; None if a stop is requested.
 
@@ -166,6 +167,8 @@ def next_batch(
     place. If only some tokens of a group are beyond the bound, these tokens are masked, or (with `drop`) the
     group is dropped. The oldest complete groups are always taken; with `wait` only once every group that they
     leave behind can still be trained in time, or if they are the oldest of all.
+
+    With `ahead`, a batch is taken only while so many further groups are complete.
 
     With `replay: recent` groups that earlier batches were trained on, and whose tokens are all within the
     bound, are added; the gate does not count them, and the trainer does not wait for them.
@@ -181,7 +184,9 @@ def next_batch(
     taken: list[PreparedGroup] = []
     while True:
         while len(taken) < groups:
-            ids = _lease(store, groups - len(taken), step=step, bound=bound, timeout_s=timeout_s, stop=stop)
+            ids = _lease(
+                store, groups - len(taken), ahead, step=step, bound=bound, timeout_s=timeout_s, stop=stop
+            )
             if ids is None:
                 return None
             for group_id, group in zip(ids, _prepare(store, ids, algorithm, lineage, bound), strict=True):
@@ -322,7 +327,14 @@ def _queue(store: Store, group_ids: Sequence[str]) -> QueueReport:
 
 
 def _lease(
-    store: Store, count: int, *, step: int, bound: StalenessBound, timeout_s: float, stop: threading.Event
+    store: Store,
+    count: int,
+    ahead: int,
+    *,
+    step: int,
+    bound: StalenessBound,
+    timeout_s: float,
+    stop: threading.Event,
 ) -> list[str] | None:
     deadline = time.monotonic() + timeout_s
     seen = None
@@ -332,7 +344,7 @@ def _lease(
         if not any(counts.values()) and cursor != seen:  # a running evaluation has priority
             deadline = time.monotonic() + timeout_s
         seen = cursor
-        enough = counts["complete"] >= count
+        enough = counts["complete"] >= count + ahead
         # counting takes no lock, whereas a lease blocks every writer
         if enough and bound.allows(store, count):
             ids = store.lease_group_ids(count, step=step)
@@ -341,7 +353,7 @@ def _lease(
         left = deadline - time.monotonic()
         if left <= 0:
             missing = "the older groups that rollout.on_stale: wait waits for"
-            needed = missing if enough else f"{count} complete groups"
+            needed = missing if enough else f"{count + ahead} complete groups"
             raise TrainingError(
                 f"step {step} did not get {needed} within the time limit (trainer.batch_timeout_s); "
                 f"the store has {counts}"

@@ -45,6 +45,8 @@ class RolledOut:
     """Groups that a rollout writes to the run's store; the names are as in `training.run`.
 
     Attributes:
+        lag: how many further batches must be complete before one is taken, so that its tokens are so many
+            versions old.
         timeout_s: the longest wait for a batch, and, with swaps between batches only, for the next one to be
             complete.
     """
@@ -54,6 +56,7 @@ class RolledOut:
     groups: int
     max_staleness: int | None
     on_stale: OnStale
+    lag: int
     swap_between_batches: bool
     data_ended: Callable[[], bool]
     limits: SampleLimits
@@ -70,6 +73,7 @@ class RolledOut:
             version=progress.version,
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,
+            ahead=self.lag * self.groups,
             limits=self.limits,
             timeout_s=self.timeout_s,
             stop=self.stop,
