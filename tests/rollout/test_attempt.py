@@ -71,12 +71,12 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What agents have reported so far, for example their rewards."""
     reports: list[dict[str, Any]] = []
 
-    def noting(id: str, base_url: str, api_key: str, report: Callable[..., None]) -> Handle:
+    def noting(id: str, base_url: str, api_key: str, report: Callable[..., None], fork: Any) -> Handle:
         def both(path: str, body: dict[str, Any]) -> None:
             report(path, body)
             reports.append(body)
 
-        return Handle(id, base_url, api_key, both)
+        return Handle(id, base_url, api_key, both, fork)
 
     monkeypatch.setattr(rollout_attempt, "Episode", noting)
     return reports

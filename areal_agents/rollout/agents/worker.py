@@ -1,9 +1,9 @@
 """A worker process that runs a synchronous agent, one episode at a time, and can be killed at any time.
 
 It exchanges one JSON object per line over its standard streams. It first writes {"ready"} or {"error"}; then,
-for each {task, id, base_url, api_key, fork} that it reads, any number of {"report": [path, body]}, and
-finally {"value"} or {"error"}. The agent's output goes to standard error. The process exits when its standard
-input closes.
+for each {task, id, base_url, api_key} that it reads, which in a fork also has {fork}, any number of
+{"report": [path, body]}, and finally {"value"} or {"error"}. The agent's output goes to standard error. The
+process exits when its standard input closes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _attempt(
     def report(path: str, body: dict[str, Any]) -> None:
         send({"report": [path, body]})
 
-    fork = None if request["fork"] is None else ForkPoint(**request["fork"])
+    fork = ForkPoint(**request["fork"]) if "fork" in request else None
     ep = Episode(request["id"], request["base_url"], request["api_key"], report, fork)
     try:
         with running(ep):

@@ -94,8 +94,9 @@ class _AgentWorker:
             "id": ep.id,
             "base_url": ep.base_url,
             "api_key": ep.api_key,
-            "fork": None if ep.fork is None else asdict(ep.fork),
         }
+        if ep.fork is not None:
+            request["fork"] = asdict(ep.fork)
         self.process.send(json.dumps(request).encode() + b"\n")
         while True:
             message = await self._receive()
