@@ -18,7 +18,7 @@ OnStale = Literal["mask", "wait", "drop", "downweight"]  # see algorithms/stalen
 
 AGENT_ERROR = "agent_error"  # name of the reward of an episode whose agent raised
 DATA_SOURCE = "data_source"  # field of a task's input: the name of the source, if there are several
-FINGERPRINT = "fingerprint"  # metadata of an evaluation episode: a name of what it was played with
+FINGERPRINT = "fingerprint"  # metadata of an episode: a name of what it was played with
 # Metadata of the episodes that the runner opened, by which a restarted runner recognises its own.
 OPENED_BY_RUNNER: Mapping[str, str] = {"source": "rollout"}
 
@@ -90,6 +90,17 @@ class Rollout:
     index: int
     episode: RecordedEpisode
     error: str | None
+
+
+def training_group_id(task_id: str, epoch: int) -> str:
+    """Return the id of the group with which training plays a task for the (epoch + 1)th time."""
+    return f"{task_id}@{epoch}"
+
+
+def task_and_epoch(group_id: str) -> tuple[str, int]:
+    """Return the task id and the epoch of a `training_group_id`; any other id is that of a task's epoch 0."""
+    task_id, at, epoch = group_id.rpartition("@")
+    return (task_id, int(epoch)) if at and epoch.isdecimal() else (group_id, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -226,13 +226,13 @@ class DifficultyConfig(Settings):
     solved_score: float = Field(
         default=1.0,
         allow_inf_nan=False,
-        description="The least score with which an episode has solved its task.",
+        description="The lowest score with which an episode has solved its task.",
     )
     target: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="The solve rate of the tasks that are sampled most, of those that are solved sometimes.",
+        description="The solve rate at which learnable tasks are sampled most often.",
     )
     new: float = Field(
         default=0.5, ge=0, description="Weight of the tasks that have no group yet, in the order of uniform."
@@ -277,7 +277,7 @@ class TasksConfig(Settings):
         default=None, ge=1, description="Passes over the tasks; default: as many as the run needs."
     )
     difficulty: DifficultyConfig = Field(
-        default_factory=DifficultyConfig, description="With sampler: difficulty."
+        default_factory=DifficultyConfig, description="How sampler: difficulty chooses tasks."
     )
 
 
@@ -287,14 +287,14 @@ class MixedEnvironmentConfig(EnvironmentConfig):
     name: str = Field(
         default="",
         pattern=r"^[\w.-]*$",
-        description="Its name, by which metrics are; empty: from the line, such as countdown.",
+        description="The name under which metrics show it; empty: taken from the line, such as countdown.",
     )
     weight: float = Field(default=1.0, gt=0, description="Its share of the groups, relative to the others.")
     sampler: Literal["uniform", "difficulty"] = Field(
         default="uniform", description="The order of its tasks, as for data."
     )
     difficulty: DifficultyConfig = Field(
-        default_factory=DifficultyConfig, description="With sampler: difficulty."
+        default_factory=DifficultyConfig, description="How sampler: difficulty chooses tasks."
     )
 
 
@@ -303,7 +303,7 @@ class SourceConfig(TasksConfig):
 
     name: str = Field(
         pattern=r"^[\w.-]+$",
-        description="Its name: tasks get it as `data_source`, and metrics are by it.",
+        description="The name, which tasks have as `data_source` and under which metrics show the source.",
     )
     weight: float = Field(default=1.0, gt=0, description="Its share of the groups, relative to the others.")
     sampler: Literal["uniform", "difficulty"] = Field(
@@ -333,7 +333,7 @@ class DataConfig(TasksConfig):
         "docs/data.md.",
     )
     sources: tuple[SourceConfig, ...] = Field(
-        default=(), description="With sampler: mixture, the sources, in place of path."
+        default=(), description="The sources of sampler: mixture, in place of path."
     )
     seed: int | None = Field(
         default=None, description="Seed of the order; default: the seed of the run, and 0 for evaluation."
@@ -417,6 +417,14 @@ class EvalConfig(Settings):
     def most_episodes(self) -> int:
         """The most episodes of one evaluation; data with fewer tasks has fewer."""
         return self.episodes * self.attempts
+
+    @model_validator(mode="after")
+    def _tasks_are_the_same_each_time(self) -> EvalConfig:
+        if "difficulty" in (self.data.sampler, *(source.sampler for source in self.data.sources)):
+            raise ValueError(
+                "sampler: difficulty has no effect in eval.data; every evaluation has the same tasks"
+            )
+        return self
 
     @model_validator(mode="after")
     def _attempts_differ(self) -> EvalConfig:

@@ -68,7 +68,7 @@ class TaskMixture:
     """The tasks of several sources, of which each has a share of the groups.
 
     Attributes:
-        sources: by their weights; the ids of all their tasks differ.
+        sources: each with its weight; the ids of all their tasks differ.
     """
 
     sources: tuple[TaskSource, ...]
@@ -91,11 +91,11 @@ class TaskMixture:
 
 
 def most_behind(weights: Sequence[float], taken: Sequence[int], among: Sequence[int]) -> int:
-    """Return the index of the source that, with one more, is furthest behind its share of all that is taken.
+    """Return the index of the source that would still be furthest behind its share with one more task.
 
     Args:
         weights: the weights of all sources.
-        taken: how many were taken of each.
+        taken: how many tasks were taken from each.
         among: the indices to choose from.
     """
     return min(among, key=lambda index: ((taken[index] + 1) / weights[index], index))
@@ -133,11 +133,12 @@ def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource | TaskMixture
 
 
 def _of_source(name: str, task: Task) -> Task:
+    """Return a task with the name of its source in its id and input. Raises DataError if it has another."""
     given = task.input.get(DATA_SOURCE, name)
     if given != name:
         raise DataError(
-            f"task {task.id!r} of the source {name!r} has {DATA_SOURCE}: {given!r}; call the source so, or "
-            "the field something else"
+            f"task {task.id!r} of the source {name!r} has {DATA_SOURCE}: {given!r}; give the source this "
+            "name, or rename the field"
         )
     return Task(f"{name}/{task.id}", {**task.input, DATA_SOURCE: name})
 

@@ -1,7 +1,7 @@
-"""Chooses the tasks of training: each once in an epoch, by what the policy solves, or from several sources.
+"""Samplers choose the task of the next training group: in epochs, by difficulty, or from several sources.
 
-What a sampler returns depends on the seed, on the groups that were begun, and, with difficulty, on their
-scores; so a restarted run continues with the same shares and pools.
+The choice depends on the seed, on the groups that were begun, and, with difficulty, on their scores, and on
+nothing else; so a restarted run continues with the same shares and pools.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
-from areal_agents.core.rollout import Task
+from areal_agents.core.rollout import Task, training_group_id
 from areal_agents.rollout.config import DifficultyConfig
 from areal_agents.rollout.data import TaskMixture, TaskSource, most_behind
 
 logger = logging.getLogger(__name__)
 
-# Returns the scores of those of these groups that are complete, and none for those that were dropped.
+# Called with the ids of groups. Returns the scores of each one that has ended: those of its episodes if it is
+# complete, and an empty sequence if it was dropped.
 Scores = Callable[[Sequence[str]], Mapping[str, Sequence[float]]]
-Pool = str  # "new", "learnable", "unsolved" or "solved"
-POOLS: tuple[Pool, ...] = ("new", "learnable", "unsolved", "solved")
-_FADING = 0.5  # weight of a group's solve rate relative to that of the task's next one
-_LEAST = 0.05  # weight of the learnable task whose solve rate is furthest from the target
-_MOST_RECENT = 256  # tasks that are not begun again at once
-_LOGGED_EVERY = 100  # groups
+Pool = Literal["new", "learnable", "unsolved", "solved"]
+POOLS: tuple[Pool, ...] = get_args(Pool)
+_DECAY = 0.5  # weight of a group in a task's solve rate, relative to the task's next group
+_MIN_WEIGHT = 0.05  # weight of a learnable task whose solve rate is furthest from the target
+_MOST_RECENT = 256  # most tasks that wait before they are begun again
+_LOG_PERIOD = 100  # groups between two lines of the log
 
 
 class Sampler(Protocol):
@@ -39,10 +40,10 @@ class Sampler(Protocol):
 def sampler_of(
     tasks: TaskSource | TaskMixture, started: Sequence[tuple[str, int]], scores: Scores
 ) -> Sampler:
-    """Return what chooses the tasks of training.
+    """Return the sampler of the configuration.
 
     Args:
-        started: (task id, epoch) of the groups that were begun, in their order.
+        started: (task id, epoch) of the groups that were begun, oldest first.
         scores: see `Scores`.
     """
     if isinstance(tasks, TaskMixture):
@@ -64,12 +65,13 @@ class UniformSampler:
 
 
 class DifficultySampler:
-    """Chooses a pool by the weights of the configuration, then a task of it.
+    """Chooses a pool at random by the weights of the configuration, then a task of that pool.
 
-    The latest complete group of a task decides on its pool: new (there is none), solved (every episode has
-    solved it), unsolved (none has), learnable (some have). New tasks come in the order of an epoch; of the
-    learnable ones, those are more likely whose solve rate, in which older groups fade, is near the target;
-    of the others, any. Tasks that were begun lately wait, as long as there are others.
+    The latest complete group of a task decides its pool: new (the task has no such group), solved (every
+    episode solved it), unsolved (none did) or learnable (some did). New tasks come in the order of an epoch.
+    A learnable task is the likelier, the nearer its solve rate is to the target; in the rate, older groups
+    have less weight. The tasks of the other pools are equally likely. A task that was begun recently waits
+    while there are others.
     """
 
     def __init__(
@@ -86,34 +88,35 @@ class DifficultySampler:
         self._begun: dict[str, int] = dict.fromkeys(self._tasks, 0)
         self._recent: deque[str] = deque(maxlen=min(_MOST_RECENT, len(self._tasks) // 4))
         self._pending: dict[str, str] = {}  # the task of each group whose scores are not known
-        self._rates: dict[str, tuple[float, float]] = {}  # of a task, faded sums: solved, episodes
+        self._sums: dict[str, tuple[float, float]] = {}  # of a task: decayed counts of solved and of all
         self._pools: dict[Pool, dict[str, None]] = {pool: {} for pool in POOLS}
         self._pool_of: dict[str, Pool] = {}
-        self._total = 0  # of the groups that were begun
+        self._total = 0  # groups that were begun
         for task in tasks.epoch(0):
             self._move(task.id, "new")
         for task_id, epoch in started:
             if task_id in self._tasks:
-                self._note(task_id, epoch)
+                self._begin(task_id, epoch)
 
     def next(self) -> tuple[Task, int] | None:
         """See `Sampler`. There is always one."""
-        self._learn()
-        if self._total % _LOGGED_EVERY == 0:
+        self._read_scores()
+        if self._total % _LOG_PERIOD == 0:
             logger.info(
                 "tasks by difficulty: %s", ", ".join(f"{n} {pool}" for pool, n in self.counts().items())
             )
         random_ = random.Random(f"{self._seed}/{self._total}")
-        free = {pool: [one for one in ids if one not in self._recent] for pool, ids in self._pools.items()}
+        recent = set(self._recent)
+        free = {pool: [one for one in ids if one not in recent] for pool, ids in self._pools.items()}
         weights = [getattr(self._config, pool) if free[pool] else 0.0 for pool in POOLS]
         if any(weights):
             pool = random_.choices(POOLS, weights)[0]
             chosen = self._choose(pool, free[pool], random_)
-        else:  # the pools with a weight have only tasks that were begun lately, or none
+        else:  # every task of the pools with a weight was begun recently, if they have any
             weighted = [one for pool in POOLS if getattr(self._config, pool) for one in self._pools[pool]]
             chosen = random_.choice(weighted or list(self._tasks))
         epoch = self._begun[chosen]
-        self._note(chosen, epoch)
+        self._begin(chosen, epoch)
         return self._tasks[chosen], epoch
 
     def counts(self) -> dict[Pool, int]:
@@ -127,30 +130,30 @@ class DifficultySampler:
             return random_.choice(ids)
         target = self._config.target
         furthest = max(target, 1 - target)
-        rates = [solved / episodes for solved, episodes in (self._rates[one] for one in ids)]
-        weights = [max(_LEAST, 1 - abs(rate - target) / furthest) for rate in rates]
+        rates = [solved / episodes for solved, episodes in (self._sums[one] for one in ids)]
+        weights = [max(_MIN_WEIGHT, 1 - abs(rate - target) / furthest) for rate in rates]
         return random_.choices(ids, weights)[0]
 
-    def _note(self, task_id: str, epoch: int) -> None:
-        """Record that a group was begun."""
+    def _begin(self, task_id: str, epoch: int) -> None:
+        """Record that a group of a task was begun."""
         self._begun[task_id] = max(self._begun[task_id], epoch + 1)
         self._recent.append(task_id)
-        self._pending[f"{task_id}@{epoch}"] = task_id
+        self._pending[training_group_id(task_id, epoch)] = task_id
         self._total += 1
         self._pools["new"].pop(task_id, None)  # it is in no pool until its first scores are known
 
-    def _learn(self) -> None:
-        """Read the scores of the groups that have ended since."""
+    def _read_scores(self) -> None:
+        """Move the tasks whose groups have ended since the last call."""
         ended = self._scores(list(self._pending))
-        for group in [group for group in self._pending if group in ended]:  # in the order of their begin
+        for group in [group for group in self._pending if group in ended]:  # oldest first
             task_id, scores = self._pending.pop(group), ended[group]
             if not scores:
-                if task_id not in self._rates:
-                    self._move(task_id, "new")  # its group was dropped
+                if task_id not in self._sums:  # none of its groups was ever complete
+                    self._move(task_id, "new")
                 continue
             solved = sum(score >= self._config.solved_score for score in scores)
-            before = self._rates.get(task_id, (0.0, 0.0))
-            self._rates[task_id] = (_FADING * before[0] + solved, _FADING * before[1] + len(scores))
+            before = self._sums.get(task_id, (0.0, 0.0))
+            self._sums[task_id] = (_DECAY * before[0] + solved, _DECAY * before[1] + len(scores))
             self._move(task_id, _pool(solved, len(scores)))
 
     def _move(self, task_id: str, pool: Pool) -> None:
@@ -162,9 +165,9 @@ class DifficultySampler:
 
 
 class MixtureSampler:
-    """Takes the next group from the source that is furthest behind its share; see `most_behind`.
+    """Takes the next task from the source that is furthest behind its share of the groups.
 
-    A source that has ended leaves its share to the others.
+    A source that has ended leaves its share to the others. See `most_behind`.
     """
 
     def __init__(self, mixture: TaskMixture, started: Sequence[tuple[str, int]], scores: Scores) -> None:

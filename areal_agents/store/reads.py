@@ -8,7 +8,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Split, Task
+from areal_agents.core.rollout import (
+    RecordedEpisode,
+    Reward,
+    Rollout,
+    RolloutGroup,
+    Split,
+    Task,
+    task_and_epoch,
+)
 from areal_agents.core.trajectory import Turn
 from areal_agents.store.chunks import chunks
 from areal_agents.store.codec import IMPORTED, decode_turn
@@ -397,11 +405,11 @@ def tasks_started(connection: sa.Connection, split: Split) -> list[tuple[str, in
     ids = connection.execute(
         sa.select(groups.c.id).where(groups.c.split == split).order_by(groups.c.seq)
     ).scalars()
-    return [_task_and_epoch(group_id) for group_id in ids]
+    return [task_and_epoch(group_id) for group_id in ids]
 
 
 def group_scores(connection: sa.Connection, ids: Sequence[str]) -> dict[str, tuple[float, ...]]:
-    """Return the scores of those groups that are complete, by index, and none for those dropped."""
+    """Return the scores of each group that has ended: by index if it is complete, () if dropped."""
     found: dict[str, list[float]] = {}
     for chunk in chunks(ids):
         ended = sa.select(groups.c.id).where(groups.c.id.in_(chunk), groups.c.state != "pending")
@@ -417,11 +425,6 @@ def group_scores(connection: sa.Connection, ids: Sequence[str]) -> dict[str, tup
         for group_id, score in connection.execute(query):
             found[group_id].append(score)
     return {group_id: tuple(scores) for group_id, scores in found.items()}
-
-
-def _task_and_epoch(group_id: str) -> tuple[str, int]:
-    task_id, at, epoch = group_id.rpartition("@")
-    return (task_id, int(epoch)) if at and epoch.isdecimal() else (group_id, 0)
 
 
 def _episode_row(row: sa.Row) -> EpisodeRow:

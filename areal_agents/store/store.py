@@ -420,7 +420,7 @@ class Store:
             return reads.tasks_started(connection, split)
 
     def group_scores(self, group_ids: Sequence[str]) -> dict[str, tuple[float, ...]]:
-        """Return the scores of those groups that are complete, by index, and none for those dropped."""
+        """Return the scores of each group that has ended: by index if it is complete, () if dropped."""
         with self._database.read() as connection:
             return reads.group_scores(connection, group_ids)
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError
-from areal_agents.rollout.config import DataConfig, DifficultyConfig
+from areal_agents.rollout.config import DataConfig, DifficultyConfig, EvalConfig
 from areal_agents.rollout.data import TaskMixture, TaskSource, load_tasks
 from areal_agents.rollout.samplers import DifficultySampler, Sampler, UniformSampler, sampler_of
 
@@ -150,7 +150,7 @@ def test_tasks_of_sources_have_ids_and_names_of_their_own(tmp_path: Path) -> Non
         ("b/2", {"id": "2", "data_source": "b"}),
     ]
     (tmp_path / "a.jsonl").write_text('{"data_source": "gsm8k"}\n')
-    with pytest.raises(DataError, match="task '0' of the source 'a' has data_source: 'gsm8k'; call the"):
+    with pytest.raises(DataError, match="task '0' of the source 'a' has data_source: 'gsm8k'; give the"):
         load_tasks(DataConfig.model_validate({"sources": sources}))
 
 
@@ -186,3 +186,10 @@ def test_one_source_may_be_sampled_by_difficulty(tmp_path: Path) -> None:
 def test_faults_of_samplers_are_named(given: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         DataConfig.model_validate(given)
+
+
+def test_an_evaluation_is_not_sampled_by_difficulty() -> None:
+    one = {"path": "x", "sampler": "difficulty"}
+    for data in (one, {"sources": [{"name": "a", **one}]}):
+        with pytest.raises(ValidationError, match="difficulty has no effect in eval.data"):
+            EvalConfig.model_validate({"data": data})

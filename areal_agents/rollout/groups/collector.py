@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import FINGERPRINT
+from areal_agents.core.rollout import FINGERPRINT, training_group_id
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
@@ -117,7 +117,7 @@ class Collector:
         if submitted is None:
             return False
         task, epoch = submitted
-        group = self._groups.begin(f"{task.id}@{epoch}", task, surplus=self._config.over_sample)
+        group = self._groups.begin(training_group_id(task.id, epoch), task, surplus=self._config.over_sample)
         for index in range(group.slots):
             self._groups.put(group, index)
         return True
