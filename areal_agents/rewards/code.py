@@ -1,6 +1,6 @@
-"""The reward for programs: the last block of code of an answer runs on tests, in a sandbox.
+"""The reward for programs: the last code block of an answer is run on tests in a sandbox.
 
-A test is in the form of LiveCodeBench: {"input", "output", "testtype": "stdin" | "functional"}. The expected
+A test has the form of LiveCodeBench: {"input", "output", "testtype": "stdin" | "functional"}. The expected
 output never enters the sandbox, so a program can print it only by computing it.
 """
 
@@ -17,9 +17,9 @@ from areal_agents.rewards.forms import fenced
 from areal_agents.sandbox.isolations import IsolationOnFirstUse
 from areal_agents.sandbox.sandbox import Limits, Sandbox, SandboxSpec
 
-_OUTPUT_BYTES = 1 << 22  # of a test; what is longer is wrong
+_OUTPUT_BYTES = 1 << 22  # a longer output fails the test
 _FILE = "solution.py"
-# Calls the function that is tested, which may be a method of a class Solution, and prints its result.
+# Calls the tested function, which may be a method of a class Solution; the last line has its result.
 _CALL = """
 import json, sys
 name = sys.argv[1]
@@ -47,7 +47,7 @@ class CodeTest:
 
     @classmethod
     def read(cls, test: Mapping[str, Any], function: str) -> CodeTest:
-        """Read a test as LiveCodeBench has it. Raises RewardError if it is none.
+        """Read a test in the form of LiveCodeBench. Raises RewardError if it has another form.
 
         Args:
             function: the function that the task names; "": it names none.
@@ -72,7 +72,7 @@ class CodeTest:
             return _lines(printed) == _lines(self.output)
         try:
             return bool(json.loads(printed.rstrip().rpartition("\n")[2]) == json.loads(self.output))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
 
@@ -89,19 +89,21 @@ def code_tests(
 ) -> Callable[[FinishedEpisode], Awaitable[float]]:
     """Return a reward function: 1.0 if the program in the answer passes the tests of the task, else 0.0.
 
-    The program is the last block between ``` fences, in Python.
+    The program is the last block between ``` fences. It is run as Python.
 
     Args:
         field: the field of the task with the tests, a list or the JSON of one; `func_name` of the task, or
             of the task's `metadata`, names the function of functional tests.
-        partial: the reward is the share of tests that pass; otherwise the first that fails ends it.
-        most: the most tests that are run, the first of them; None: all.
+        partial: the reward is the share of the tests that pass; otherwise the first failure ends it.
+        most: only the first `most` tests are run; None: all.
         time_s: time limit of a test in seconds.
-        memory_mb: memory of a test in MiB.
-        isolation: the sandbox (docs/sandboxes.md); with docker, `image` has the interpreter.
-        python: the interpreter inside.
+        memory_mb: memory limit of a test in MiB.
+        isolation: the kind of sandbox (docs/sandboxes.md).
+        image: with docker, the image that has the interpreter.
+        python: the interpreter in the sandbox.
 
-    The returned function raises RewardError if the tests cannot be read or no sandbox can be started.
+    Raises ValueError if `most` is less than 1. The returned function raises RewardError if the tests cannot
+    be read, or no sandbox can be started.
     """
     if most is not None and most < 1:
         raise ValueError(f"most must be at least 1, got {most}")
@@ -141,6 +143,7 @@ async def _passes(sandbox: Sandbox, test: CodeTest, python: str, time_s: float) 
 
 
 def _tests(task: Mapping[str, Any], field: str) -> list[CodeTest]:
+    """Return the tests of a task. Raises RewardError if the field has none."""
     given = task.get(field)
     if isinstance(given, str):
         try:

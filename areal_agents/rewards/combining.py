@@ -1,6 +1,6 @@
-"""Makes reward functions of reward functions: weighted sums, gates, bounds, rewards of turns.
+"""Combines reward functions into others: weighted sums, gates, bounds, rewards of turns.
 
-Each takes and returns functions of a `FinishedEpisode`, which may be async; what it returns is async.
+Reward functions take a `FinishedEpisode`. Those that are given may be async; those that are returned are.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Messages = Sequence[Mapping[str, Any]]
 def weighted(
     weights: Mapping[str, float], /, **scores: Score
 ) -> Callable[[FinishedEpisode], Awaitable[dict[str, float]]]:
-    """Return a function that gives a reward of each name, its score times its weight.
+    """Return a function that gives one reward for each name: the score of this name times its weight.
 
         score = weighted({"correct": 1.0, "format": 0.2}, correct=is_correct, format=has_format)
 
-    The score of the episode is their sum, and the metrics show each.
+    The score of the episode is their sum, and the metrics show each of them.
 
     Raises ValueError if the names of weights and scores differ.
     """
@@ -32,7 +32,7 @@ def weighted(
         raise ValueError(f"weights and scores must have the same names, got {[*weights]} and {[*scores]}")
 
     async def score(episode: FinishedEpisode) -> dict[str, float]:
-        return {name: weights[name] * float(await called(one, episode)) for name, one in scores.items()}
+        return {name: weights[name] * await _score_of(one, episode) for name, one in scores.items()}
 
     return score
 
@@ -40,12 +40,12 @@ def weighted(
 def gated(
     gate: Score, score: Score, *, otherwise: float = 0.0
 ) -> Callable[[FinishedEpisode], Awaitable[float]]:
-    """Return a function that gives `score` where `gate` is above 0, else `otherwise`, without calling it."""
+    """Return a function that gives `score` if `gate` is above 0, else `otherwise` without calling `score`."""
 
     async def gated_score(episode: FinishedEpisode) -> float:
-        if await called(gate, episode) <= 0:
+        if await _score_of(gate, episode) <= 0:
             return otherwise
-        return float(await called(score, episode))
+        return await _score_of(score, episode)
 
     return gated_score
 
@@ -56,7 +56,7 @@ def clipped(score: Score, low: float, high: float) -> Callable[[FinishedEpisode]
         raise ValueError(f"low must be at most high, got {low} and {high}")
 
     async def clipped_score(episode: FinishedEpisode) -> float:
-        return min(high, max(low, float(await called(score, episode))))
+        return min(high, max(low, await _score_of(score, episode)))
 
     return clipped_score
 
@@ -64,10 +64,12 @@ def clipped(score: Score, low: float, high: float) -> Callable[[FinishedEpisode]
 def per_turn(
     score: Callable[[Messages, Mapping[str, Any]], float | Awaitable[float]],
 ) -> Callable[[FinishedEpisode], Awaitable[dict[str, float]]]:
-    """Return a function that rewards each turn of an episode, of all conversations.
+    """Return a function that rewards each turn of an episode, in all its conversations.
 
     Args:
-        score: a function of the messages before a reply, and of the reply.
+        score: called with the messages before a reply, and with the reply.
+
+    The returned function raises ValueError for an episode that no proxy recorded.
     """
 
     async def of_turns(episode: FinishedEpisode) -> dict[str, float]:
@@ -91,13 +93,15 @@ def potential(
     """Return a function that rewards the turns of the last conversation by potential-based shaping.
 
     A turn gets discount · Φ(s') - Φ(s) (Ng, Harada and Russell 1999, eq. 2), where s are the messages before
-    its reply, s' those before the next one, and Φ is 0 at the end, so that which policy is best does not
-    change. The last turn gets the reward of the outcome too.
+    its reply and s' those before the next reply. Φ is 0 at the end, so the best policy stays the best. The
+    last turn also gets the reward of the outcome.
 
     Args:
-        phi: the potential of a conversation: how much of the task it has done.
-        outcome: the reward of the episode.
-        discount: that of the algorithm's credit, `algorithm.turn_discount`.
+        phi: the potential Φ of a conversation: how much of the task it has done.
+        outcome: the reward of the episode; None: 0.
+        discount: γ of the algorithm's credit, `algorithm.turn_discount`.
+
+    The returned function raises ValueError for an episode that no proxy recorded.
     """
 
     async def shaped(episode: FinishedEpisode) -> dict[str, float]:
@@ -111,14 +115,14 @@ def potential(
             for (_, completion), now, later in zip(turns, before, [*before[1:], 0.0], strict=True)
         }
         if outcome is not None:
-            rewards[turns[-1][1]] += float(await called(outcome, episode))
+            rewards[turns[-1][1]] += await _score_of(outcome, episode)
         return rewards
 
     return shaped
 
 
-async def called(score: Score, episode: FinishedEpisode) -> float:
-    """Return the finite score of an episode. Raises ValueError if it is none."""
+async def _score_of(score: Score, episode: FinishedEpisode) -> float:
+    """Return the score of an episode. Raises ValueError if it is not finite."""
     value = float(await _awaited(score(episode)))
     if not math.isfinite(value):
         name = getattr(score, "__name__", str(score))
@@ -131,11 +135,12 @@ async def _awaited(value: T | Awaitable[T]) -> T:
 
 
 def _completions(episode: FinishedEpisode) -> Sequence[Sequence[str | None]]:
+    """Return the completion ids of an episode. Raises ValueError if no proxy recorded it."""
     if len(episode.completions) != len(episode.branches):
         raise ValueError("turns can be rewarded only in episodes that a proxy has recorded")
     return episode.completions
 
 
 def _sampled(completions: Sequence[str | None]) -> list[tuple[int, str]]:
-    """Return (place, completion id) of the messages that the policy sampled."""
+    """Return (index, completion id) of the messages that the policy sampled."""
     return [(place, one) for place, one in enumerate(completions) if one is not None]

@@ -1,4 +1,4 @@
-"""Rewards for the form of an answer: a pattern, a JSON schema, a length, citations."""
+"""Rewards for the form of an answer: its pattern, JSON schema, length and citations."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ def json_answer(answer: str | None) -> Any:
 def follows_schema(schema: Mapping[str, Any], answer: str | None) -> float:
     """Return 1.0 if the answer (see `json_answer`) is JSON that follows a JSON schema, else 0.0.
 
-    It needs the package jsonschema. Raises jsonschema.SchemaError if the schema is not valid.
+    It needs the package jsonschema (extra `rewards`). Raises jsonschema.SchemaError if the schema is invalid.
     """
     import jsonschema  # imported late: most rewards do not need it
 
     validator = jsonschema.validators.validator_for(schema)
     validator.check_schema(schema)
     try:
-        value = json_answer(answer)
-    except (ValueError, RecursionError):
+        return float(validator(schema).is_valid(json_answer(answer)))
+    except (ValueError, RecursionError):  # no JSON, or JSON that is nested too deeply
         return 0.0
-    return float(validator(schema).is_valid(value))
 
 
 def overlong(length: float, *, limit: float, buffer: float) -> float:
@@ -65,10 +64,10 @@ def overlong(length: float, *, limit: float, buffer: float) -> float:
 
 
 def cited(answer: str | None, pattern: str = r"\[([^\[\]\s]+)\]") -> list[str]:
-    """Return what an answer cites, each once, in the order of its first citation.
+    """Return the names of the sources that an answer cites, each once, in the order of their first citations.
 
     Args:
-        pattern: a regular expression whose first group is the name of a source; default: [name].
+        pattern: a regular expression whose only group is the name of a source; default: a name in brackets.
     """
     return list(dict.fromkeys(re.findall(pattern, answer or "")))
 
@@ -82,7 +81,7 @@ def citation_f1(citations: Sequence[str], expected: Sequence[str]) -> float:
 
 
 def grounded(citations: Sequence[str], episode: FinishedEpisode) -> float:
-    """Return the share of citations that occur in a tool result of the conversation; 0.0 without any."""
+    """Return the share of citations that occur in a tool result of `episode.messages`; 0.0 without any."""
     results = [
         message["content"] if isinstance(message.get("content"), str) else json.dumps(message.get("content"))
         for message in episode.messages

@@ -1,7 +1,7 @@
-"""The reward for mathematical answers, which math-verify compares in processes of their own.
+"""The reward for mathematical answers, which math-verify compares in separate processes.
 
-A comparison that hangs, or that needs too much memory for its process, costs its own time limit and its own
-process, and no other comparison waits for it.
+A comparison that hangs or needs too much memory ends at its own time limit with its own process. It delays
+other comparisons only as far as it occupies one of the processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from areal_agents.errors import RewardError
 from areal_agents.rewards.finished import FinishedEpisode
 
-_START_S = 120.0  # sympy is imported for seconds on a busy machine
+_START_S = 120.0  # importing sympy takes many seconds on a busy machine
 
 
 def math_answer(
@@ -29,9 +29,9 @@ def math_answer(
 
         score = math_answer()       # 0.5, 1/2 and \\frac{1}{2} are equal
 
-    The answer is what the last reply has in \\boxed{}, or else its last number or expression;
-    several boxes are one answer, so that two guesses are wrong. A comparison that takes longer than `time_s`
-    counts as unequal. It needs math-verify.
+    The answer is the content of \\boxed{} in the last reply, or else its last number or expression. Several
+    boxes are one answer with several parts, so two guesses are wrong. A comparison that takes longer than
+    `time_s` counts as unequal. It needs math-verify (extra `rewards`).
 
     Args:
         field: the field of the task with the expected answer, a string or a number.
@@ -52,7 +52,7 @@ def math_answer(
 
 
 class MathChecks:
-    """Processes that compare answers, which are started when they are needed. Threads may share it."""
+    """Processes that compare answers, each started when it is first needed. Thread-safe."""
 
     def __init__(self, *, processes: int, time_s: float) -> None:
         if processes < 1 or not time_s > 0:
@@ -93,10 +93,10 @@ class MathChecks:
 
 
 class _Process:
-    """A process that compares one pair at a time."""
+    """A process that compares one pair of answers at a time."""
 
     def __init__(self) -> None:
-        """Raises RewardError if it does not start."""
+        """Start the process. Raises RewardError if it does not start."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "areal_agents.rewards.mathematics_worker"],
             stdin=subprocess.PIPE,
@@ -109,7 +109,7 @@ class _Process:
             raise RewardError((ready or {}).get("error", "the process that compares answers did not start"))
 
     def ask(self, pair: dict[str, str], time_s: float) -> dict[str, Any] | None:
-        """Return the answer about a pair; None if there is none in time."""
+        """Return the result for a pair; None if the process died or did not answer in time."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(pair).encode() + b"\n")
@@ -119,16 +119,19 @@ class _Process:
         return self._line(time_s)
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            with contextlib.suppress(BrokenPipeError):  # what it did not read is lost with it
+            with contextlib.suppress(BrokenPipeError):  # a pair that it has not read is lost with it
                 stream.close()
 
     def _line(self, time_s: float) -> dict[str, Any] | None:
-        """Return its next line, which it writes at once; None at its end, or if there is none in time."""
+        """Return the next line of the process; None if it has ended or wrote none in time.
+
+        The process writes a line as a whole, so reading one does not wait.
+        """
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], time_s)
         line = self._process.stdout.readline() if readable else b""

@@ -24,10 +24,10 @@ def exact_match(answer: str | None, expected: str) -> float:
 
 
 def f1(answer: str | None, expected: str) -> float:
-    """Return the harmonic mean of precision and recall of the words of `answer`, from 0 to 1.
+    """Return the harmonic mean of the precision and the recall of the words of `answer`, from 0 to 1.
 
-    It is the F1 of SQuAD (Rajpurkar et al. 2016, section 6.1): a word counts as often as it is in both. An
-    `answer` of None scores 0. Raises ValueError if `expected` has no word.
+    It is the F1 of SQuAD (Rajpurkar et al. 2016, section 6.1): a word counts as often as it occurs in both.
+    An `answer` of None scores 0. Raises ValueError if `expected` has no word.
     """
     wanted = Counter(normalise(word) for word in expected.split()) - Counter([""])
     if not wanted:
@@ -39,9 +39,9 @@ def f1(answer: str | None, expected: str) -> float:
 
 
 def best_of(score: Callable[[str | None, str], float], answer: str | None, expected: Iterable[str]) -> float:
-    """Return the best score of an answer among several expected ones, such as aliases of a name.
+    """Return the best score of an answer against several expected ones, such as aliases of a name.
 
-    Raises ValueError if there is none.
+    Raises ValueError if `expected` is empty.
     """
     scores = [score(answer, one) for one in expected]
     if not scores:

@@ -17,6 +17,17 @@ ISOLATION = "bubblewrap" if shutil.which("bwrap") else "process"
 STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, {"input": "5 5", "output": "10"}]
 CALLS = [{"input": "[3, 1, 2]\n2", "output": "[1, 2]", "testtype": "functional"}]
 ADDS = "a, b = map(int, input().split())\nprint(a + b, ' ')\n\n"
+CHEATS = """
+import glob, re, sys
+places = ["/proc/self/environ", *glob.glob("/proc/[0-9]*/cmdline"), *glob.glob("*"), *glob.glob("/tests/*")]
+texts = [sys.stdin.read()]
+for place in places:
+    try:
+        texts.append(open(place, errors="replace").read())
+    except OSError:
+        pass
+print(*re.findall("secret-[0-9a-f]+", " ".join(texts))[:1])
+"""
 METHOD = "class Solution:\n    def least(self, xs, n):\n        print('noise')\n        return sorted(xs)[:n]"
 
 
@@ -29,7 +40,7 @@ def episode(program: str | None, **task: Any) -> FinishedEpisode:
 def scoring(**settings: Any) -> Callable[[FinishedEpisode], Any]:
     # The interpreter of the tests may lie outside of what bubblewrap shows; /usr/bin has one.
     python = "python3" if ISOLATION == "bubblewrap" else sys.executable
-    return code_tests(isolation=ISOLATION, python=python, time_s=20, **settings)
+    return code_tests(isolation=ISOLATION, python=python, **{"time_s": 20, **settings})
 
 
 async def test_programs_pass_all_tests_or_none() -> None:
@@ -53,18 +64,18 @@ async def test_functions_are_called_with_the_arguments() -> None:
     assert await score(episode("def other(xs, n): return xs", tests=CALLS, func_name="least")) == 0.0
 
 
-async def test_a_program_cannot_read_what_is_expected_and_cannot_hang() -> None:
-    """What it prints is compared outside; a later test sees nothing of an earlier one's processes."""
-    cheats = (
-        "import os, sys, glob\n"
-        "print(open('/proc/self/environ').read(), sys.argv, os.listdir('.'), glob.glob('/tests/*'))"
-    )
-    assert await scoring()(episode(cheats, tests=STDIN)) == 0.0
-    score = code_tests(
-        isolation=ISOLATION, python=sys.executable if ISOLATION == "process" else "python3", time_s=1
-    )
-    assert await score(episode("while True: pass", tests=STDIN)) == 0.0
-    assert await score(episode("print('x' * (1 << 23))", tests=STDIN)) == 0.0
+async def test_a_program_cannot_read_what_is_expected() -> None:
+    """A program that looks for the expected output everywhere finds it in its input only."""
+    secret, score = "secret-4f1c", scoring()
+    assert await score(episode(CHEATS, tests=[{"input": secret, "output": secret}])) == 1.0
+    assert await score(episode(CHEATS, tests=[{"input": "1", "output": secret}])) == 0.0
+
+
+async def test_output_that_never_ends_or_cannot_be_read_fails() -> None:
+    assert await scoring(time_s=1)(episode("while True: pass", tests=STDIN)) == 0.0
+    assert await scoring()(episode("print('x' * (1 << 23))", tests=STDIN)) == 0.0
+    nested = "def least(xs, n):\n    print('[' * 100_000)\n    raise SystemExit(0)"
+    assert await scoring()(episode(nested, tests=CALLS, func_name="least")) == 0.0
 
 
 @pytest.mark.parametrize(
