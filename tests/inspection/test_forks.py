@@ -118,11 +118,16 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
         yield made
 
 
+def new_calls(episodes: list[RecordedEpisode]) -> int:
+    """The number of tool calls in replies that were sampled after a copied turn."""
+    return sum(len(turn.reply.tool_calls) for episode in episodes for turn in episode.turns[1:])
+
+
 def test_a_fork_has_the_recorded_tokens_and_goes_on_with_new_ones(
     recording: Recording, tmp_path: Path
 ) -> None:
     forked, before = recording.turn(2), recording.searches
-    found, episodes = recording.fork(forked, "agent", tmp_path, count=3, temperature=1.5)
+    found, episodes = recording.fork(forked, "agent", tmp_path, count=3, temperature=3.0)
     first, second = forked.episode.turns
     for continuation, episode in zip(found.continuations, episodes, strict=True):
         assert continuation.error is None and continuation.turns == len(episode.turns) - 1 >= 1
@@ -132,7 +137,7 @@ def test_a_fork_has_the_recorded_tokens_and_goes_on_with_new_ones(
         np.testing.assert_array_equal(
             episode.forest.prompt_ids(sampled.id), forked.episode.forest.prompt_ids(second.id)
         )
-        assert set(sampled.completion.versions.tolist()) == {7} and sampled.sampling.temperature == 1.5
+        assert set(sampled.completion.versions.tolist()) == {7} and sampled.sampling.temperature == 3.0
         assert len(sampled.completion) <= 40  # the limits of the recorded episode
         logprobs = [float(turn.completion.behavior_logprobs.sum()) for turn in episode.turns[1:]]
         assert continuation.logprob == pytest.approx(sum(logprobs), abs=1e-4)
@@ -141,7 +146,7 @@ def test_a_fork_has_the_recorded_tokens_and_goes_on_with_new_ones(
     assert found.mean_score == pytest.approx(np.mean([c.score for c in found.continuations]))
     assert found.recorded.score == forked.episode.score and found.recorded.turns == 1
     # The recorded tool call was not run again; only calls after the fork may have been.
-    assert recording.searches - before == sum(len(episode.turns) - 2 for episode in episodes)
+    assert recording.searches - before == new_calls(episodes)
 
 
 def test_the_same_seed_samples_the_same_and_another_one_does_not(
@@ -149,7 +154,7 @@ def test_the_same_seed_samples_the_same_and_another_one_does_not(
 ) -> None:
     def sampled(folder: str, seed: int, agent: str = "agent") -> list[list[int]]:
         out = tmp_path / folder
-        _, episodes = recording.fork(recording.turn(1), agent, out, seed=seed, temperature=2.0)
+        _, episodes = recording.fork(recording.turn(1), agent, out, seed=seed, temperature=3.0)
         return [episode.turns[0].completion.token_ids.tolist() for episode in episodes]
 
     assert sampled("a", 3) == sampled("b", 3, "synchronous") != sampled("c", 4)
@@ -172,7 +177,7 @@ def test_a_synchronous_agent_that_streams_repeats_too(recording: Recording, tmp_
     forked, before = recording.turn(2), recording.searches
     found, episodes = recording.fork(forked, "synchronous", tmp_path)
     assert [c.error for c in found.continuations] == [None, None]
-    assert recording.searches - before == sum(len(episode.turns) - 2 for episode in episodes)
+    assert recording.searches - before == new_calls(episodes)
 
 
 def test_an_agent_can_bring_itself_to_the_fork(recording: Recording, tmp_path: Path) -> None:
@@ -219,7 +224,7 @@ def test_continuations_that_did_not_end_are_aborted(recording: Recording, tmp_pa
 
 def test_calls_at_the_same_time(recording: Recording, tmp_path: Path) -> None:
     forked = recording.turn(2, "two_at_once")
-    found, episodes = recording.fork(forked, "two_at_once", tmp_path, temperature=1.5)
+    found, episodes = recording.fork(forked, "two_at_once", tmp_path, temperature=3.0)
     assert [c.error for c in found.continuations] == [None, None]
     for episode in episodes:
         assert [turn.new_messages for turn in episode.turns] == [t.new_messages for t in forked.episode.turns]
