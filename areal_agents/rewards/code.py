@@ -72,7 +72,7 @@ class CodeTest:
             return _lines(printed) == _lines(self.output)
         try:
             return bool(json.loads(printed.rstrip().rpartition("\n")[2]) == json.loads(self.output))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # the program printed it
             return False
 
 
@@ -118,7 +118,7 @@ def code_tests(
         try:
             sandbox = await sandboxes.start(spec)
             try:
-                await sandbox.write(_FILE, program.encode())
+                await sandbox.write(_FILE, program.encode(errors="replace"))
                 passed = 0
                 for test in tests:
                     if await _passes(sandbox, test, python, time_s):

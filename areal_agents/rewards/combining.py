@@ -1,18 +1,18 @@
 """Combines reward functions into others: weighted sums, gates, bounds, rewards of turns.
 
 Reward functions take a `FinishedEpisode`. Those that are given may be async; those that are returned are.
+A synchronous function runs in a thread of its own, so that other episodes go on and `reward.time_s` holds.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from areal_agents.rewards.finished import FinishedEpisode
+from areal_agents.rewards.own_thread import result_of
 
-T = TypeVar("T")
 Score = Callable[[FinishedEpisode], float | Awaitable[float]]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -77,8 +77,7 @@ def per_turn(
         for messages, ids in zip(episode.branches, _completions(episode), strict=True):
             for place, completion in _sampled(ids):
                 if completion not in rewards:  # conversations may share their first turns
-                    value = score(messages[:place], messages[place])
-                    rewards[completion] = float(await _awaited(value))
+                    rewards[completion] = float(await result_of(score, messages[:place], messages[place]))
         return rewards
 
     return of_turns
@@ -109,7 +108,7 @@ def potential(
         turns = _sampled(ids[-1]) if ids else []
         if not turns:
             return {}
-        before = [float(await _awaited(phi(messages[:place]))) for place, _ in turns]
+        before = [float(await result_of(phi, messages[:place])) for place, _ in turns]
         rewards = {
             completion: discount * later - now
             for (_, completion), now, later in zip(turns, before, [*before[1:], 0.0], strict=True)
@@ -123,15 +122,11 @@ def potential(
 
 async def _score_of(score: Score, episode: FinishedEpisode) -> float:
     """Return the score of an episode. Raises ValueError if it is not finite."""
-    value = float(await _awaited(score(episode)))
+    value = float(await result_of(score, episode))
     if not math.isfinite(value):
         name = getattr(score, "__name__", str(score))
         raise ValueError(f"the score of {name} must be finite, got {value}")
     return value
-
-
-async def _awaited(value: T | Awaitable[T]) -> T:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _completions(episode: FinishedEpisode) -> Sequence[Sequence[str | None]]:

@@ -32,7 +32,10 @@ def json_answer(answer: str | None) -> Any:
     Raises ValueError if it is not JSON.
     """
     block = fenced(answer)
-    return json.loads(block if block is not None else answer or "")
+    try:
+        return json.loads(block if block is not None else answer or "", parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("the answer is JSON that is nested too deeply") from None
 
 
 def follows_schema(schema: Mapping[str, Any], answer: str | None) -> float:
@@ -90,3 +93,8 @@ def grounded(citations: Sequence[str], episode: FinishedEpisode) -> float:
     if not citations:
         return 0.0
     return sum(any(name in result for result in results) for name in citations) / len(citations)
+
+
+def _refuse(constant: str) -> Any:
+    """Raise ValueError for NaN and Infinity, which Python reads and JSON does not have."""
+    raise ValueError(f"{constant} is not JSON")

@@ -70,10 +70,13 @@ class MathChecks:
         """
         process = self._idle.get()
         try:
+            if process is not None and process.has_ended:  # it was killed while it compared nothing
+                process.end()
+                process = None
             if process is None:
                 process = _Process()
-            found = process.ask({"answer": answer, "expected": expected}, self._time_s)
-            if found is None:  # it hangs, or its process has died
+            found = process.ask(answer, expected, self._time_s)
+            if found is None:  # it hangs, or its process has died of it
                 process.end()
                 process = None
                 return False
@@ -108,9 +111,15 @@ class _Process:
             self.end()
             raise RewardError((ready or {}).get("error", "the process that compares answers did not start"))
 
-    def ask(self, pair: dict[str, str], time_s: float) -> dict[str, Any] | None:
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def ask(self, answer: str, expected: str, time_s: float) -> dict[str, Any] | None:
         """Return the result for a pair; None if the process died or did not answer in time."""
         assert self._process.stdin is not None
+        pair = {"answer": answer, "expected": expected, "time_s": time_s}
         try:
             self._process.stdin.write(json.dumps(pair).encode() + b"\n")
             self._process.stdin.flush()

@@ -1,18 +1,23 @@
-"""The process that compares mathematical answers for `mathematics.py`: one JSON object per line each way."""
+"""The process that compares mathematical answers for `mathematics.py`: one JSON object per line each way.
+
+A comparison that takes too long ends the process, also when its parent has died and can no longer kill it.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import resource
+import signal
 import sys
 from typing import Any
 
 _MEMORY_BYTES = 2 << 30  # of one comparison, such as of 10**10**10
+_LATER_S = 1.0  # after the time limit, at which the parent kills the process if it can
 
 
 def main() -> None:
-    """Answer each {"answer", "expected"} with {"equal"} or {"error"} until standard input ends."""
+    """Answer each {"answer", "expected", "time_s"} with {"equal"} or {"error"} until standard input ends."""
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -23,10 +28,14 @@ def main() -> None:
     _say({"ready": True})
     for line in sys.stdin:
         pair = json.loads(line)
+        # The default action of SIGALRM ends the process in the kernel, so C code cannot hold it up.
+        signal.setitimer(signal.ITIMER_REAL, pair["time_s"] + _LATER_S)
         try:
-            _say(_compared(pair["answer"], pair["expected"], parse, verify))
+            found = _compared(pair["answer"], pair["expected"], parse, verify)
         except (MemoryError, RecursionError):
-            _say({"equal": False})
+            found = {"equal": False}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _say(found)
 
 
 def _compared(answer: str, expected: str, parse: Any, verify: Any) -> dict[str, Any]:

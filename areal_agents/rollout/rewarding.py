@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
-import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ from areal_agents.core.conversations import completions, conversations
 from areal_agents.core.reward_values import RewardValue, checked_reward
 from areal_agents.errors import AgentError, RewardError
 from areal_agents.rewards import FinishedEpisode
+from areal_agents.rewards.own_thread import result_of
 from areal_agents.rollout.config import RewardConfig
 from areal_agents.user_functions import describe, load_function
 
@@ -47,10 +44,7 @@ class EpisodeFunction:
         """Return what the function returns. Raises RewardError if it fails or exceeds the time limit."""
         try:
             async with asyncio.timeout(self._time_s):
-                if inspect.iscoroutinefunction(self._function):
-                    return await self._function(given)
-                value = await _in_own_thread(self._function, given)
-                return await value if inspect.isawaitable(value) else value
+                return await result_of(self._function, given)
         except RewardError:
             raise
         except TimeoutError:
@@ -91,37 +85,6 @@ class RewardFunction:
             return checked_reward(value)
         except AgentError as error:
             raise RewardError(f"{self._call.called}: {error}") from None
-
-
-async def _in_own_thread(function: Callable[[Any], Any], given: Any) -> Any:
-    """Return what a function returns that is called in a thread of its own.
-
-    A function that never returns keeps its thread. In the event loop's pool, that would hold up the calls of
-    other episodes as soon as the pool has no thread left, and the end of the process.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result((value, error))
-
-    def call() -> None:
-        try:
-            outcome: tuple[Any, BaseException | None] = (context.run(function, given), None)
-        except BaseException as error:  # also SystemExit, which would end this thread without an answer
-            outcome = (None, error)
-        with contextlib.suppress(RuntimeError):  # the loop was closed after the function's time was over
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=call, name="reward", daemon=True).start()
-    value, error = await done
-    if isinstance(error, KeyboardInterrupt):
-        raise RuntimeError("it raised KeyboardInterrupt") from error
-    if error is not None:
-        raise error
-    return value
 
 
 def finished_episode(

@@ -51,6 +51,7 @@ async def test_programs_pass_all_tests_or_none() -> None:
     assert await score(episode("print(3); raise SystemExit(1)", tests=STDIN[:1])) == 0.0
     assert await score(episode(None, tests=STDIN)) == 0.0
     assert await score(episode("def f(:", tests=STDIN)) == 0.0
+    assert await score(episode("\ud800", tests=STDIN)) == 0.0
     assert await scoring(partial=True)(episode("print(3)", tests=STDIN)) == 0.5
     assert await scoring(most=1)(episode("print(3)", tests=STDIN)) == 1.0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -108,3 +110,25 @@ def test_names_of_weights_must_be_those_of_the_scores() -> None:
     for names, scores in itertools.product(({}, {"a": 1.0}), ({}, {"b": right})):
         with pytest.raises(ValueError, match="same names"):
             weighted(names, **scores)  # type: ignore[arg-type]
+
+
+async def test_a_synchronous_function_that_waits_holds_up_no_other_episode() -> None:
+    """Nor does it escape the time limit of the reward function."""
+    open_gate = threading.Event()
+
+    def waits(episode: FinishedEpisode) -> float:
+        return float(open_gate.wait(30))
+
+    async def opens(episode: FinishedEpisode) -> float:
+        open_gate.set()
+        return 1.0
+
+    waiting = asyncio.create_task(weighted({"waits": 1.0}, waits=waits)(EPISODE))
+    await asyncio.sleep(0)
+    assert await gated(opens, right)(EPISODE) == 1.0
+    assert await waiting == {"waits": 1.0}
+    open_gate.clear()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await clipped(waits, 0, 1)(EPISODE)
+    open_gate.set()

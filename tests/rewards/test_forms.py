@@ -42,6 +42,8 @@ def test_the_last_fenced_block_is_taken() -> None:
     assert json_answer(" [1, 2] ") == [1, 2]
     with pytest.raises(ValueError):
         json_answer("```\nno json\n```")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        json_answer("[" * 100_000)
 
 
 def test_json_follows_a_schema() -> None:
@@ -53,6 +55,10 @@ def test_json_follows_a_schema() -> None:
         assert follows_schema(schema, wrong) == 0.0
     with pytest.raises(Exception, match="'none' is not valid"):
         follows_schema({"type": "none"}, "{}")
+    of_itself = {"type": "array", "items": {"$ref": "#"}}
+    assert follows_schema(of_itself, "[[[]]]") == 1.0
+    assert follows_schema(of_itself, "[" * 900 + "]" * 900) == 0.0  # deeper than a schema can be followed
+    assert follows_schema({"type": "number"}, "NaN") == 0.0  # Python reads it, but it is not JSON
 
 
 def test_the_penalty_of_a_length_is_that_of_dapo() -> None:

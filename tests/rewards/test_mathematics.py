@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +79,39 @@ def test_the_reward_function_reads_the_field_of_the_task() -> None:
         score(episode("7", solution=""))
     with pytest.raises(ValueError, match="must be above 0, got 0"):
         math_answer(processes=0)
+
+
+def test_a_process_that_was_killed_while_idle_costs_no_answer() -> None:
+    checks = MathChecks(processes=1, time_s=30)
+    others = _workers_of(os.getpid())
+    try:
+        assert checks.equal("1", "1")
+        (worker,) = _workers_of(os.getpid()) - others
+        os.kill(worker, signal.SIGKILL)
+        os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+        assert checks.equal("1", "1")
+    finally:
+        checks.close()
+
+
+def test_a_comparison_that_hangs_ends_after_its_time_also_without_its_parent() -> None:
+    code = (
+        "import sys, threading; from areal_agents.rewards.mathematics import MathChecks\n"
+        "checks = MathChecks(processes=1, time_s=3); checks.equal('1', '1')\n"
+        f"threading.Thread(target=checks.equal, args=({HANGS!r}, '1')).start()\n"
+        "print('begun', flush=True); threading.Event().wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"begun\n"
+        (worker,) = _workers_of(parent.pid)
+        handle = os.pidfd_open(worker)
+        parent.kill()
+    try:
+        assert select.select([handle], [], [], 60)[0], "it is still running"
+    finally:
+        os.close(handle)
+
+
+def _workers_of(parent: int) -> set[int]:
+    children = Path(f"/proc/{parent}/task").glob("*/children")
+    return {int(pid) for file in children for pid in file.read_text().split()}
