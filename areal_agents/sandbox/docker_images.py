@@ -1,4 +1,4 @@
-"""Images of the isolation `docker`: built from the folder of a Dockerfile once, or found by name."""
+"""Images of the isolation `docker`: built once from the folder of a Dockerfile, or pulled by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from areal_agents.errors import SandboxError, SandboxUnavailable
 from areal_agents.sandbox.docker import docker
 
-_ANSWER_S = 30.0
+_ANSWER_S = 30.0  # longest wait for the engine to name its version
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Image:
 
 
 class DockerImages:
-    """Gets images, each once at a time: episodes that begin together wait for the same build.
+    """Builds and pulls images. Callers that need the same image at the same time share one build or pull.
 
     A caller that is cancelled leaves the build running for the others, and for its own next attempt.
     """
@@ -63,7 +63,7 @@ class DockerImages:
         return await self._get(name, pull)
 
     async def close(self) -> None:
-        """End what is being built or pulled."""
+        """Cancel the builds and pulls that are running."""
         getting = list(self._getting.values())
         for task in getting:
             task.cancel()
@@ -79,15 +79,16 @@ class DockerImages:
     def _forget(self, name: str, done: asyncio.Task[Image]) -> None:
         del self._getting[name]
         if not done.cancelled():
-            done.exception()  # it is known, also if every caller was cancelled
+            done.exception()  # else asyncio logs it as never retrieved if every caller was cancelled
 
     async def _get_once(self, name: str, make: Callable[[], Awaitable[None]]) -> Image:
-        listed = await docker(_program(), ["image", "ls", "--quiet", "--no-trunc", name])
-        if not listed.strip():
+        # `docker image ls` would not do: for a name without a tag it lists the images of every tag.
+        inspect = ["image", "inspect", "--format", "{{.Id}} {{.Config.WorkingDir}}", name]
+        found = await docker(_program(), inspect, may_fail=True)
+        if not found.strip():
             await make()
-        inspect = ["image", "inspect", "--format", "{{.Config.WorkingDir}}", name]
-        workdir = (await docker(_program(), inspect)).decode().strip()
-        return Image(name, workdir or "/")
+            found = await docker(_program(), inspect)
+        return Image(name, found.decode().partition(" ")[2].strip() or "/")
 
 
 def engine_answers() -> bool:
@@ -102,6 +103,7 @@ def engine_answers() -> bool:
 
 
 def _program() -> str:
+    """Return the path of docker. Raises SandboxUnavailable if it is not installed."""
     program = shutil.which("docker")
     if program is None:
         raise SandboxUnavailable("isolation: docker needs the program docker; install Docker")
@@ -109,7 +111,7 @@ def _program() -> str:
 
 
 def _repository(name: str) -> str:
-    """Return a name in the letters that docker allows."""
+    """Return a name with only the characters that docker allows in a repository."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "image"
 
 

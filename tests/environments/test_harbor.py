@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,10 @@ def test_docker_plays_what_the_dockerfile_makes(stack: Stack, tmp_path: Path) ->
     )
     make_task(tmp_path / "sum", dockerfile=made, test=test, toml="[environment]\nmemory_mb = 256\n")
     make_task(tmp_path / "broken", dockerfile=made + "RUN echo no such package >&2; exit 7\n")
-    make_task(tmp_path / "absent", toml="[environment]\ndocker_image = 'localhost:1/none:none'\n")
+    other = ["docker", "build", "--tag", "localhost:1/absent:other", "-"]
+    subprocess.run(other, input=b"FROM scratch\nLABEL a=b\n", check=True, capture_output=True, timeout=60)
+    # Without a tag this is another image, `latest`, which is pulled.
+    make_task(tmp_path / "absent", toml="[environment]\ndocker_image = 'localhost:1/absent'\n")
     right = Heard(
         command("pwd; ls; id -u; cat /made; touch /etc/mine; ls /tests; cat /proc/net/dev | wc -l"),
         call("write_file", '{"path": "sum.txt", "content": "6"}'),

@@ -28,13 +28,13 @@ _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a Dockerfile makes that can be made without Docker.
+    """The part of a Dockerfile that can be followed without Docker.
 
     Attributes:
         workdir: the working folder inside.
         environment: variables of every command.
         copies: what is copied to which path inside, in order.
-        refused: what cannot be made: the lines that were not followed, with their numbers, or the image.
+        refused: what cannot be followed: lines with their numbers, or the image that the task names.
     """
 
     workdir: str = ""
@@ -62,11 +62,11 @@ class HarborTask:
         instruction: what the agent reads.
         agent_timeout_s, verifier_timeout_s: time limits of the agent and of the tests, in seconds.
         verifier_environment: variables of the tests.
-        memory_mb, cpus: what its sandbox may use; None: not said.
-        recipe: what its Dockerfile makes without Docker.
-        image: the image that the task names, which is used in place of its Dockerfile; "": none.
+        memory_mb, cpus: limits of its sandbox, in MiB and in processors; None: the task names none.
+        recipe: the part of its Dockerfile that can be followed without Docker.
+        image: the image that the task names, which replaces its Dockerfile; "": none.
         workdir: the working folder that the task names; "": the image's.
-        environment: variables of every command that the task names.
+        environment: the variables that the task sets for every command.
         build_timeout_s: time limit of building or pulling the image, in seconds.
         may_have_network: whether the task allows its agent and its tests any network.
     """
@@ -106,22 +106,21 @@ class HarborTask:
             )
         environment, verifier = (_table(folder, settings, name) for name in ("environment", "verifier"))
         agent = _table(folder, settings, "agent")
-        recipe = _followed(folder, environment)
         memory_mb = _number(folder, environment, "memory_mb")
         return cls(
-            folder,
-            instruction,
-            _number(folder, agent, "timeout_sec") or AGENT_TIMEOUT_S,
-            _number(folder, verifier, "timeout_sec") or VERIFIER_TIMEOUT_S,
-            {name: str(value) for name, value in _table(folder, verifier, "env").items()},
-            math.ceil(memory_mb) if memory_mb is not None else None,
-            _number(folder, environment, "cpus"),
-            recipe,
-            str(environment.get("docker_image") or ""),
-            str(environment.get("workdir") or ""),
-            {name: str(value) for name, value in _table(folder, environment, "env").items()},
-            _number(folder, environment, "build_timeout_sec") or BUILD_TIMEOUT_S,
-            _may_have_network(environment, agent, verifier),
+            folder=folder,
+            instruction=instruction,
+            agent_timeout_s=_number(folder, agent, "timeout_sec") or AGENT_TIMEOUT_S,
+            verifier_timeout_s=_number(folder, verifier, "timeout_sec") or VERIFIER_TIMEOUT_S,
+            verifier_environment=_variables(folder, verifier),
+            memory_mb=math.ceil(memory_mb) if memory_mb is not None else None,
+            cpus=_number(folder, environment, "cpus"),
+            recipe=_followed(folder, environment),
+            image=str(environment.get("docker_image") or ""),
+            workdir=str(environment.get("workdir") or ""),
+            environment=_variables(folder, environment),
+            build_timeout_s=_number(folder, environment, "build_timeout_sec") or BUILD_TIMEOUT_S,
+            may_have_network=_may_have_network(environment, agent, verifier),
         )
 
 
@@ -171,14 +170,20 @@ def _may_have_network(environment: Mapping[str, Any], *phases: Mapping[str, Any]
 
 
 def _table(folder: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a table of the settings, {} if they lack it. Raises TaskEnvironmentError if it is no table."""
     table = settings.get(name, {})
     if not isinstance(table, Mapping):
         raise TaskEnvironmentError(f"the task {folder}: {name} must be a table, got {table!r}")
     return table
 
 
+def _variables(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables in the table `env`."""
+    return {name: str(value) for name, value in _table(folder, settings, "env").items()}
+
+
 def _number(folder: Path, table: Mapping[str, Any], name: str) -> float | None:
-    """Return a number above 0; None if the table does not have it."""
+    """Return a number above 0; None if the table lacks it. Raises TaskEnvironmentError for another value."""
     value = table.get(name)
     if value is None:
         return None
@@ -189,7 +194,7 @@ def _number(folder: Path, table: Mapping[str, Any], name: str) -> float | None:
 
 def _followed(folder: Path, settings: Mapping[str, Any]) -> Recipe:
     """Follow the Dockerfile of a task as far as that is possible without Docker."""
-    variables = {name: str(value) for name, value in (settings.get("env") or {}).items()}
+    variables = _variables(folder, settings)
     file = folder / DOCKERFILE
     if image := settings.get("docker_image"):
         refused = (f"its image is {image}",)
@@ -198,17 +203,17 @@ def _followed(folder: Path, settings: Mapping[str, Any]) -> Recipe:
         return Recipe(settings.get("workdir") or "/workspace", variables)
     workdir, copies, not_followed = "/", [], []
     stages = 0
-    set_here: dict[str, str] = {}
+    from_dockerfile: dict[str, str] = {}
     for number, line in _instructions(file.read_text(encoding="utf-8")):
         instruction, _, rest = line.partition(" ")
-        rest = _filled(rest.strip(), set_here)
+        rest = _filled(rest.strip(), from_dockerfile)
         match instruction.upper():
             case "FROM" if not stages:
                 stages += 1
             case "WORKDIR" if rest.isprintable() and "$" not in rest:
                 workdir = str(PurePosixPath(workdir) / rest)
             case "ENV" if (pairs := _pairs(rest)) is not None:
-                set_here |= pairs
+                from_dockerfile |= pairs
             case "COPY" | "ADD" if (found := _copied(folder, rest, workdir)) is not None:
                 copies += found
             case _:
@@ -221,7 +226,7 @@ def _followed(folder: Path, settings: Mapping[str, Any]) -> Recipe:
         if not PurePosixPath(inside).is_relative_to(workdir):
             not_followed.append(f"{source.name} is copied to {inside}, outside of the WORKDIR {workdir}")
     within = tuple(copy for copy in copies if PurePosixPath(copy[1]).is_relative_to(workdir))
-    return Recipe(workdir, {**set_here, **variables}, within, tuple(not_followed))
+    return Recipe(workdir, {**from_dockerfile, **variables}, within, tuple(not_followed))
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Starts the sandboxes of Harbor's tasks: in Docker, from their images, or in bubblewrap, without them."""
+"""Starts the sandboxes of Harbor's tasks: in Docker from their images, or in bubblewrap without images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from areal_agents.sandbox.sandbox import Limits, Sandbox, SandboxSpec
 logger = logging.getLogger(__name__)
 
 ISOLATIONS = ("auto", "docker", "bubblewrap")
-_NAMED = 5  # tasks that an error names
+_NAMED = 5  # most tasks that an error names
 
 
 class TaskSandboxes(Protocol):
@@ -43,12 +43,12 @@ def task_sandboxes(
     network: bool,
     ignore_dockerfile: bool,
 ) -> TaskSandboxes:
-    """Return what starts the sandboxes of tasks.
+    """Return an object that starts the sandboxes of tasks.
 
     Args:
         isolation: "docker", "bubblewrap", or "auto": docker if an engine answers.
         network: whether tasks that do not restrict the network get one; docker only.
-        ignore_dockerfile: whether bubblewrap leaves out what it cannot make.
+        ignore_dockerfile: whether lines of a Dockerfile that need Docker are left out in bubblewrap.
 
     Raises:
         TaskEnvironmentError: bubblewrap cannot make the sandbox of a task, or an option has no such value.
@@ -136,13 +136,13 @@ class BubblewrapSandboxes:
             await asyncio.to_thread(self._folders.cleanup)
 
     async def _folder(self, task: HarborTask) -> Path:
-        """Return the working folder of a task, made once: sandboxes may show it as long as they live."""
+        """Return the working folder of a task, made once and kept: running sandboxes may mount it."""
         async with self._preparing:
             if self._folders is None:
                 self._folders = tempfile.TemporaryDirectory(prefix="areal-agents-harbor-")
             folder = Path(self._folders.name) / task.id
             if not folder.exists():
-                # A new one each time: a cancelled episode leaves a thread that is still copying into its own.
+                # A new name each time: the thread of a cancelled episode may still copy into an earlier one.
                 unfinished = Path(tempfile.mkdtemp(prefix=f"{task.id}.", dir=self._folders.name))
                 await asyncio.to_thread(task.recipe.copy_into, unfinished)
                 unfinished.rename(folder)

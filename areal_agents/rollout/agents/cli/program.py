@@ -1,7 +1,8 @@
-"""Finds the program of a command-line agent, and checks its version."""
+"""Finds the program of a command-line agent, on this machine or in an image, and checks its version."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -15,7 +16,7 @@ from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.cli.prepare import clean_environment
 from areal_agents.rollout.agents.cli.seam import Seam
 
-VERSION_TIMEOUT_S = 60.0
+VERSION_TIMEOUT_S = 60.0  # time limit of a command that prints a version
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 _FOUND = 'command -v "$1" || { echo "the image has no program $1" >&2; exit 127; }; exec "$@" 2>&1'
 
@@ -48,10 +49,10 @@ def find_program(seam: Seam, executable: str, inherited: Mapping[str, str]) -> P
 
 
 def find_program_in_image(seam: Seam, executable: str, image: str) -> Path:
-    """Return the path of a seam's program in an image of Docker, which the engine has.
+    """Return the path of a seam's program inside an image, which the Docker engine must have.
 
     Raises:
-        AgentError: docker or its engine is missing, or the image; or as of `find_program`.
+        AgentError: docker, its engine or the image is missing, or for one of the reasons of `find_program`.
     """
     docker = shutil.which("docker")
     if docker is None:
@@ -63,8 +64,10 @@ def find_program_in_image(seam: Seam, executable: str, image: str) -> Path:
     try:
         printed = _printed_by(words, seam, os.environ, None, shown=f"{name} in the image {image}")
     finally:
-        removal = [docker, "rm", "--force", container]  # it is left only after the time limit
-        subprocess.run(removal, capture_output=True, timeout=VERSION_TIMEOUT_S)
+        # The container is left only after the time limit; an engine that does not answer cannot remove it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            removal = [docker, "rm", "--force", container]
+            subprocess.run(removal, capture_output=True, timeout=VERSION_TIMEOUT_S)
     program, _, version = printed.partition("\n")
     _check_version(version, f"{program} in the image {image}", seam)
     return Path(program)
@@ -73,7 +76,7 @@ def find_program_in_image(seam: Seam, executable: str, image: str) -> Path:
 def _printed_by(
     words: list[str], seam: Seam, environment: Mapping[str, str], cwd: str | None, *, shown: str = ""
 ) -> str:
-    """Return what a command prints, which must succeed."""
+    """Return the output of a command that prints a version. Raises AgentError if it fails or prints none."""
     shown = shown or " ".join(words)
     try:
         done = subprocess.run(
@@ -98,6 +101,7 @@ def _printed_by(
 
 
 def _check_version(printed: str, program: str, seam: Seam) -> None:
+    """Raise AgentError unless the first version in `printed` is new enough for the seam."""
     found = _VERSION.search(printed)
     if found is None or _numbers(found[0]) < _numbers(seam.least_version):
         raise AgentError(
