@@ -7,6 +7,7 @@ installed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,11 @@ class Scheme:
     rewards: bool = True
     takes_data: bool = False
     gives_options: bool = True
+
+    @property
+    def distribution(self) -> str:
+        """The name of the package on PyPI; "" if the scheme needs none."""
+        return re.split(r"[\[<>=]", self.requirement.strip("'"))[0]
 
     def take(self, line: EnvironmentLine) -> tuple[dict[str, Any], dict[str, Any]]:
         """Split the options of a line into this scheme's, completed by the defaults, and the others.

@@ -104,8 +104,7 @@ def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
                     f"rewards are written by the proxy that owns {file}; give its URL instead of the file "
                     "(areal-agents serve prints it)"
                 )
-            if (rerun := rerun_in(folder)) is not None:
-                raise ConfigError(f"{where} is a rerun and has no episodes of its own; name {rerun['run']}")
+            _refuse_rerun(folder, where)
             _reward_in_run(folder, store, file, episode_id, value, name)
 
         yield StoreSource(store, give)
@@ -131,7 +130,7 @@ def stored(where: str) -> Iterator[tuple[Store, dict[str, Any]]]:
 
 
 def store_of_run(folder: RunFolder) -> Store:
-    """Open the store of a run; that of a rerun has no episodes. Raises ConfigError if it has none (yet)."""
+    """Open the store of a run; that of a rerun has no episodes. Raises ConfigError if there is none yet."""
     return _open(folder.store if folder.rerun.exists() else _store_of(folder))
 
 
@@ -159,8 +158,7 @@ def import_target(where: str) -> Path | str:
         raise ConfigError(f"{where} is a proxy; give a store file, or the folder of a run")
     if path.is_dir():
         folder = RunFolder(path)
-        if (rerun := rerun_in(folder)) is not None:
-            raise ConfigError(f"{where} is a rerun and has no episodes of its own; name {rerun['run']}")
+        _refuse_rerun(folder, where)
         return _store_of(folder)
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}")
@@ -197,7 +195,7 @@ def template_of(where: str, *, model: str | None, config: Path | None) -> tuple[
 
 
 def read_tools(path: Path) -> list[dict[str, Any]]:
-    """Return the tools in a JSON file. Raises ConfigError if it has none."""
+    """Return the tools in a JSON file. Raises ConfigError if the file has no list of tools."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -208,12 +206,17 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
 
 
 def rerun_in(folder: RunFolder) -> dict[str, Any] | None:
-    """Return what a folder says of the rerun in it; None if it has another run.
+    """Return the content of rerun.json (`areal_agents.rerun.record`); None if the folder has no rerun.
 
-    Keys: `run` and `store`, the paths of the run whose episodes it is trained on, `step` and `until`, and
-    `changes`, a list of key=value. Raises ConfigError if the file is broken.
+    Raises ConfigError if the file cannot be read.
     """
     return read_json(folder.rerun)
+
+
+def _refuse_rerun(folder: RunFolder, where: str) -> None:
+    """Raise ConfigError if a folder has a rerun: its episodes are those of another run."""
+    if (rerun := rerun_in(folder)) is not None:
+        raise ConfigError(f"{where} is a rerun and has no episodes of its own; name {rerun['run']}")
 
 
 def _open(file: Path | str) -> Store:

@@ -1,8 +1,8 @@
-"""What the episodes of a run are played with: the agent, its environment, its reward, the held-out tasks.
+"""The fingerprint of a run: digests of its agent, environment, reward function and held-out tasks.
 
-A run may be resumed after the user has changed these. Held-out rewards from before and after the change are
-then rewards of different things, so each start of a run compares the fingerprint with that of the start
-before, and every evaluation is recorded under the fingerprint that it was played with.
+A user may change these and resume the run. Held-out rewards from before and after a change cannot be
+compared, so each start of a run compares its fingerprint with that of the last start, and every evaluation is
+recorded with the fingerprint that it was played with.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Parts = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What episodes are played with.
+    """What the episodes of a run are played with.
 
     Attributes:
-        parts: by part ("agent", "reward", …), the digest of each file and the version of each package.
+        parts: by part ("agent", "reward", …), by name the digest of a file or the version of a package.
     """
 
     parts: Parts
 
     @classmethod
     def of(cls, config: Config) -> Fingerprint:
-        """Return the fingerprint of what a configuration names, as it is now."""
+        """Return the fingerprint of a configuration, of its files and packages as they are now."""
         parts: dict[str, Mapping[str, str]] = {}
         if config.environment is not None:
             parts["environment"] = _of_environment(config.environment)
@@ -64,16 +64,16 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """A short name of the fingerprint."""
-        return _short(self.parts)
+        """A digest of all parts, of 12 hexadecimal digits."""
+        return _digest(self.parts)
 
     @property
     def digest_in_training(self) -> str:
-        """A short name of what matters to training episodes, which play other tasks."""
-        return _short({part: names for part, names in self.parts.items() if part != _HELD_OUT})
+        """The same without the held-out tasks, which training episodes do not play."""
+        return _digest({part: names for part, names in self.parts.items() if part != _HELD_OUT})
 
     def changes_since(self, earlier: Parts) -> str:
-        """Return in words what differs from `earlier`; "" if nothing does."""
+        """Return a phrase that names what differs from `earlier`; "" if nothing does."""
         found = []
         for part in dict.fromkeys((*earlier, *self.parts)):
             before, now = earlier.get(part, {}), self.parts.get(part, {})
@@ -87,7 +87,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class FingerprintFile:
-    """The fingerprints of a run's starts, in fingerprint.json; one is added when it differs from the last."""
+    """The file fingerprint.json of a run: its fingerprints, each with the step at which it was first used."""
 
     path: Path
 
@@ -96,7 +96,7 @@ class FingerprintFile:
         return self._read()[-1]["parts"] if self.path.exists() else None
 
     def record(self, fingerprint: Fingerprint, *, step: int) -> str:
-        """Record a start of the run; return in words what has changed since the one before, or "".
+        """Add the fingerprint if it differs from the last one; return what has changed, as `changes_since`.
 
         Args:
             step: the last step that is trained.
@@ -110,7 +110,7 @@ class FingerprintFile:
         return changes
 
     def changes(self) -> dict[str, str]:
-        """Return, by digest, what had changed at a start, and after which step, as a sentence."""
+        """Return, by the digest of a fingerprint, what had changed and after which step, as a clause."""
         starts = self._read()[1:] if self.path.exists() else []
         return {start["digest"]: f"{start['changes']} changed after step {start['step']}" for start in starts}
 
@@ -119,8 +119,8 @@ class FingerprintFile:
         return starts
 
 
-def changed_agent(changes: str) -> str:
-    """Return what a user is told about a changed fingerprint."""
+def notice_of(changes: str) -> str:
+    """Return the notice for the user that a fingerprint has changed; `changes` is that of `changes_since`."""
     return (
         f"{changes} changed since the run was last started: the run continues with the weights that it has, "
         "and held-out rewards are compared only with those that are measured from now on"
@@ -153,7 +153,7 @@ def _of_environment(environment: EnvironmentConfig) -> dict[str, str]:
             found.update(modules_behind(name.replace("-", "_")))
     packages = {name for name in names if name.replace("-", "_").replace(".", "_").isidentifier()}
     if scheme is not None and scheme.package:
-        packages.add(scheme.requirement.strip("'").partition("[")[0].partition(">")[0])
+        packages.add(scheme.distribution)
     for package, version in _versions(sorted(packages), environment.python).items():
         found[f"package {package}"] = version
     return found
@@ -179,17 +179,17 @@ def _of_tasks(tasks: TasksConfig, seed: int | None, episodes: int) -> dict[str, 
     return {_NAMED: f"{named} {json.dumps(settings)} {episodes}", **digests_of(tasks.path)}
 
 
-def _short(parts: Parts) -> str:
+def _digest(parts: Parts) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _function_of(named: str) -> str:
-    """Return a name without its folder, so that a project that was moved is the same."""
+    """Return a name without its folder, so that moving a project does not change its fingerprint."""
     return Path(named).name if "/" in named else named
 
 
 def _versions(packages: list[str], python: str) -> dict[str, str]:
-    """Return the versions of those distributions that an interpreter has; python "": this one."""
+    """Return the versions of the packages that are installed for an interpreter; python "": this one."""
     if not python:
         return _own_versions(packages)
     code = (
@@ -202,7 +202,7 @@ def _versions(packages: list[str], python: str) -> dict[str, str]:
             [python, "-c", code], capture_output=True, text=True, check=True, timeout=_VERSIONS_S
         )
         installed = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):  # whoever starts the environment reports it
+    except (OSError, ValueError, subprocess.SubprocessError):  # the start of the environment reports it
         return {}
     wanted = {package: package.lower().replace("_", "-") for package in packages}
     return {package: installed[name] for package, name in wanted.items() if name in installed}

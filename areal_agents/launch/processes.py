@@ -283,7 +283,7 @@ def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
 async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.evaluation.folder import EvaluationFolder
     from areal_agents.launch.context_length import told_of_context
-    from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, changed_agent
+    from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, notice_of
     from areal_agents.rollout.agents.blocking import BlockingWatch
     from areal_agents.rollout.runner import evaluate, held_out_tasks, run
     from areal_agents.store import Store
@@ -304,10 +304,9 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
         if options.evaluate is None:
             latest = store.latest_version()
             file = FingerprintFile(folder.fingerprint)
+            # The supervisor has recorded its start, but files may change before this process starts.
             if changes := file.record(fingerprint, step=latest.step if latest else 0):
-                notify(
-                    changed_agent(changes)
-                )  # after the supervisor looked, or between two starts of rollout
+                notify(notice_of(changes))
             elif since := file.changes().get(fingerprint.digest):
                 logging.getLogger(__name__).warning("%s: evaluations are compared since then", since)
             await run(

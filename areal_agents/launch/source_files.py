@@ -1,8 +1,8 @@
-"""Finds the user's source files behind a function, a command or an environment, and digests them.
+"""Finds the user's source files behind a function, a command or an environment, and computes their digests.
 
-Nothing is imported: modules are found as Python would find them, and their import statements are read. Only
-files of the user are followed, not those of libraries or of this package. What the code opens while it runs,
-such as a file with a prompt, is not found.
+Nothing is imported: modules are found as Python would find them, and their import statements are parsed. Only
+the user's files are followed, not those of libraries or of this package. Files that the code opens while it
+runs, such as a prompt, are not found.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from areal_agents.user_functions import is_user_code, names_a_function
 
 MISSING = "missing"
-_LARGEST = 16 << 20  # bytes of a file that is read; of a larger one, the size and the time of change count
-_SETS = ("FROZENSET", "ADDITEMS")  # they take what was pushed since the last MARK
+_LARGEST = 16 << 20  # bytes; of a larger file, the size and the time of change count
+_SETS = ("FROZENSET", "ADDITEMS")  # opcodes that take what was pushed since the last MARK
 _KERNEL = re.compile(r"/ipykernel_\d+/")  # a notebook's cells are in a folder with the process id
 
 
@@ -51,10 +51,10 @@ def digests_of(named: str) -> dict[str, str]:
 
 
 def modules_behind(name: str) -> dict[str, str]:
-    """Return the digests of a module of the user's and of what it imports; {} for a library's or no module.
+    """Return the digests of a user's module and of the user's modules that it imports.
 
     Args:
-        name: its dotted name.
+        name: the dotted name of the module. The result is {} if there is none, or if it is a library's.
     """
     path = _found(name, [str(Path.cwd()), *sys.path])
     return _closure(path) if path is not None else {}
@@ -90,7 +90,7 @@ def _shown(path: Path, folder: Path) -> str:
 def _imported(path: Path, folder: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # whoever loads the file reports it
+    except (OSError, SyntaxError, ValueError):  # the import of the file reports it
         return
     places = [str(folder), str(Path.cwd()), *sys.path]
     for node in ast.walk(tree):
@@ -147,8 +147,8 @@ def _of_folder(folder: Path) -> dict[str, str]:
 def _of_pickle(path: Path) -> str:
     """Return a digest of a pickled function that does not depend on the process that pickled it.
 
-    Left out are where a notebook's kernel has its cells, the order of sets, and the places in the memo, which
-    follow from it.
+    The digest leaves out the folder of a notebook's cells, the order of sets, and the indices of the memo,
+    which depend on that order.
     """
     steps: list[str] = []
     try:

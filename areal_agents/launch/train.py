@@ -28,7 +28,7 @@ from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.dtypes import check_dtypes
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
-from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, changed_agent
+from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, notice_of
 from areal_agents.launch.memory_check import check_memory
 from areal_agents.launch.memory_use import MemoryUse
 from areal_agents.launch.nodes import Nodes, nodes_of
@@ -190,7 +190,7 @@ def _report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
         return False
     changes = FingerprintFile(folder.fingerprint).record(Fingerprint.of(config), step=step)
     if changes:
-        report.event(changed_agent(changes))
+        report.event(notice_of(changes))
     return bool(changes)
 
 
@@ -198,7 +198,7 @@ def _report_change_since_end(config: Config, folder: RunFolder, report: Report) 
     """Say what of the agent of a finished run has changed since its last start."""
     earlier = None if config.data.episodes else FingerprintFile(folder.fingerprint).last()
     if earlier is not None and (changes := Fingerprint.of(config).changes_since(earlier)):
-        report.event(f"{changes} changed since then: these are results of what was there before")
+        report.event(f"{changes} changed since then: these results are from before the change")
 
 
 def _report_plan(

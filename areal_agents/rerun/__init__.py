@@ -1,1 +1,1 @@
-"""Trains again on the episodes of a run, with other settings of the training and without inference."""
+"""Trains again on the episodes of a run, with other settings and without inference."""

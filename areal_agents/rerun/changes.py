@@ -1,4 +1,4 @@
-"""Which settings of a run a rerun may change: those that decide what is learned from given episodes."""
+"""The settings of a run that a rerun may change: those that decide what is learned from given episodes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ _TRAINER = frozenset(
 _NO_EPISODES = "a rerun plays no episodes, it trains on those of the run"
 _NO_ENGINE = "a rerun starts no engine and publishes no weights"
 _REFUSED = {
-    **dict.fromkeys(("rollout", "data", "environment", "agent", "ablation", "trial", "loop"), _NO_EPISODES),
+    **dict.fromkeys(
+        ("rollout", "data", "environment", "environments", "agent", "ablation", "trial", "loop"), _NO_EPISODES
+    ),
     **dict.fromkeys(("engine", "proxy", "trainer.publish", "trainer.keep_weights"), _NO_ENGINE),
     "eval": "a rerun evaluates nothing; evaluate its weights with areal-agents eval CONFIG --model OUT@final",
     "store": "a rerun only reads the store of the run",
     "model": "a rerun starts from the weights of the run",
     "name": "--out names the folder of the rerun",
     "run_dir": "--out names the folder of the rerun",
-    "profile": "it stands for settings of a machine; give the ones that you mean",
+    "profile": "it stands for several settings; name those to change",
     "trainer.steps": "--steps says where the rerun ends; schedules of the learning rate are those of the run",
-    "trainer.batch_timeout_s": "the batches are there already",
+    "trainer.batch_timeout_s": "a rerun never waits for a batch",
     **dict.fromkeys(
         ("trainer.start", "trainer.nodes", "trainer.node_rank", "trainer.master", "trainer.join_timeout_s"),
         "a rerun starts all of trainer.ranks on this machine",
     ),
     **dict.fromkeys(("trainer.teacher_url", "trainer.teacher_timeout_s"), "a rerun calls no server"),
-    "algorithm.preset": "the other settings of the run would stay; give algorithm=… instead",
+    "algorithm.preset": "the other settings of the algorithm would stay; give algorithm=… instead",
     "algorithm.replay": "the groups of each batch are those of the run",
     "algorithm.replay_groups": "the groups of each batch are those of the run",
     "algorithm.replay_uses": "the groups of each batch are those of the run",
@@ -69,7 +71,7 @@ def check_changes(changes: Sequence[str]) -> None:
 
 
 def changes_rewards(changes: Sequence[str]) -> bool:
-    """Whether the rewards are computed again."""
+    """Whether the settings have a reward function, so that the rewards are computed again."""
     return any(change.partition("=")[0].split(".")[0] == "reward" for change in changes)
 
 

@@ -42,7 +42,7 @@ def rerun(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write, which must not exist; default: RUN-rerun-A-B."),
+        typer.Option(help="Folder to write, new or empty; default: RUN-rerun-A-B."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the metrics of both as JSON when it has ended.")

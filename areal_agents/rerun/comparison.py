@@ -1,7 +1,7 @@
 """The metrics of a run and of its rerun side by side, step by step.
 
-Compared are the metrics that follow from the batch and the weights. Those of durations, of memory and of the
-queue describe how a batch came about, which a rerun does not repeat.
+Only metrics that follow from the batch and the weights are compared. Durations, memory and the state of the
+queue depend on the collection of a batch, which a rerun does not repeat.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# Shown in this order, where one of the two has a value that is not 0; all others are in --json.
+# Printed in this order if either has a value other than 0; --json has all metrics.
 SHOWN = (
     "reward_mean", "loss", "grad_norm", "lr", "entropy", "tokens", "groups_equal_dropped",
     "clip_fraction", "ratio_mean", "kl_behavior_k3", "kl_reference", "logprob_diff_mean",
@@ -41,7 +41,7 @@ class StepPair:
 
 
 def side_by_side(original: Sequence[Mapping[str, Any]], rerun: Sequence[Mapping[str, Any]]) -> list[StepPair]:
-    """Return the metrics of each step of a rerun beside those of the run."""
+    """Pair the metrics of each step of a rerun with those of the same step of the run."""
     from areal_agents.training.metrics.step_metrics import SECTIONS
 
     names = [

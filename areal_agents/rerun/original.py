@@ -1,4 +1,4 @@
-"""The run that is trained again: its trained steps, its checkpoints and its episodes, which are only read."""
+"""The run that a rerun repeats: its trained steps, checkpoints and episodes, which are only read."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Original:
     """A run that has ended or was stopped.
 
     Attributes:
-        config: its configuration.
-        steps: the steps that it has trained, by their number.
+        steps: the steps that it has trained, by number.
     """
 
     folder: RunFolder
@@ -37,7 +36,7 @@ class Original:
     @classmethod
     @contextmanager
     def opened(cls, run: Path) -> Iterator[Original]:
-        """Open a run, and keep it from being continued within the block.
+        """Open a run, and prevent that it is continued within the block.
 
         Raises:
             ConfigError: it is not the folder of a run, is running, or cannot be rerun.
@@ -65,20 +64,24 @@ class Original:
                 yield cls(folder, config, store, steps)
 
     def checkpoint(self, step: int) -> Path | None:
-        """Return the checkpoint of a step; None for step 0, the initial weights. ConfigError without it."""
+        """Return the folder of a step's checkpoint; None for step 0, the initial weights.
+
+        Raises:
+            ConfigError: the run has no checkpoint of this step.
+        """
         if step == 0:
             return None
         kept = complete_steps(self.folder.root / "checkpoints")
         if step in kept:
             return self.folder.root / "checkpoints" / f"step-{step}"
-        those = f"has those of steps {_listed(kept)}" if kept else "has none"
+        others = f"has those of steps {_listed(kept)}" if kept else "has none"
         raise ConfigError(
-            f"--steps: {self.folder.root} has no checkpoint of step {step}; it {those}, and step 0 is the "
-            "model that it began with (trainer.checkpoint_every, trainer.keep_checkpoints)"
+            f"--steps: {self.folder.root} has no checkpoint of step {step}; it {others}, and step 0 is the "
+            "initial model (trainer.checkpoint_every, trainer.keep_checkpoints)"
         )
 
     def check_steps(self, first: int, last: int) -> None:
-        """Check that the episodes of these steps are all there.
+        """Check that the store has all turns of the episodes of the steps `first` to `last`.
 
         Raises:
             ConfigError: the run has not trained one of the steps, or turns of its groups were removed.
@@ -102,7 +105,7 @@ class Original:
             )
 
     def episodes(self, steps: Sequence[int], *, finished_only: bool) -> list[EpisodeSummary]:
-        """Return the scored episodes of the groups of steps, each once."""
+        """Return the scored episodes of some steps, each once; `finished_only` leaves out truncated ones."""
         groups = dict.fromkeys(group for step in steps for group in self.steps[step].uses)
         scored = ("finished",) if finished_only else ("finished", "truncated")
         with self.store.read() as connection:
@@ -127,7 +130,11 @@ class Original:
 
 @contextmanager
 def _held(folder: RunFolder) -> Iterator[None]:
-    """Hold the lock of a run, shared with other readers: continued, it would remove checkpoints and turns."""
+    """Hold the lock of a run, which readers share: a run that continues could remove checkpoints and turns.
+
+    Raises:
+        ConfigError: the run is running, or the folder has no lock.
+    """
     lock = folder.root / "lock"
     if not lock.exists():
         raise ConfigError(f"{folder.root} has no lock file, so no areal-agents train has run in it")
@@ -140,14 +147,14 @@ def _held(folder: RunFolder) -> Iterator[None]:
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """Return steps in words, longer ranges shortened: "1 to 4, 7 and 9"."""
-    parts: list[list[int]] = []
+    """Return a list of ascending steps as text, with ranges: "1 to 4, 7 and 9"."""
+    ranges: list[list[int]] = []
     for step in steps:
-        if parts and parts[-1][-1] == step - 1:
-            parts[-1].append(step)
+        if ranges and ranges[-1][-1] == step - 1:
+            ranges[-1].append(step)
         else:
-            parts.append([step])
+            ranges.append([step])
     words: list[str] = []
-    for part in parts:
+    for part in ranges:
         words += [f"{part[0]} to {part[-1]}"] if len(part) > 2 else [str(step) for step in part]
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]

@@ -1,4 +1,4 @@
-"""What a folder says of the rerun in it: rerun.json, and rewards.json if the rewards were computed again."""
+"""The files that describe a rerun: rerun.json, and rewards.json if the rewards were computed again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FORMAT = "areal-agents rerun 1"
 
 @dataclass(frozen=True, slots=True)
 class RerunRecord:
-    """A rerun.
+    """The content of rerun.json.
 
     Attributes:
-        run, store: the folder of the run, and the store that has its episodes.
+        run, store: the paths of the run's folder and of the store with its episodes.
         step, until: the rerun trains the steps after `step`, up to `until`.
-        version: the version that the weights of `step` had when the run trained on from them.
+        version: the version of the weights of `step` when the run trained the next step.
         checkpoint: the checkpoint that it starts from; None: the initial weights.
         changes: the settings that differ, as key=value.
         new_rewards: whether the rewards were computed again; they are in rewards.json.
@@ -45,7 +45,7 @@ class RerunRecord:
 
     @classmethod
     def read(cls, folder: RunFolder) -> RerunRecord:
-        """Read rerun.json. Raises ConfigError if the folder has none, or another release wrote it."""
+        """Read rerun.json. Raises ConfigError if it is missing, or was written by another release."""
         found = rerun_in(folder)
         if found is None or found.pop("format", None) != FORMAT:
             raise ConfigError(f"{folder.root} has no rerun that this release reads ({folder.rerun.name})")
@@ -53,7 +53,7 @@ class RerunRecord:
 
 
 def rewards_in(folder: RunFolder) -> dict[str, tuple[Reward, ...]]:
-    """Return the rewards that rewards.json has, by episode id. Raises ConfigError for rewards of no form."""
+    """Return the rewards in rewards.json by episode id. Raises ConfigError if one of them is invalid."""
     tree = json.loads(folder.new_rewards.read_text())
     return {row["episode"]: _rewards(row) for row in tree["episodes"]}
 

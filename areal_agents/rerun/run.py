@@ -35,8 +35,8 @@ class Rerun:
 
     Attributes:
         folder: its run folder.
-        pairs: the metrics of each step beside those of the run.
-        rescoring: the new rewards; None if they are those of the run.
+        pairs: the metrics of each step, with those of the run.
+        rescoring: the new rewards; None if the rewards are those of the run.
     """
 
     folder: RunFolder
@@ -59,12 +59,12 @@ def rerun(
         run: the folder of a run that has ended or was stopped.
         steps: "A:B" trains the steps after A up to B from the weights after A; "A:" up to the last one.
         changes: settings as key=value.
-        out: the folder to write, which must not exist; None: one beside the run.
-        say: called with lines about what is done.
-        on_step: called with the metrics of each step, and the last step.
+        out: the folder to write, new or empty; None: a new one beside the run.
+        say: called with lines that describe the progress.
+        on_step: called with the metrics of each step, and with the number of the last step.
 
     Raises:
-        ConfigError: the run cannot be rerun so; says what to change.
+        ConfigError: the run cannot be rerun in this way; the message says what to change.
         StoreError: the store of the run cannot be read.
         RewardError: the reward function cannot be loaded.
         ChildDied: the trainer failed.
@@ -124,7 +124,7 @@ def _range(steps: str, trained: int) -> tuple[int, int]:
 
 
 def _new_rewards(original: Original, config: Config, steps: Sequence[int]) -> Rescoring:
-    """Call the reward function on all episodes of the steps. ConfigError if it fails on any."""
+    """Call the reward function on all episodes of the steps. Raises ConfigError if it fails on any."""
     assert config.reward is not None
     found = original.episodes(steps, finished_only=bool(config.reward.group))
     rescored = rescore(
@@ -145,7 +145,7 @@ def _new_rewards(original: Original, config: Config, steps: Sequence[int]) -> Re
 
 
 def _new_folder(run: Path, out: Path | None, first: int, last: int) -> Path:
-    """Make the folder of the rerun. ConfigError if it exists or cannot be made."""
+    """Make the folder of the rerun. Raises ConfigError if it has files or cannot be made."""
     if out is not None:
         wanted = out.expanduser().resolve()
         if wanted.is_relative_to(run):
@@ -184,7 +184,7 @@ def _train(
     metrics, shown = MetricsFile(folder.metrics), 0
     begun = time.monotonic()
     with Children(say=say, events=folder.process_events) as children:
-        # With as many threads as beside an engine: how a sum is divided among threads changes its rounding.
+        # The run's trainer had this number of threads, and the rounding of a sum depends on their number.
         start_trainer(config, folder, children, Nodes(), role="rerun")
         ended = False
         while not ended:

@@ -24,7 +24,7 @@ from areal_agents.store import Store
 from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.recorded import RecordedGroups
 from areal_agents.training.batches.source import BatchSource, Recorded, RolledOut
-from areal_agents.training.batches.stored_steps import Again, StoredSteps
+from areal_agents.training.batches.stored_steps import RerunBatches, StoredSteps
 from areal_agents.training.checkpoint.best import BestMetric, metric_name
 from areal_agents.training.checkpoint.checkpoint import Checkpoints
 from areal_agents.training.checkpoint.export import facts_of, write_final
@@ -197,7 +197,7 @@ def run(
             longest = models.teacher.meet(stopping=stop.is_set)
         limits = _limits(options, models.policy, teacher_tokens=longest)
         if stored is not None:
-            source = Again(stored, algorithm, limits, stop)
+            source = RerunBatches(stored, algorithm, limits, stop)
         elif recorded is not None:
             source = Recorded(recorded, algorithm, groups=groups, limits=limits, stop=stop)
         elif store is not None:

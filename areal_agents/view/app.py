@@ -24,7 +24,7 @@ from areal_agents.core.rollout import EpisodeStatus, Split
 from areal_agents.errors import ArealAgentsError, RequestError, shown
 from areal_agents.store import NotFound, pages
 from areal_agents.view.access import Access
-from areal_agents.view.changes import CHECK_S, Looks
+from areal_agents.view.changes import CHECK_S, Snapshots
 from areal_agents.view.episodes import shown_episode, shown_tokens
 from areal_agents.view.metrics import columns_of, names_of
 from areal_agents.view.runs import Run, Runs
@@ -75,7 +75,7 @@ class _Routes:
         self._access = access
         self._is_stopping = is_stopping
         self._explainer = Explainer()
-        self._looks = Looks()
+        self._snapshots = Snapshots()
         # The only files that are served are those that exist now; no path of a request is ever opened.
         self._files = {
             str(path.relative_to(STATIC)): path
@@ -267,15 +267,15 @@ class _Routes:
         silent_s, since_store_s = 0.0, _STORE_EVERY_S
         yield b"retry: 2000\n\n"
         while not self._is_stopping():
-            look = await self._looks.at(run)
-            found = {"step": look.metrics}
+            snapshot = await self._snapshots.of(run)
+            found = {"step": snapshot.metrics}
             if since_store_s >= _STORE_EVERY_S:
-                found["store"] = look.store
+                found["store"] = snapshot.store
             for name, mark in found.items():
                 if seen.get(name) != mark:
                     seen[name], silent_s = mark, 0.0
                     since_store_s = 0.0 if name == "store" else since_store_s
-                    data = orjson.dumps({"running": look.is_running})
+                    data = orjson.dumps({"running": snapshot.is_running})
                     yield b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
             if silent_s >= _ALIVE_S:
                 silent_s = 0.0

@@ -1,4 +1,4 @@
-"""Looks at whether runs have changed: one look serves every stream of events that asks within a second."""
+"""Detects changes of runs: one snapshot of a run serves every stream of events that asks within a second."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from weakref import WeakKeyDictionary
 
 from areal_agents.view.runs import Run
 
-CHECK_S = 1.0  # time between two looks at a run
+CHECK_S = 1.0  # time between two snapshots of a run
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What a look at a run has found; a mark changes with what it stands for."""
+class Snapshot:
+    """The state of a run at one time.
+
+    Attributes:
+        metrics, store: marks, which differ between two snapshots if the metrics or the store have changed.
+    """
 
     is_running: bool
     metrics: tuple[Any, ...]
     store: tuple[Any, ...]
 
     @classmethod
-    def at(cls, run: Run) -> Look:
-        """Look at the files of a run."""
+    def of(cls, run: Run) -> Snapshot:
+        """Take a snapshot of a run, from its files."""
         return cls(run.is_running(), run.metrics_mark(), run.store_mark())
 
 
-class Looks:
-    """The latest look at each run; used by one event loop.
+class Snapshots:
+    """The latest snapshot of each run; used by one event loop.
 
     Args:
         now: the time in seconds.
@@ -37,12 +41,12 @@ class Looks:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._latest: WeakKeyDictionary[Run, tuple[float, asyncio.Task[Look]]] = WeakKeyDictionary()
+        self._latest: WeakKeyDictionary[Run, tuple[float, asyncio.Task[Snapshot]]] = WeakKeyDictionary()
 
-    async def at(self, run: Run) -> Look:
-        """Return a look that began less than `CHECK_S` ago, or a new one."""
-        began, looking = self._latest.get(run, (-CHECK_S, None))
-        if looking is None or self._now() - began >= CHECK_S:
-            looking = asyncio.create_task(asyncio.to_thread(Look.at, run))
-            self._latest[run] = self._now(), looking
-        return await asyncio.shield(looking)  # a stream that ends does not end the look of others
+    async def of(self, run: Run) -> Snapshot:
+        """Return a snapshot that was begun less than `CHECK_S` ago, or a new one."""
+        began, taking = self._latest.get(run, (-CHECK_S, None))
+        if taking is None or self._now() - began >= CHECK_S:
+            taking = asyncio.create_task(asyncio.to_thread(Snapshot.of, run))
+            self._latest[run] = self._now(), taking
+        return await asyncio.shield(taking)  # a stream that ends does not cancel it for the others

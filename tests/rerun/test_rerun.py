@@ -331,7 +331,7 @@ def test_the_page_shows_it_beside_the_run(trained: Trained, tmp_path: Path) -> N
         (["--steps", "2:2"], "2:2 has no step"),
         (
             ["--steps", "7:9"],
-            "has no checkpoint of step 7; it has those of steps 1 to 4, and step 0 is the model",
+            "has no checkpoint of step 7; it has those of steps 1 to 4, and step 0 is the initial model",
         ),
         (["--steps", "3:9"], "has not trained step 5; it has trained steps 1 to 4"),
         (["--out", "."], "exists and is not an empty folder"),

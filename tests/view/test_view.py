@@ -18,7 +18,7 @@ from view_support import ATTACK, STEPS, make_run, serving
 from areal_agents.errors import ConfigError, StoreError
 from areal_agents.store.pages import EpisodeFilter, episode_page
 from areal_agents.store.read_only import ReadOnlyStore
-from areal_agents.view.changes import Looks
+from areal_agents.view.changes import Snapshots
 from areal_agents.view.runs import Runs
 from areal_agents.view.server import serve
 
@@ -425,15 +425,15 @@ def test_a_damaged_record_of_processes_is_named(copied: Path) -> None:
     assert answer.status_code == 503 and "processes.jsonl is damaged" in answer.json()["error"]["message"]
 
 
-async def test_streams_of_one_run_share_its_looks(copied: Path) -> None:
+async def test_streams_of_one_run_share_its_snapshots(copied: Path) -> None:
     (run,) = Runs(copied.parent).all()
     seconds = 0.0
-    looks = Looks(now=lambda: seconds)
-    first, *others = await asyncio.gather(*(looks.at(run) for _ in range(5)))
+    snapshots = Snapshots(now=lambda: seconds)
+    first, *others = await asyncio.gather(*(snapshots.of(run) for _ in range(5)))
     assert all(other is first for other in others) and not first.is_running
     with (copied / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "time": 1.0}\n')
     seconds = 0.9
-    assert await looks.at(run) is first
+    assert await snapshots.of(run) is first
     seconds = 1.0
-    assert (await looks.at(run)).metrics != first.metrics
+    assert (await snapshots.of(run)).metrics != first.metrics

@@ -1,7 +1,7 @@
-"""Counts the tokens of calls for which an endpoint reports no usage.
+"""Estimates the tokens of calls for which an endpoint reports no usage.
 
-The tokenizer is that of the configuration's model, which need not be the endpoint's, and the chat format of
-the endpoint is not known; so the counts are estimates, and are marked as such.
+The counts are estimates, and are marked as such: the tokenizer is that of the configuration's model, which
+need not be the endpoint's, and the endpoint's chat template is not known.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from areal_agents.rendering import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+# The fields of a message, and of what is in it, whose texts the model reads or writes.
+_TEXT_FIELDS = frozenset(
+    ("content", "reasoning_content", "refusal", "text", "tool_calls", "function", "name", "arguments")
+)
+
 
 class TokenEstimates:
-    """Estimates the tokens of messages; the tokenizer is read at the first use. Thread-safe."""
+    """Estimates the tokens of messages; the tokenizer is loaded when it is first needed. Thread-safe."""
 
     def __init__(self, model: Path) -> None:
         self._model = model
@@ -28,21 +33,22 @@ class TokenEstimates:
     def completed(
         self, usage: Mapping[str, Any], messages: Sequence[Any], reply: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], bool]:
-        """Return the usage of a call with estimates for what is missing, and whether any is.
+        """Return the usage of a call with estimates of missing counts, and whether any was missing.
 
         Raises:
             ConfigError: the tokenizer cannot be read.
         """
         missing = {
-            name: told
-            for name, told in (("prompt_tokens", messages), ("completion_tokens", [reply]))
-            if not usage.get(name) and any(_texts(told))
+            name: counted
+            for name, counted in (("prompt_tokens", messages), ("completion_tokens", [reply]))
+            if not usage.get(name) and any(_texts(counted))
         }
         if not missing:
             return usage, False
         tokenizer = self._opened()
         counts = {
-            name: sum(len(tokenizer.encode(text)) for text in _texts(told)) for name, told in missing.items()
+            name: sum(len(tokenizer.encode(text)) for text in _texts(counted))
+            for name, counted in missing.items()
         }
         return {**usage, **counts}, True
 
@@ -58,20 +64,15 @@ class TokenEstimates:
             return self._tokenizer
 
 
-def _texts(told: Any) -> Iterator[str]:
-    """Yield the texts of messages, without their roles and types; those of tool calls too."""
-    if isinstance(told, str):
-        if told:
-            yield told.encode("utf-8", "replace").decode()  # a lone surrogate is no text of a tokenizer
-    elif isinstance(told, Mapping):
-        for name, value in told.items():
-            if name in _TOLD:
-                yield from _texts(value)
-    elif isinstance(told, list):
-        for part in told:
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in messages, including those of tool calls, without roles and types."""
+    if isinstance(value, str):
+        if value:
+            yield value.encode("utf-8", "replace").decode()  # a tokenizer accepts no lone surrogates
+    elif isinstance(value, Mapping):
+        for name, field in value.items():
+            if name in _TEXT_FIELDS:
+                yield from _texts(field)
+    elif isinstance(value, list):
+        for part in value:
             yield from _texts(part)
-
-
-_TOLD = frozenset(
-    ("content", "reasoning_content", "refusal", "text", "tool_calls", "function", "name", "arguments")
-)

@@ -1,7 +1,7 @@
-"""The batches of steps that a run has already trained, for a rerun: the same groups in the same order.
+"""Batches of a rerun: the groups of steps that a run has already trained, in the same order.
 
-The store of that run is only read. Its versions stay what they were: a token is as stale as it was when the
-run trained on it, and its behavior logprobs are those that were recorded.
+The store of the run is only read. A token is as stale as when the run trained on it, and its behavior
+logprobs are the recorded ones.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ class StoredSteps:
     """The trained steps of a run.
 
     Attributes:
-        steps: by their number.
-        max_staleness: η of the run, which masked the same tokens.
-        rewards: by episode id the rewards that take the place of all recorded ones; episodes that are absent
-            keep theirs.
+        steps: the steps by number.
+        max_staleness: η of the run, so that the same tokens are masked.
+        rewards: by episode id, the rewards that replace all recorded ones; absent episodes keep theirs.
     """
 
     store: ReadOnlyStore
@@ -56,22 +55,26 @@ class StoredSteps:
             return cls(store, reads.trained_steps(connection), max_staleness, rewards or {})
 
     def groups(self, step: TrainedStep) -> list[RolloutGroup]:
-        """Load the groups of a step, ordered by id, with comparable versions and the rewards that count."""
+        """Load the groups of a step, ordered by id, with comparable versions and their new rewards.
+
+        Raises:
+            TrainingError: a new reward is for a turn that its episode does not have.
+        """
         with self.store.read() as connection:
             found = reads.load_groups(connection, sorted(step.uses))
             lineage = Lineage.behind(step.version, versions.steps_behind(connection, step.version))
         try:
-            return [self._of_rewards(lineage.of_group(group)) for group in found]
-        except ValueError as error:  # a reward for a turn that the episode does not have
+            return [self._with_rewards(lineage.of_group(group)) for group in found]
+        except ValueError as error:
             raise TrainingError(
                 f"step {step.step} cannot be trained with the new rewards: {error}"
             ) from error
 
     def with_rewards(self, episode: RecordedEpisode) -> RecordedEpisode:
-        """Return an episode with the rewards that count."""
+        """Return an episode with its new rewards if it has any, else with the recorded ones."""
         return replace(episode, rewards=self.rewards.get(episode.id, episode.rewards))
 
-    def _of_rewards(self, group: RolloutGroup) -> RolloutGroup:
+    def _with_rewards(self, group: RolloutGroup) -> RolloutGroup:
         rollouts = (
             replace(rollout, episode=self.with_rewards(rollout.episode)) for rollout in group.rollouts
         )
@@ -79,11 +82,11 @@ class StoredSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """The source of the batches of a rerun.
+class RerunBatches:
+    """The source of a rerun's batches.
 
-    Groups that the run dropped when it collected a batch are not part of it, and no other group takes the
-    place of one that is equal or cannot be trained on under the settings of the rerun.
+    A batch has the groups that the run trained on in its step. A group that is equal or cannot be trained on
+    under the settings of the rerun is not replaced by another one.
     """
 
     stored: StoredSteps
@@ -125,7 +128,7 @@ class Again:
         trained = [known.group.id for known in taken]
         return Batch(
             tuple(group_id for group_id in trained if group_id not in replayed),
-            keep_samples(data, _counted_to(kept, progress.version - step.version)),
+            keep_samples(data, _with_shifted_versions(kept, progress.version - step.version)),
             replace(staleness, share_by_length=self._stale_share(taken, replayed, step)),
             QueueReport(0, 0, 0.0, 0.0, 0),
             0,
@@ -162,11 +165,11 @@ class Again:
         """Do nothing: the store of the run is only read."""
 
 
-def _counted_to(samples: Iterable[TrainingSample], shift: int) -> list[TrainingSample]:
-    """Return samples whose versions are `shift` larger.
+def _with_shifted_versions(samples: Iterable[TrainingSample], shift: int) -> list[TrainingSample]:
+    """Return samples whose versions are `shift` larger, except those of tokens that have none.
 
-    A rerun counts its versions on where the run was resumed under a larger number, so that the distances of
-    the tokens' versions from its own are those of the run.
+    Where the run was resumed, its versions skip numbers, and those of the rerun do not. The shift keeps the
+    distance of each token's version from the trainer's.
     """
     if not shift:
         return list(samples)

@@ -38,14 +38,14 @@ class _Kept:
 
 
 class WarmUps:
-    """The warm-ups of one connection; the oldest are forgotten when all are larger than `max_bytes`."""
+    """The warm-ups of one connection; the oldest are forgotten when together they exceed `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: dict[str, _Kept] = {}
 
     def expanded(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a request with the input of the warm-up that it continues, if it does."""
+        """Return a request with the input of the warm-up that it continues, if it continues one."""
         previous = body.get("previous_response_id")
         kept = self._kept.get(previous) if isinstance(previous, str) else None
         if kept is None:
@@ -57,8 +57,8 @@ class WarmUps:
         """Keep a warm-up of `size` bytes; return the events of its response, as JSON.
 
         Raises:
-            RequestError: a field cannot be served; what the items of the input are is read with the response
-                that continues it.
+            RequestError: a field cannot be served. The items of the input are checked later, with the request
+                that continues the warm-up.
         """
         items = _items(body.get("input"))
         reading.within_depth(lambda: checked_fields(body))
@@ -69,10 +69,10 @@ class WarmUps:
         self._kept[begun["id"]] = _Kept(whole.get("previous_response_id"), whole["input"], size)
         while sum(kept.size for kept in self._kept.values()) > self._max_bytes:
             del self._kept[next(iter(self._kept))]
-        told = (("created", begun), ("in_progress", begun), ("completed", ended))
+        events = (("created", begun), ("in_progress", begun), ("completed", ended))
         return [
             orjson.dumps({"type": f"response.{name}", "sequence_number": number, "response": content})
-            for number, (name, content) in enumerate(told)
+            for number, (name, content) in enumerate(events)
         ]
 
 
