@@ -200,18 +200,18 @@ class Completion:
 
     @classmethod
     def imported(cls, token_ids: npt.ArrayLike) -> Completion:
-        """The tokens of a reply that no policy of ours sampled."""
+        """Return the completion of an imported reply."""
         ids = as_token_ids(token_ids)
         return cls(ids, None, np.full(len(ids), NO_VERSION), "stop")
 
     @property
     def is_imported(self) -> bool:
-        """Whether no policy of ours sampled the tokens, so that they have no behavior logprobs."""
+        """Whether the tokens are imported: no policy of this store sampled them."""
         return self.logprobs is None
 
     @property
     def behavior_logprobs(self) -> Logprobs:
-        """[C] the logprobs of tokens that a policy sampled. They must not be imported."""
+        """[C] the behavior logprobs; the tokens must not be imported."""
         assert self.logprobs is not None, "imported tokens have no behavior logprobs"
         return self.logprobs
 

@@ -80,7 +80,7 @@ class Replay:
 
     @property
     def is_same(self) -> bool:
-        """Whether the calls and the rewards are those of the recording, as far as that goes."""
+        """Whether the calls are those of the recording and, unless it was cut off, the rewards too."""
         if self.difference is not None or self.recorded_calls != self.replayed_calls:
             return False
         return self.was_cut_off or (self.recorded_rewards == self.replayed_rewards and self.error is None)

@@ -97,7 +97,7 @@ def rescore(
     by itself.
 
     Args:
-        load: returns episodes by their ids, in their order.
+        load: returns the episodes with the given ids, in the order of the ids.
         old_function: whether the run had a reward function, whose reward named "return" is then not told.
         workers: the most processes.
 

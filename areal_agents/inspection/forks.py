@@ -1,6 +1,6 @@
-"""What became of forks: the continuations of a recorded turn, compared with the recorded one.
+"""The continuations of a recorded turn that `areal-agents fork` has sampled, compared with the recorded one.
 
-Forks are episodes in a store of their own. Their metadata name the episode and the turn that they leave:
+Forks are episodes in a separate store. Their metadata name the episode and the turn that they leave:
 
     forked_from   the id of the recorded episode
     turn_id, turn the recorded turn that is sampled again, and its number in that episode, from 1
@@ -30,12 +30,12 @@ LONGEST_REPLY = 200  # characters of a reply that are kept
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The first place where a continuation leaves the recorded one.
+    """The first place where a continuation differs from the recorded one.
 
     Attributes:
         turn: the number of the turn in the recorded episode.
-        token: the index of the sampled token; None: already the request of the turn, or whether there is
-            such a turn, differs.
+        token: the index of the sampled token; None: the request of the turn differs, or only one of the two
+            has such a turn.
     """
 
     turn: int
@@ -49,13 +49,13 @@ class Continuation:
     Attributes:
         episode: the id of the episode.
         status: that of the episode.
-        error: why it counts for nothing; None if it does not fail.
+        error: why the fork failed, so that its score does not count; None if it did not.
         score: the sum of the rewards; None without any.
         turns, tokens: the number of calls and of sampled tokens, from the forked turn on.
         logprob: the sum of the logprobs of these tokens, in nats; None if they were imported.
         reply: the beginning of the reply of the forked turn.
-        leaves: where it leaves the recorded continuation; None: nowhere.
-        logprobs: of each token of the forked turn.
+        leaves: where it first differs from the recorded continuation; None: nowhere.
+        logprobs: the text and the logprob, in nats, of each token of the forked turn; () if not requested.
     """
 
     number: int

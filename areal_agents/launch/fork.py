@@ -1,9 +1,9 @@
 """`areal-agents fork`: plays continuations of a recorded turn, from its exact tokens.
 
-A fork is a new episode of the same task in a store of its own. It begins with copies of the recorded turns.
-The agent is run afresh: its calls before the fork get the recorded replies, so it repeats its tool calls by
-itself, and the call of the fork is sampled from the recorded prompt (`proxy/calls/recorded_start.py`). The
-store of the run is only read.
+A fork is a new episode of the same task, in a separate store. It begins with copies of the recorded turns.
+The agent starts again: its calls before the fork get the recorded replies, so it repeats its tool calls, and
+the call of the fork is sampled from the recorded prompt (`proxy/calls/recorded_start.py`). The store of the
+run is only read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.config import Config, save_config
+from areal_agents.core.completion import Completion
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
 from areal_agents.doctor.serving import in_thread
@@ -70,9 +71,9 @@ class Resampling:
 
     Attributes:
         count: the number of continuations.
-        seed: with the same seed, an engine whose results do not depend on other requests samples the same.
-        temperature: replaces that of the recorded calls; None: theirs.
-        only_turn: sample the turn alone, without the agent.
+        seed: the seed from which the seeds of the continuations follow.
+        temperature: the sampling temperature; None: that of the recorded calls.
+        only_turn: whether only the turn is sampled, without the agent.
     """
 
     count: int
@@ -82,7 +83,7 @@ class Resampling:
 
 
 def weights_of(run: Path, given: str | None, config: Config) -> tuple[NamedPolicy, int]:
-    """Return the weights that continue an episode of a run, and their version; 0 if that is not known.
+    """Return the weights that continue an episode of a run, and their version; 0 if the version is unknown.
 
     Args:
         run: the run's folder, or a store file.
@@ -133,13 +134,13 @@ def fork(
         config: the configuration of the run; `config.model` is the folder of the model that was recorded.
         forked: the turn.
         policy: the weights.
-        version: the version that their tokens are recorded with.
+        version: the version that is recorded for the sampled tokens.
         how: how it is sampled.
         out: the folder of the forks.
         say: called with a line of text.
 
     Raises:
-        ConfigError: the configuration does not permit it, or the weights have another tokenizer.
+        ConfigError: the configuration does not permit a fork, or the weights have another tokenizer.
         AgentError, RewardError: the agent, or the reward function, cannot be loaded.
         ChildDied: the engine ended.
     """
@@ -191,7 +192,7 @@ def check_greedy(forked: ForkedTurn, how: Resampling) -> None:
 
 
 def _check_tokenizer(config: Config, forked: ForkedTurn, renderer: ChatRenderer) -> None:
-    """Raise ConfigError if the recorded tokens have other texts for the weights that continue them."""
+    """Raise ConfigError if the tokenizer of the weights decodes the recorded tokens to another text."""
     if not (Path(config.model) / "config.json").is_file():
         return  # the model that was recorded is gone
     ids = forked.episode.forest.prompt_ids(forked.turn.id).tolist()
@@ -214,7 +215,7 @@ def play(
     version: int,
     out: RunFolder,
 ) -> Forks:
-    """Play the continuations with a running engine, and return what became of them.
+    """Play the continuations with a running engine, and return them with their results.
 
     The arguments are those of `fork`; `renderer` is that of the weights, and `policy` their name.
     """
@@ -233,7 +234,7 @@ def play(
             for left in prepared:
                 if store.episode_row(left.id).status == "open":
                     store.seal(left.id, "aborted", error=_STOPPED).result(timeout=WRITE_S)
-        found = tuple(_ended(store, forked, fork, renderer, with_tokens=how.only_turn) for fork in prepared)
+        found = tuple(_result_of(store, forked, fork, renderer, only_turn=how.only_turn) for fork in prepared)
     return Forks(
         episode=forked.episode.id,
         turn=forked.number,
@@ -455,35 +456,34 @@ def _called_tools(forked: ForkedTurn) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in names]
 
 
-def _ended(
-    store: Store, forked: ForkedTurn, fork: _Fork, renderer: ChatRenderer, *, with_tokens: bool
+def _result_of(
+    store: Store, forked: ForkedTurn, fork: _Fork, renderer: ChatRenderer, *, only_turn: bool
 ) -> Continuation:
+    """Return an ended fork, compared with the recorded turn, or with all that followed unless `only_turn`."""
     row, episode = store.episode_row(fork.id), store.load_episode(fork.id)
-    turns = [turn for turn in episode.turns[len(fork.turns) - 1 :] if not turn.discarded]
-    recorded = [turn for turn in forked.episode.turns[forked.number - 1 :] if not turn.discarded]
+    given = len(fork.turns) - 1
+    turns = [turn for turn in episode.turns[given:] if not turn.discarded]
     error = fork.start.difference or row.error
-    if not turns and not error:
-        error = (
-            f"the agent ended after {fork.start.repeated} of the {len(fork.turns) - 1} recorded calls before "
-            f"turn {forked.number}"
+    if not turns:
+        error = error or (
+            f"the agent ended after {fork.start.repeated} of the {given} recorded calls before turn "
+            f"{forked.number}"
         )
-    logprobs = []
-    if turns and with_tokens:
-        sampled = turns[0].completion
-        logprobs = [
-            (renderer.tokenizer.decode([token]), round(logprob, 4))
-            for token, logprob in zip(
-                sampled.token_ids.tolist(), sampled.behavior_logprobs.tolist(), strict=True
-            )
-        ]
+        return continuation_of(fork.number, episode, turns, status=row.status, error=error, leaves=None)
+    recorded = [turn for turn in forked.episode.turns[forked.number - 1 :] if not turn.discarded]
+    compared = recorded[:1] if only_turn else recorded
     return continuation_of(
         fork.number,
         episode,
         turns,
         status=row.status,
         error=error,
-        leaves=first_leaving(recorded[: 1 if with_tokens else None], turns, number=forked.number)
-        if turns
-        else None,
-        logprobs=logprobs,
+        leaves=first_leaving(compared, turns, number=forked.number),
+        logprobs=_logprobs(turns[0].completion, renderer) if only_turn else (),
     )
+
+
+def _logprobs(completion: Completion, renderer: ChatRenderer) -> list[tuple[str, float]]:
+    """Return the text and the logprob of each sampled token."""
+    sampled = zip(completion.token_ids.tolist(), completion.behavior_logprobs.tolist(), strict=True)
+    return [(renderer.tokenizer.decode([token]), round(logprob, 4)) for token, logprob in sampled]

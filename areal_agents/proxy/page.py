@@ -24,13 +24,14 @@ class Page:
     """What makes a page.
 
     Attributes:
-        factory: "module:function". The function gets store, model, run, `keys`, each of which opens the page,
-            and `is_stopping`, which says whether the server is about to end; it returns an ASGI app.
+        factory: "module:function". The function returns an ASGI app. Its arguments are `store`, `model`,
+            `run`, `keys`, each of which opens the page, and `is_stopping`, which says whether the server
+            is about to end.
         store: the path of the store, or its URL.
         model: the model folder, for the texts of tokens.
         run: the run's folder; None if the proxy belongs to no run.
-        key: a key that opens the page and nothing else; "": only the admin key does, or, on a proxy without
-            one, everybody can see the page.
+        key: a key that opens the page and nothing else; "": only the admin key opens it. Without either key
+            the page is open to all.
         is_announced: whether the server prints the link with the key when it starts.
     """
 
@@ -55,12 +56,12 @@ def new_view_key() -> str:
 
 
 def link_of_page(proxy_url: str, key: str) -> str:
-    """Return the address of the page with its key, which a browser keeps to itself."""
+    """Return the address of the page with its key in the fragment, which a browser sends to no server."""
     return f"{proxy_url}{PATH}/#key={key}"
 
 
 def announce_page(page: Page | None, proxy_url: str, announce: Callable[[str], None]) -> None:
-    """Say where the page is, if the server is to say so."""
+    """Announce the link of the page, if it is to be announced."""
     if page is not None and page.is_announced:
         announce(f"the page, in a browser: {link_of_page(proxy_url, page.key)}")
 

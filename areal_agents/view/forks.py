@@ -13,7 +13,7 @@ _MOST = 64  # the newest are shown
 
 
 def shown_forks(run: Run, episode_id: str) -> list[dict[str, Any]]:
-    """Return the newest forks of an episode that sampled its turn again, the oldest first."""
+    """Return the newest forks of an episode that got as far as sampling its turn again, the oldest first."""
     if run.forks is None:
         return []
     with run.forks.read() as connection:
@@ -39,12 +39,11 @@ def shown_forks(run: Run, episode_id: str) -> list[dict[str, Any]]:
 
 
 def shown_origin(metadata: Mapping[str, Any], *, of_run: bool) -> dict[str, Any] | None:
-    """Return which turn a fork leaves; None if an episode is none.
-
-    `is_here` says whether the page of this run has that episode.
+    """Return the turn that a fork leaves, from its metadata; None for an episode that is no fork.
 
     Args:
-        of_run: whether the episode is in the store of the run, and not in that of its forks.
+        of_run: whether the fork is in the store of the run itself, which then lacks the recorded episode
+            (`is_here` is False), and not in that of the run's forks.
     """
     if not {"forked_from", "turn", "turn_id", "policy", "seed"} <= metadata.keys():
         return None

@@ -32,8 +32,8 @@ class Run:
 
     Attributes:
         name: the name of the folder or the store file, which is its name in links.
-        episodes: the store that has its episodes: for a rerun that of the run that it repeats, else `store`.
-        rerun: what rerun.json says; None if it is no rerun.
+        episodes: the store with its episodes: for a rerun that of the run that it repeats, else `store`.
+        rerun: the content of rerun.json; None if the run is no rerun.
         model: a folder with the tokenizer, for the texts of tokens; None: that of the configuration.
     """
 

@@ -192,8 +192,8 @@ def load_checkpoint(path: Path, parts: Parts, ranks: Ranks, *, shared: bool = Fa
     checkpoint; they keep the values from the model's folder.
 
     Args:
-        shared: restore the parts that the checkpoint has too; another algorithm may have trained a critic, or
-            none.
+        shared: restore only the parts that the checkpoint and `parts` have in common: the algorithm of the
+            checkpoint may have had a critic where this one has none, or none where this one has one.
 
     Raises:
         TrainingError: the checkpoint belongs to another model or algorithm, or one of its files is damaged.

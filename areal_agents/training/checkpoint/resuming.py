@@ -1,7 +1,8 @@
 """Where a resumed run starts: at its latest checkpoint, under a version that was never used.
 
 The step comes from the checkpoint. The version is above every earlier one, because the later steps, which are
-lost, also had versions. A rerun starts at a checkpoint of another run, under the version that this one had.
+lost, also had versions. A rerun starts at a checkpoint of another run, under the version that its weights had
+there.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Start:
     until: int
 
     def load(self, parts: Parts, ranks: Ranks) -> TrainingProgress:
-        """Load the checkpoint into the trained models. A critic that it does not have stays new. Collective.
+        """Load the checkpoint into the trained models; a critic that it lacks stays untrained. Collective.
 
         Raises:
             TrainingError: the checkpoint cannot be used.
