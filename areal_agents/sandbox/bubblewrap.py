@@ -20,11 +20,13 @@ from areal_agents.sandbox.keeper import Command
 from areal_agents.sandbox.local import Layout
 from areal_agents.sandbox.relay import relayed_url
 from areal_agents.sandbox.sandbox import Mount, SandboxSpec
+from areal_agents.sandbox.variables import named_back, renamed
 
 WORKDIR, HOME = "/workspace", "/home/agent"
 _INSTALL = "install it (apt-get install bubblewrap, dnf install bubblewrap), or set isolation: none"
 _OLDEST = (0, 8)  # --disable-userns
 _VERSION_S = 10.0
+_LOADER = ("LD_", "GLIBC_TUNABLES")  # how variables begin that the loader of programs heeds
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 # Of /etc only what programs need to start, to resolve names and to check certificates.
 _ETC = (
@@ -83,10 +85,13 @@ class Bubblewrap:
         mounts: Sequence[Mount],
     ) -> Command:
         base = {"PATH": _path(spec), "HOME": HOME, "LANG": "C.UTF-8"}
-        words = [self._program, *self._arguments(spec, scratch, mounts), "--", *argv]
-        return Command(
-            words, {**base, **spec.environment, **own}, folder="", own_network=True, file_bytes=None
-        )
+        variables = {**base, **spec.environment, **own}
+        # bwrap is started outside of the sandbox, and the loader of its libraries heeds these.
+        loader = {name: value for name, value in variables.items() if name.startswith(_LOADER)}
+        inside = ["/bin/sh", "-c", named_back(loader) + 'exec "$@"', "run", *argv] if loader else argv
+        passed = {name: value for name, value in variables.items() if name not in loader} | renamed(loader)
+        words = [self._program, *self._arguments(spec, scratch, mounts), "--", *inside]
+        return Command(words, passed, folder="", own_network=True, file_bytes=None)
 
     def workdir(self, spec: SandboxSpec, scratch: Path) -> str:
         return spec.workdir or WORKDIR

@@ -28,6 +28,7 @@ from areal_agents.sandbox.files import read_file, write_file
 from areal_agents.sandbox.output import Log, Tail, read_tail, write_all
 from areal_agents.sandbox.relay import MODEL_PORT, MOST_CONNECTIONS, Relay, relayed_url
 from areal_agents.sandbox.sandbox import KEPT_OUTPUT, Finished, Mount, SandboxSpec
+from areal_agents.sandbox.variables import named_back, renamed
 
 WORKDIR = "/workspace"
 LABEL = "areal-agents.owner"  # of every container; its value is the owner's pid namespace, pid and start time
@@ -109,12 +110,19 @@ def run_arguments(
 
     Variables are named and not given: docker takes their values from its environment, so that no key is in
     the arguments, which every user of the machine can read. A shell executes the command, because what docker
-    itself says of a program that it cannot find is on standard output.
+    itself says of a program that it cannot find is on standard output. The variables pass as `renamed`.
     """
     words = ["exec", "--interactive", "--workdir", workdir]
-    for variable in variables:
+    for variable in renamed(dict.fromkeys(variables, "")):
         words += ["--env", variable]
-    return [*words, name, "/bin/sh", "-c", _WITH_FORWARDER if forwards else _ALONE, "run", *argv]
+    script = named_back(variables) + (_WITH_FORWARDER if forwards else _ALONE)
+    return [*words, name, "/bin/sh", "-c", script, "run", *argv]
+
+
+def check_image_name(name: str) -> None:
+    """Raise SandboxError if docker would read the name of an image as an option."""
+    if name.startswith("-"):
+        raise SandboxError(f"an image cannot be called {name!r}: its name begins with a letter or a digit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,7 @@ class DockerIsolation:
         """Start a container. Raises SandboxError if it cannot be."""
         if not spec.image:
             raise SandboxError("isolation: docker needs image, the name of an image")
+        check_image_name(spec.image)
         name = f"areal-agents-{secrets.token_hex(6)}"
         sockets = Path(tempfile.mkdtemp(prefix="areal-agents-docker-"))
         sockets.chmod(0o755)
@@ -262,7 +271,7 @@ class DockerSandbox:
                 await self._copy_in(mount)
             try:
                 ended = await _call(
-                    self._program, words, {**os.environ, **variables}, stdin, timeout_s, kept_bytes,
+                    self._program, words, {**os.environ, **renamed(variables)}, stdin, timeout_s, kept_bytes,
                     Log(log) if log is not None else None, streams,
                 )  # fmt: skip
             finally:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.errors import SandboxError, SandboxUnavailable
-from areal_agents.sandbox.docker import docker
+from areal_agents.sandbox.docker import check_image_name, docker
 
 _ANSWER_S = 30.0  # longest wait for the engine to name its version
 
@@ -56,6 +56,7 @@ class DockerImages:
 
     async def named(self, name: str, *, timeout_s: float) -> Image:
         """Return an image by its name, pulled unless the engine has it. Raises SandboxError."""
+        check_image_name(name)
 
         async def pull() -> None:
             await docker(_program(), ["pull", "--quiet", name], timeout_s=timeout_s)

@@ -244,6 +244,22 @@ def test_copies_follow_the_rules_of_docker(tmp_path: Path) -> None:
     assert files("WORKDIR sub\nCOPY numbers.txt .") == ["numbers.txt"]
 
 
+@pytest.mark.parametrize("name", ["instruction.md", "tests", "environment", "environment/Dockerfile"])
+def test_no_part_of_a_task_is_a_link_to_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    """Otherwise files of this machine would be in the prompt, in the sandbox, or in the image."""
+    make_task(tmp_path / "tasks" / "task")
+    part = tmp_path / "tasks" / "task" / name
+    outside = tmp_path / "outside"
+    if part.exists():
+        part.rename(outside)
+    else:
+        part.parent.mkdir(exist_ok=True)
+        outside.mkdir()
+    part.symlink_to(outside)
+    with pytest.raises(TaskEnvironmentError, match=f"{name} is a link to outside of the folder"):
+        environment_tasks(EnvironmentConfig(use=f"harbor:{tmp_path / 'tasks'}"), "train")
+
+
 @pytest.mark.parametrize(
     ("toml", "fault"),
     [

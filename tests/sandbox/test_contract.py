@@ -44,6 +44,25 @@ async def test_a_caller_talks_with_a_command(isolation: Isolation) -> None:
         os.close(fd)
 
 
+@pytest.mark.parametrize("isolation_name", ["bubblewrap", "docker"], indirect=True)
+async def test_variables_of_a_command_reach_no_program_outside(isolation: Isolation, tmp_path: Path) -> None:
+    """Where they come from a task, they could make the loader or the client of Docker run its code."""
+    given = {
+        "LD_DEBUG": "files",
+        "LD_DEBUG_OUTPUT": f"{tmp_path}/loaded",  # a file of each program that heeds it
+        "DOCKER_HOST": "tcp://127.0.0.1:9",
+        "HOME": "/tmp",
+        "SAID": "$(echo 1) \"'\n`",
+        "not-for.shells": "1",
+    }
+    sandbox = await isolation.start(spec_for(isolation.name, environment=given))
+    done = await sandbox.run(["env"], timeout_s=20)
+    assert not [*tmp_path.iterdir()]
+    for name, value in given.items():
+        assert name == "not-for.shells" or f"{name}={value}\n" in done.stdout.text()
+    assert "AREAL_AGENTS" not in done.stdout.text()
+
+
 async def test_variables_of_the_owner_do_not_reach_a_command(
     isolation: Isolation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from areal_agents.errors import SandboxError, SandboxUnavailable
-from areal_agents.sandbox.docker import run_arguments, start_arguments
+from areal_agents.sandbox.docker import DockerIsolation, run_arguments, start_arguments
+from areal_agents.sandbox.docker_images import DockerImages
 from areal_agents.sandbox.isolations import check_isolation
 from areal_agents.sandbox.kubernetes import ProxyPods, job_manifests
 from areal_agents.sandbox.sandbox import Limits, SandboxSpec
@@ -58,11 +59,20 @@ async def test_only_docker_gives_a_machine_or_a_network(asked: dict[str, bool]) 
 
 
 def test_no_key_is_in_the_arguments_of_docker() -> None:
-    given = ["exec", "--interactive", "--workdir", "/workspace", "--env", "OPENAI_API_KEY", "box"]
+    passed = "AREAL_AGENTS_GIVEN_OPENAI_API_KEY"
+    given = ["exec", "--interactive", "--workdir", "/workspace", "--env", passed, "box"]
     words = run_arguments("box", ["env"], ["OPENAI_API_KEY"], workdir="/workspace", forwards=False)
-    assert words == [*given, "/bin/sh", "-c", 'exec "$@"', "run", "env"]
+    script = f'export OPENAI_API_KEY="${passed}"; unset {passed}; exec "$@"'
+    assert words == [*given, "/bin/sh", "-c", script, "run", "env"]
     forwarding = run_arguments("box", ["env"], ["OPENAI_API_KEY"], workdir="/workspace", forwards=True)
     assert forwarding[:9] == words[:9] and forwarding[-2:] == ["run", "env"]
+
+
+async def test_no_option_of_docker_is_taken_for_the_name_of_an_image() -> None:
+    with pytest.raises(SandboxError, match="an image cannot be called '--privileged'"):
+        await DockerIsolation("docker").start(SandboxSpec(image="--privileged"))
+    with pytest.raises(SandboxError, match="an image cannot be called '-v/:/host'"):
+        await DockerImages().named("-v/:/host", timeout_s=1)
 
 
 def test_docker_knows_every_option() -> None:

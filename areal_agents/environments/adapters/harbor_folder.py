@@ -93,6 +93,9 @@ class HarborTask:
     @classmethod
     def read(cls, folder: Path) -> HarborTask:
         """Read a folder. Raises TaskEnvironmentError if it is incomplete, or needs what is not supported."""
+        for name in ("task.toml", "instruction.md", "environment", DOCKERFILE, "tests"):
+            if not (folder / name).resolve().is_relative_to(folder.resolve()):  # its files would be shown
+                raise TaskEnvironmentError(f"the task {folder}: {name} is a link to outside of the folder")
         try:
             settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
             instruction = (folder / "instruction.md").read_text(encoding="utf-8").strip()

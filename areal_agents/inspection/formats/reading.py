@@ -58,7 +58,7 @@ def documents(path: Path, form: ImportFormat) -> Iterator[tuple[str, str]]:
         raise DataError(f"{path} has no .json file")
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{file} cannot be read: {error}") from None
         if form == "atif" and file.suffix != ".jsonl":
