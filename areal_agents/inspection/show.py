@@ -99,7 +99,7 @@ def draw_episode(episode: Mapping[str, Any], console: Console, *, full: bool = F
 
 
 def show_replay(found: Replay, console: Console) -> None:
-    """Print what became of a replay: the first request that differs, and the rewards."""
+    """Print the result of a replay: the first request that differs, and the rewards."""
     calls = f"{found.replayed_calls} calls, recorded {found.recorded_calls}"
     cut_off = {"aborted": "was aborted", "failed": "failed", "open": "is still open"}
     if found.was_cut_off:

@@ -28,10 +28,10 @@ class Summary:
         heldout: the held-out reward of every complete evaluation, by its label.
         heldout_incomplete: the number of episodes of each evaluation that was ended before it was complete.
         nothing_trained: why no token was trained; "" if one was.
-        agent_changed: what changed of the agent, its reward or the held-out tasks between the evaluations
-            before and after, so that their difference is no gain; "" if nothing did.
-        heldout_since_change: the first held-out reward that can be compared with the one after, if
-            something changed; None if there is none.
+        agent_changed: what changed in the agent, its reward or the held-out tasks between the evaluations
+            before and after, so that these cannot be compared; "" if nothing did.
+        heldout_since_change: if something changed, the first held-out reward that can be compared with the
+            one after; None if there is none.
         heldout_since_change_label: the label of that evaluation.
     """
 
@@ -131,7 +131,7 @@ class Summary:
         if self.gain is not None:
             table.add_row("gain", f"[bold green]{self.gain:+.3f}[/bold green]")
         elif self.agent_changed:
-            table.add_row("[bold yellow]no gain can be told[/bold yellow]", self.agent_changed)
+            table.add_row("[bold yellow]gain not comparable[/bold yellow]", self.agent_changed)
             if self.heldout_since_change is not None and self.heldout_after is not None:
                 since = self.heldout_after - self.heldout_since_change
                 label = self.heldout_since_change_label
@@ -169,7 +169,7 @@ def comparable(first: HeldOut, second: HeldOut) -> bool:
 
 
 def _base_since_change(complete: Sequence[HeldOut], changes: Mapping[str, str]) -> tuple[str, HeldOut | None]:
-    """Return what changed between the evaluations before and after, and the first that equals the latter."""
+    """Return what changed between the evaluations before and after, and the first one since that change."""
     by_label = {e.label: e for e in complete}
     before, after = by_label.get("before"), by_label.get("after")
     if before is None or after is None or comparable(before, after):

@@ -162,6 +162,7 @@ def test_events_are_answered_in_their_order(proxy: RunningProxy) -> None:
         ('{"type": "response.create"}', "invalid_value", "input"),
         ('{"type": "response.create", "input": "hi", "stream_id": 7}', "invalid_value", "stream_id"),
         ('{"type": "response.create", "input": 7, "generate": false}', "invalid_value", "input"),
+        ('{"type": "response.create", "input": "hi", "generate": "no"}', "invalid_value", "generate"),
         (
             '{"type": "response.create", "generate": false, "tools": [{"type": "local_shell"}]}',
             "unsupported_parameter",
@@ -234,6 +235,18 @@ def test_input_that_is_sent_ahead_is_kept_up_to_the_size_of_a_body(proxy: Runnin
         assert error.error.code == "previous_response_not_found"
         error = error_of(connection, model="policy", input="hi", previous_response_id=second.id)
         assert error.error.code == "context_length_exceeded"
+
+
+def test_input_that_is_sent_ahead_in_parts_counts_as_a_whole(proxy: RunningProxy) -> None:
+    quarter: dict[str, Any] = {"model": "policy", "input": "x" * (MAX_BODY_BYTES // 4), "generate": False}
+    with proxy.openai(proxy.open_episode()).responses.connect() as connection:
+        first = ask(connection, **quarter)
+        second = ask(connection, **quarter, previous_response_id=first.id)
+        third = ask(connection, **quarter, previous_response_id=second.id)  # of three quarters: alone it fits
+        error = error_of(connection, model="policy", input="hi", previous_response_id=second.id)
+        assert error.error.code == "previous_response_not_found"
+        error = error_of(connection, **quarter, previous_response_id=third.id)
+        assert (error.status, error.error.code) == (413, "request_too_large")
 
 
 def test_steering_is_refused(proxy: RunningProxy) -> None:

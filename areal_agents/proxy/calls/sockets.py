@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.bodies import Bodies
+from areal_agents.proxy.dialects.reading import flag
 from areal_agents.proxy.dialects.responses.warm_ups import WarmUps
 from areal_agents.proxy.dialects.writing import EVENT_STREAM
 from areal_agents.proxy.errors import error_response
@@ -72,10 +73,10 @@ class ResponsesSockets:
         found: list[dict[str, Any] | Exception] = []
         try:
             fields = await event.fields(request, self._bodies)
-            if fields.pop("generate", None) is False:
+            if not _generates(fields):
                 await self._check_caller(request)
-                for told in connection.warm_ups.add(fields, event.size):
-                    await sender.send(told)
+                for warm_up_event in connection.warm_ups.add(fields, event.size):
+                    await sender.send(warm_up_event)
                 self._bodies.done_with(request)
                 return
             found.append(connection.warm_ups.expanded(fields))
@@ -84,7 +85,7 @@ class ResponsesSockets:
             found.append(error)
 
         async def read(request: Request) -> dict[str, Any]:
-            given = found.pop()  # not kept, because the response may wait for a long time
+            given = found.pop()  # kept in no variable while the response waits, which may take long
             if isinstance(given, Exception):
                 raise given
             return {**given, "stream": True}
@@ -220,6 +221,13 @@ class _ClientEvent:
                 param="type",
             )
         return fields
+
+
+def _generates(fields: dict[str, Any]) -> bool:
+    """Remove the field `generate` and return its value, True if it is absent. Raises RequestError."""
+    generates = fields.get("generate") is None or flag(fields, "generate")
+    fields.pop("generate", None)
+    return generates
 
 
 class _EventSender:

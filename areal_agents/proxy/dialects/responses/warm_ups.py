@@ -30,11 +30,17 @@ _NO_USAGE = {
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A warm-up. `previous` is the response that it continues, never another warm-up."""
+    """A warm-up with the input of those that it continues.
+
+    Attributes:
+        previous: the id of the response that they continue, which is never that of a warm-up; None: none.
+        items: their input.
+        size: the bytes of their requests together.
+    """
 
     previous: Any
     items: Sequence[Any]
-    size: int  # bytes
+    size: int
 
 
 class WarmUps:
@@ -43,40 +49,55 @@ class WarmUps:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._kept: dict[str, _Kept] = {}
+        self._size = 0  # of all of them
 
     def expanded(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return a request with the input of the warm-up that it continues, if it continues one."""
-        previous = body.get("previous_response_id")
-        kept = self._kept.get(previous) if isinstance(previous, str) else None
-        if kept is None:
+        continued = self._continued(body)
+        if continued is None:
             return dict(body)
-        items = _items(body.get("input"))
-        return {**body, "input": [*kept.items, *items], "previous_response_id": kept.previous}
+        items = [*continued.items, *_items(body.get("input"))]
+        return {**body, "input": items, "previous_response_id": continued.previous}
 
     def add(self, body: Mapping[str, Any], size: int) -> list[bytes]:
         """Keep a warm-up of `size` bytes; return the events of its response, as JSON.
 
         Raises:
-            RequestError: a field cannot be served. The items of the input are checked later, with the request
-                that continues the warm-up.
+            RequestError: a field cannot be served, or the warm-up and those that it continues exceed
+                `max_bytes`. The items of the input are checked later, with the request that continues it.
         """
         items = _items(body.get("input"))
         reading.within_depth(lambda: checked_fields(body))
-        whole = self.expanded({**body, "input": items})
+        kept = _Kept(body.get("previous_response_id"), items, size)
+        if (continued := self._continued(body)) is not None:
+            kept = _Kept(continued.previous, [*continued.items, *items], continued.size + size)
+        if kept.size > self._max_bytes:
+            raise RequestError(
+                f"input sent ahead must have at most {self._max_bytes} bytes together, got {kept.size}",
+                status=413,
+                code="request_too_large",
+                param="input",
+            )
         turn_id, now = new_turn_id(), time.time()
         begun = response(body, turn_id, now, "in_progress")
         ended = response(body, turn_id, now, "completed", usage=_NO_USAGE, completed_at=int(now))
-        self._kept[begun["id"]] = _Kept(whole.get("previous_response_id"), whole["input"], size)
-        while sum(kept.size for kept in self._kept.values()) > self._max_bytes:
-            del self._kept[next(iter(self._kept))]
+        self._kept[begun["id"]] = kept
+        self._size += kept.size
+        while self._size > self._max_bytes:
+            self._size -= self._kept.pop(next(iter(self._kept))).size
         events = (("created", begun), ("in_progress", begun), ("completed", ended))
         return [
             orjson.dumps({"type": f"response.{name}", "sequence_number": number, "response": content})
             for number, (name, content) in enumerate(events)
         ]
 
+    def _continued(self, body: Mapping[str, Any]) -> _Kept | None:
+        previous = body.get("previous_response_id")
+        return self._kept.get(previous) if isinstance(previous, str) else None
+
 
 def _items(given: Any) -> list[Any]:
+    """Return the items of an input. Raises RequestError if it is neither a string nor a list."""
     if given is None:
         return []
     if not isinstance(given, str | list):
