@@ -41,7 +41,7 @@ class Access:
         if scheme.lower() == "bearer" and self.is_key(bearer.strip()):
             return True
         until, _, signature = request.cookies.get(self._cookie, "").partition(".")
-        return until.isdecimal() and int(until) > time.time() and _same(signature, self._signature(until))
+        return _same(signature, self._signature(until)) and int(until) > time.time()
 
     def is_key(self, key: str) -> bool:
         """Whether this is one of the keys; the comparison takes constant time."""

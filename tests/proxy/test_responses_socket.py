@@ -235,6 +235,11 @@ def test_input_that_is_sent_ahead_is_kept_up_to_the_size_of_a_body(proxy: Runnin
         assert error.error.code == "previous_response_not_found"
         error = error_of(connection, model="policy", input="hi", previous_response_id=second.id)
         assert error.error.code == "context_length_exceeded"
+        # One that continues another takes as much as both: many short ones must not fill the memory.
+        third = ask(connection, model="policy", input=[], previous_response_id=second.id, generate=False)
+        for gone, code in ((second, "previous_response_not_found"), (third, "context_length_exceeded")):
+            error = error_of(connection, model="policy", input="hi", previous_response_id=gone.id)
+            assert error.error.code == code
 
 
 def test_input_that_is_sent_ahead_in_parts_counts_as_a_whole(proxy: RunningProxy) -> None:
