@@ -102,6 +102,22 @@ def asynchrony(
         run(json=as_json, quick=quick)
 
 
+@app.command("versus")
+def versus(
+    as_json: AsJson = False,
+    out: Annotated[Path, typer.Option(help="The folder of the runs; what it has is not made again.")] = Path(
+        "runs/versus"
+    ),
+    steps: Annotated[int, typer.Option(help="Steps of each training.", min=5)] = 40,
+    seed: Annotated[int, typer.Option(help="The seed of both.")] = 0,
+    tasks: Annotated[int, typer.Option(help="Held-out tasks of an evaluation.", min=1)] = 256,
+) -> None:
+    """The quick start trained by this project and by TRL's GRPOTrainer, one after the other (minutes)."""
+    from benchmarks.versus.run import run
+
+    run(out=out, json=as_json, steps=steps, seed=seed, tasks=tasks)
+
+
 @app.command("simulator")
 def simulator(
     as_json: AsJson = False,
