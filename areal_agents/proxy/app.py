@@ -66,7 +66,7 @@ def create_app(
     `observer` is called with the record of each model call when the call has ended. `retention` removes
     trained turns, as the setting `store.retain` requires. `page` is the app at /view; None: there is none.
     `starts` has the turns that forked episodes repeat, by the id of the episode. `traces` writes the spans of
-    episodes and model calls; None: nobody asks for them.
+    episodes and model calls; None: they are not exported.
     """
     parts = _Parts.of(
         store=store,

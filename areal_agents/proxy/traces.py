@@ -1,6 +1,6 @@
-"""Writes the spans of episodes and of their model calls, by the names of OpenTelemetry for generative AI.
+"""Writes the spans of episodes and of their model calls, with OpenTelemetry's attributes for generative AI.
 
-A call is below the span that its caller names in the header traceparent, or else below its episode.
+The parent of a call's span is the span in the header traceparent of its request, or else that of its episode.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from areal_agents.core.rollout import EpisodeStatus
 from areal_agents.proxy.calls.record import CallRecord
 from areal_agents.store import EpisodeRow
-from areal_agents.telemetry import episode_place, opener_of, parse_traceparent
+from areal_agents.telemetry import episode_context, opener_of, parse_traceparent
 
 if TYPE_CHECKING:
     from areal_agents.telemetry.spans import Spans
@@ -37,7 +37,7 @@ class Traces:
         operation = "text_completion" if record.dialect == _WITHOUT_MESSAGES else "chat"
         caller = parse_traceparent(record.traceparent)
         row = record.episode
-        episode = None if row is None else episode_place(row.id, opener_of(row.metadata))
+        episode = None if row is None else episode_context(row.id, opener_of(row.metadata))
         self._spans.add(
             f"{operation} {record.model}",
             start_s=end_s - record.duration_s,
@@ -68,7 +68,7 @@ class Traces:
             f"invoke_agent {self._agent}".strip(),
             start_s=row.created_at,
             end_s=time.time(),
-            place=episode_place(row.id, opener),
+            context=episode_context(row.id, opener),
             parent=opener,
             error=error or "failed" if failed else None,
             attributes={
@@ -94,7 +94,7 @@ def _of_episode(row: EpisodeRow | None) -> dict[str, Any]:
 
 
 def _reply(record: CallRecord) -> dict[str, Any]:
-    """Return the attributes of an answered call. The tokens of a repeated answer are in its first span."""
+    """Return the attributes of an answered call. Only the first span of a repeated answer has its tokens."""
     turns, first = record.turns, record.turns[0]
     versions = [int(version) for turn in turns for version in turn.completion.versions]
     reasons = ["tool_calls" if t.reply.tool_calls else t.completion.finish_reason for t in turns]

@@ -1,10 +1,10 @@
 """Exports spans to an OpenTelemetry collector; without one, nothing of OpenTelemetry is imported."""
 
 from areal_agents.telemetry.config import TelemetryConfig
-from areal_agents.telemetry.places import (
+from areal_agents.telemetry.context import (
     TRACEPARENT,
-    SpanPlace,
-    episode_place,
+    SpanContext,
+    episode_context,
     opener_of,
     parse_traceparent,
 )
@@ -12,10 +12,10 @@ from areal_agents.telemetry.starting import check, exporting
 
 __all__ = [
     "TRACEPARENT",
-    "SpanPlace",
+    "SpanContext",
     "TelemetryConfig",
     "check",
-    "episode_place",
+    "episode_context",
     "exporting",
     "opener_of",
     "parse_traceparent",

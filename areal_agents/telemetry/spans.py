@@ -1,4 +1,4 @@
-"""Writes spans with OpenTelemetry's SDK. A span is written when what it describes has ended.
+"""Writes spans with OpenTelemetry's SDK. A span is written as a whole, when it has ended.
 
 This module is imported only if spans are exported.
 """
@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-from areal_agents.telemetry.places import SpanPlace
+from areal_agents.telemetry.context import SpanContext
 
 Value = str | bool | int | float | Sequence[str]
 
@@ -28,17 +28,18 @@ _logger = logging.getLogger(__name__)
 class Spans:
     """Writes spans to an exporter. Thread-safe.
 
-    Spans are sent in batches by a thread of the SDK, so nobody waits for a collector. If it does not answer,
-    the SDK logs that, and spans are lost.
+    A thread of the SDK sends spans in batches, so callers never wait for the collector. If the collector does
+    not answer, the SDK logs this, and spans are lost.
     """
 
     def __init__(
         self, exporter: SpanExporter, resource: Mapping[str, str] | None = None, *, at_once: bool = False
     ) -> None:
-        """Write spans to an exporter; with `at_once` each when it has ended, for tests.
+        """Write spans to an exporter.
 
         Args:
             resource: attributes of this process. The service is areal-agents unless the environment names it.
+            at_once: whether each span is exported at once by the thread that adds it, and not in batches.
         """
         own = dict(resource or {})
         if str(Resource.create().attributes["service.name"]).startswith("unknown_service"):
@@ -59,67 +60,69 @@ class Spans:
         end_s: float,
         attributes: Mapping[str, Value | None],
         kind: Literal["client", "internal"] = "internal",
-        place: SpanPlace | None = None,
-        parent: SpanPlace | None = None,
-        links: Sequence[SpanPlace] = (),
+        context: SpanContext | None = None,
+        parent: SpanContext | None = None,
+        links: Sequence[SpanContext] = (),
         error: str | None = None,
-    ) -> SpanPlace:
-        """Write a span that has ended; return its place, for its children.
+    ) -> SpanContext:
+        """Write a span that has ended; return its context, for its children.
 
         Args:
             start_s, end_s: seconds since the epoch.
             attributes: those that are None are left out.
-            place: the ids of the span; None: new ones.
-            error: a description, if what the span describes failed.
+            context: gives the span its ids; None: new ids.
+            parent: the context of the parent; None: the span is the root of its trace.
+            links: the contexts of further spans that this one refers to.
+            error: the description of the error with which the operation failed; None: it succeeded.
         """
-        context = None
+        parent_context = None
         if parent is not None:
-            context = trace.set_span_in_context(trace.NonRecordingSpan(self._context(parent)))
-        with self._lock:  # the ids are those of one span at a time
-            self._ids.place = place
+            parent_context = trace.set_span_in_context(trace.NonRecordingSpan(self._of_sdk(parent)))
+        with self._lock:  # the generator of ids serves one span at a time
+            self._ids.given = context
             span = self._tracer.start_span(
                 name,
-                context=context,
+                context=parent_context,
                 kind=trace.SpanKind[kind.upper()],
                 attributes={key: value for key, value in attributes.items() if value is not None},
-                links=[trace.Link(self._context(link)) for link in links],
+                links=[trace.Link(self._of_sdk(link)) for link in links],
                 start_time=_nanoseconds(start_s),
             )
-            self._ids.place = None
+            self._ids.given = None
         if error is not None:
             span.set_status(trace.Status(trace.StatusCode.ERROR, error))
         span.end(_nanoseconds(max(start_s, end_s)))
         made = span.get_span_context()
-        return SpanPlace(made.trace_id, made.span_id, made.trace_flags.sampled)
+        return SpanContext(made.trace_id, made.span_id, made.trace_flags.sampled)
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining spans; wait a few seconds at most."""
         closing = threading.Thread(target=self._provider.shutdown, name="otel-shutdown", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
         if closing.is_alive():
             _logger.warning("the collector did not take the last spans within %g s", _CLOSE_S)
 
-    def _context(self, place: SpanPlace) -> trace.SpanContext:
-        """Return a place as the SDK knows it; an undecided one is sampled as a root would be."""
-        sampled = place.sampled
+    def _of_sdk(self, context: SpanContext) -> trace.SpanContext:
+        """Return a context in the SDK's type; the sampler decides an undecided one as it decides a root."""
+        sampled = context.sampled
         if sampled is None:
-            found = self._provider.sampler.should_sample(None, place.trace_id, "")
+            found = self._provider.sampler.should_sample(None, context.trace_id, "")
             sampled = found.decision.is_sampled()
         flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if sampled else trace.TraceFlags.DEFAULT)
-        return trace.SpanContext(place.trace_id, place.span_id, is_remote=True, trace_flags=flags)
+        return trace.SpanContext(context.trace_id, context.span_id, is_remote=True, trace_flags=flags)
 
 
 class _Ids(RandomIdGenerator):
-    """Gives a span the ids of `place`, if that is set."""
+    """Gives a span the ids of `given` if it is set, else random ones."""
 
-    place: SpanPlace | None = None
+    given: SpanContext | None = None
 
     def generate_span_id(self) -> int:
-        return super().generate_span_id() if self.place is None else self.place.span_id
+        return super().generate_span_id() if self.given is None else self.given.span_id
 
     def generate_trace_id(self) -> int:
-        return super().generate_trace_id() if self.place is None else self.place.trace_id
+        return super().generate_trace_id() if self.given is None else self.given.trace_id
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -30,18 +30,18 @@ def check(config: TelemetryConfig) -> None:
 def exporting(
     config: TelemetryConfig, process: str, *, run: str = "", environ: Mapping[str, str] = os.environ
 ) -> Iterator[Spans | None]:
-    """Yield an object that exports the spans of this process; None if nobody asks for spans.
+    """Yield an object that exports the spans of this process; None if no export is requested.
 
     Args:
         process: the role of this process, such as "proxy".
         run: the name of the run, "" without one.
 
     Raises:
-        ConfigError: the configuration names a collector, and OpenTelemetry is not installed, or the values of
-            its variables in the environment are invalid.
+        ConfigError: the configuration names a collector and OpenTelemetry is not installed, or a variable of
+            OpenTelemetry in the environment is invalid.
     """
     check(config)
-    if not _is_asked_for(config, environ):
+    if not _is_requested(config, environ):
         yield None
         return
     if (reason := _obstacle(config, environ)) is not None:
@@ -65,8 +65,8 @@ def exporting(
         spans.close()
 
 
-def _is_asked_for(config: TelemetryConfig, environ: Mapping[str, str]) -> bool:
-    """Whether a collector is named, and the environment does not switch the export off."""
+def _is_requested(config: TelemetryConfig, environ: Mapping[str, str]) -> bool:
+    """Whether a collector is named and the environment does not switch the export off."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if "otlp" not in (environ.get("OTEL_TRACES_EXPORTER") or "otlp").split(","):

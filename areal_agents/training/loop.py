@@ -73,7 +73,7 @@ class TrainingLoop:
             are.
         progress: the last step, whose version is published.
         until: the last step to train; the learning rate's schedule follows `config.steps`.
-        spans: exports the spans of steps, on the first rank; None: nobody asks for them.
+        spans: exports the spans of steps, on the first rank; None: they are not exported.
         saved_step: the step of the newest checkpoint, or the initial step.
         last: metrics of the last step of this process run, on the first rank.
     """

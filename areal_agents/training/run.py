@@ -119,7 +119,7 @@ def run(
         evaluates: whether held-out evaluations are written to the store during training.
         data_ended: returns whether all groups of the data have started, so that with `swap_between_batches`
             an incomplete last batch is not waited for.
-        spans: exports a span for each step and each publication; None: nobody asks for them.
+        spans: exports a span for each step and each publication; None: they are not exported.
 
     Raises:
         TrainingError: the model or checkpoint cannot be used, groups did not come in time, or too many

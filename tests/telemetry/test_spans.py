@@ -1,4 +1,4 @@
-"""Spans of episodes and model calls in OpenTelemetry's SDK, and their way to a collector."""
+"""Spans of episodes and model calls in OpenTelemetry's SDK, and their export to a collector."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from opentelemetry.trace import StatusCode
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.traces import Traces
 from areal_agents.rendering import ChatRenderer
-from areal_agents.telemetry import SpanPlace, TelemetryConfig, exporting, parse_traceparent
+from areal_agents.telemetry import SpanContext, TelemetryConfig, exporting, parse_traceparent
 from areal_agents.telemetry.spans import Spans
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
@@ -150,9 +150,9 @@ def test_calls_without_an_episodes_key(traced: Traced) -> None:
 @pytest.mark.parametrize(
     ("header", "expected"),
     [
-        (HEADERS["traceparent"], SpanPlace(TRACE, PARENT, True)),
-        (HEADERS["traceparent"].removesuffix("1") + "0", SpanPlace(TRACE, PARENT, False)),
-        ("cc" + HEADERS["traceparent"][2:] + "-more", SpanPlace(TRACE, PARENT, True)),
+        (HEADERS["traceparent"], SpanContext(TRACE, PARENT, True)),
+        (HEADERS["traceparent"].removesuffix("1") + "0", SpanContext(TRACE, PARENT, False)),
+        ("cc" + HEADERS["traceparent"][2:] + "-more", SpanContext(TRACE, PARENT, True)),
         (HEADERS["traceparent"] + "-more", None),
         ("ff" + HEADERS["traceparent"][2:], None),
         (f"00-{0:032x}-{PARENT:016x}-01", None),
@@ -161,7 +161,7 @@ def test_calls_without_an_episodes_key(traced: Traced) -> None:
         ("", None),
     ],
 )
-def test_traceparent(header: str, expected: SpanPlace | None) -> None:
+def test_traceparent(header: str, expected: SpanContext | None) -> None:
     assert parse_traceparent(header) == expected
 
 
@@ -171,9 +171,9 @@ def test_an_undecided_trace_follows_the_sampler(monkeypatch: pytest.MonkeyPatch)
     exporter = InMemorySpanExporter()
     spans = Spans(exporter, at_once=True)
     for low in (1, 2**63):  # the ratio decides by the lower 64 bits of the trace's id
-        place = SpanPlace(2**100 + low, 7)
-        spans.add("whole", start_s=1, end_s=2, attributes={}, place=place)
-        spans.add("part", start_s=1, end_s=2, attributes={}, parent=place)
+        context = SpanContext(2**100 + low, 7)
+        spans.add("whole", start_s=1, end_s=2, attributes={}, context=context)
+        spans.add("part", start_s=1, end_s=2, attributes={}, parent=context)
     assert [(s.name, s.context.trace_id) for s in exporter.get_finished_spans()] == [
         ("whole", 2**100 + 1), ("part", 2**100 + 1),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Writes the span of a training step, and within it that of the publication of its weights."""
+"""Writes the span of a training step, with the publication of its weights as a child."""
 
 from __future__ import annotations
 
