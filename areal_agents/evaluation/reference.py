@@ -158,6 +158,26 @@ def compare(run: Curve, references: Sequence[Curve]) -> list[Point]:
     return found
 
 
+def require_trained_step(run: Curve, references: Sequence[Curve], points: Sequence[Point]) -> None:
+    """Raise ConfigError if no evaluation of a trained policy is compared: step 0 is before training."""
+    if any(point.step > 0 for point in points):
+        return
+    steps = sorted({point.step for curve in references for point in curve.held_out if point.step > 0})
+    if not steps:
+        raise ConfigError(
+            "nothing was compared: the reference has no evaluation after step 0, which is before training; "
+            "add eval.data and eval.every to it"
+        )
+    ours = sorted(point.step for point in run.held_out)
+    found = f"at the steps {', '.join(map(str, ours))}" if ours else "not at all"
+    only = " (step 0 is before training, so it says nothing about what was learned)" if points else ""
+    raise ConfigError(
+        f"nothing was compared: the run was evaluated {found}, and the reference at "
+        f"{', '.join(map(str, steps))}{only}; evaluate at one of these steps with eval.every and "
+        "trainer.steps, or compare with a reference that was evaluated at those of the run"
+    )
+
+
 def _interval(values: Sequence[float], episodes: int) -> tuple[float, float]:
     count, mean = len(values), fmean(values)
     share = min(1.0, max(0.0, mean))

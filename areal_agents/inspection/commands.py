@@ -385,7 +385,10 @@ def compare(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Compare the curve of a run with reference curves; the exit status is 1 if it ends below them."""
+    """Compare the curve of a run with reference curves.
+
+    The exit status is 1 if the run ends below them, or has no evaluation of a trained step in common.
+    """
     from dataclasses import asdict
 
     from areal_agents.evaluation import reference as curves
@@ -393,16 +396,12 @@ def compare(
 
     mine, references = curves.curve_of(run), curves.curves_in(with_)
     points = curves.compare(mine, references)
+    curves.require_trained_step(mine, references, points)
     if as_json:
         found = [{**asdict(point), "verdict": point.verdict} for point in points]
         print(json.dumps({"run": asdict(mine), "points": found}))
     else:
         draw_comparison(mine, references, points, _console())
-    if not points:
-        raise ConfigError(
-            "the run and the reference have no evaluation at the same step; give both the same eval.every "
-            "and trainer.steps"
-        )
     if points[-1].verdict == "below":
         raise typer.Exit(1)
 

@@ -77,6 +77,24 @@ def test_only_steps_that_both_have_are_compared() -> None:
     assert compare(curve(0.5, 0.6), [shifted]) == []
 
 
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [(15, "at the steps 0, 2, and the reference at 15 .step 0 is before"), (None, "has no evaluation after")],
+)
+def test_a_comparison_before_training_is_none(tmp_path: Path, after: int | None, said: str) -> None:
+    run = run_folder(tmp_path / "run", before=0.3, after=0.3)
+    steps = (0,) if after is None else (0, after)
+    held_out = [{"step": step, "reward": 0.3, "episodes": 20} for step in steps]
+    reference = {"name": "r", "seed": 0, "rewards": [], "held_out": held_out, "wall_s": 1.0}
+    file = tmp_path / "reference.json"
+    file.write_text(json.dumps({"format": 1, "runs": [reference]}))
+    compared = CliRunner().invoke(app, ["compare", str(run), str(file)])
+    assert isinstance(compared.exception, ConfigError) and compared.exit_code == 1
+    assert compared.output == ""
+    with pytest.raises(ConfigError, match=f"nothing was compared: .*{said}"):
+        raise compared.exception
+
+
 def test_the_training_reward_is_smoothed() -> None:
     assert rewards_at(curve(rewards=tuple(range(10))), (0.1, 0.5, 1.0)) == [0.0, 2.0, 7.0]
     assert rewards_at(curve(), (1.0,)) == [None]
