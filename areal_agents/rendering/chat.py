@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +19,13 @@ import orjson
 from areal_agents.core.completion import Grammar, TokenIds, as_token_ids
 from areal_agents.core.messages import Message
 from areal_agents.errors import ConfigError, PromptTooLong, RenderingError
-from areal_agents.rendering.families import make_format, renderer_config
+from areal_agents.rendering.families import TEMPLATE, make_format, renderer_config
 from areal_agents.rendering.forcing import Forcing
 from areal_agents.rendering.formats import ChatFormat
 from areal_agents.rendering.replies import ReplyReader
 from areal_agents.rendering.special_text import SpecialText, strings_in
 from areal_agents.rendering.streaming import ReplyStream
+from areal_agents.rendering.templates.empty_reasoning import EmptyReasoning
 from areal_agents.rendering.templates.tails import tail_start
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
@@ -220,11 +222,16 @@ class ChatRenderer:
         """[C] the ids that a model would sample to give this reply, through the token that ends its turn.
 
         They are what the template writes after the prompt of `messages`, so reading them gives `reply` again.
+        A family may write an empty block of reasoning for a reply without any. A model samples that block
+        only if its own template writes it in its last message; otherwise the ids do not have it.
 
         Raises:
             RenderingError: the template cannot express the reply, or writes it differently from what a model
                 can sample after the prompt: it drops a part, or ends it with no token that ends a turn.
         """
+        foreign_block = None if reply.reasoning else self._foreign_block
+        if foreign_block is not None:  # white space of the content must not join that of the block
+            reply = replace(reply, content=reply.content.lstrip())
         prompt = self.render(messages, tools)
         whole = self.render([*messages, reply], tools, generation_prompt=False)
         if len(whole) <= len(prompt) or not np.array_equal(whole[: len(prompt)], prompt):
@@ -236,6 +243,8 @@ class ChatRenderer:
         ids = whole[len(prompt) :]
         ends = np.flatnonzero(np.isin(ids, self.stop_token_ids))
         ids = np.append(ids, self._following_stop(reply, tools)) if not len(ends) else ids[: ends[0] + 1]
+        if foreign_block is not None:
+            ids = foreign_block.removed(ids)
         read = self.parse(prompt, ids, tools)
         if read.digest != reply.digest or read.reasoning.strip() != reply.reasoning.strip():
             raise RenderingError(
@@ -243,6 +252,14 @@ class ChatRenderer:
                 f"{_difference(reply, read)}"
             )
         return as_token_ids(ids)
+
+    @functools.cached_property
+    def _foreign_block(self) -> EmptyReasoning | None:
+        """Removes an empty block of reasoning that only the family writes, and not the model's template."""
+        if self._source is None or self.family == TEMPLATE:
+            return None
+        path, _, options = self._source
+        return EmptyReasoning.unless_written(path, self.tokenizer, options)
 
     def _following_stop(self, reply: Message, tools: Sequence[dict[str, Any]]) -> int:
         """The token with which a model ends a reply in a format that ends it with the next message's header.

@@ -103,6 +103,29 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_an_exported_conversation_has_its_tokens_again_with_default_settings(tmp_path: Path) -> None:
+    """The template of this model knows no reasoning, so no empty block of it is learned."""
+    replies = iter(["I look.\n" + tool_call(query="Lyon"), "In France"])
+    engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
+    engine.script = lambda call: next(replies)
+    with running_proxy(tmp_path / "recorded.db", engine) as proxy:
+        episode = proxy.open_episode(task={"id": "t", "input": {}})
+        ask = proxy.openai(episode).chat.completions.create
+        messages: list[Any] = [ASK]
+        called = ask(model="p", messages=messages, tools=[SEARCH]).choices[0].message
+        result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "In France"}
+        ask(model="p", messages=[*messages, called.model_dump(exclude_none=True), result], tools=[SEARCH])
+        proxy.http.post(f"/episodes/{episode['id']}/finish", json={})
+    (recorded,) = episodes_in(tmp_path / "recorded.db")
+    out = tmp_path / "m.jsonl"
+    export = ["episodes", "export", str(tmp_path / "recorded.db"), str(out), "--format", "messages"]
+    assert CliRunner().invoke(app, export, catch_exceptions=False).exit_code == 0
+    (tmp_path / "tools.json").write_text(json.dumps([SEARCH]))
+    (again,) = episodes_in(imported(tmp_path, out, "--tools", str(tmp_path / "tools.json")))
+    assert trained_tokens(again) == trained_tokens(recorded)
+    assert learned(trained_tokens(again)[0]).endswith("In France<|im_end|>")
+
+
 def exported_and_imported(talk: Path, folder: Path, form: str, name: str) -> list[RecordedEpisode]:
     export = ["episodes", "export", str(talk), str(folder / name), "--format", form]
     assert CliRunner().invoke(app, export, catch_exceptions=False).exit_code == 0
@@ -148,7 +171,7 @@ def test_recorded_tokens_are_taken_if_they_are_those_of_the_model(talk: Path, tm
         (episode,) = episodes_in(imported(tmp_path, file, into=f"{len(ids)}.db"))
         found = episode.turns[0].completion.token_ids.tolist()
         assert (found == sampled) == (expected is not None)
-        assert renderer.tokenizer.decode(found).removeprefix("<think>\n\n</think>\n\n") == "Lyon<|im_end|>"
+        assert renderer.tokenizer.decode(found) == "Lyon<|im_end|>"
 
 
 def test_imported_turns_say_that_no_policy_sampled_them(tmp_path: Path) -> None:
@@ -196,7 +219,7 @@ def test_what_is_not_to_be_learned_is_masked(tmp_path: Path) -> None:
     assert [turn.discarded for turn in weighted.turns] == ["weight 0", ""]
     for episode in (weighted, greeted):
         (sample,) = trained_tokens(episode)
-        assert learned(sample) == "<think>\n\n</think>\n\nIn France<|im_end|>"
+        assert learned(sample) == "In France<|im_end|>"
         text = TOKENIZER.decode(sample[0])
         assert ("In Spain" in text) == (episode is weighted) and ("Hello" in text) == (episode is greeted)
 

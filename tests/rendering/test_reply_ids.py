@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from family_models import SPECIAL_TOKENS, family_renderer
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
+from areal_agents.rendering import ChatRenderer
 
 TOOL = {
     "type": "function",
@@ -60,3 +65,43 @@ def test_a_reply_reads_as_itself_or_is_refused(family: str, kind: str) -> None:
     if (bridged := renderer.bridge(prompt, ids, after, tools)) is not None and not reply.reasoning:
         whole = renderer.render([ASK, reply, *after], tools)
         assert renderer.tokenizer.decode(bridged.tolist()) in renderer.tokenizer.decode(whole.tolist())
+
+
+MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+LAST = PLAIN.replace(
+    "{{ m.content",
+    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content",
+)
+NEVER = PLAIN.replace("{{ m.content", "{{ m.content.split('</think>')[-1]")
+NEEDS_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+BLOCK = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "block"),
+    [(PLAIN, ""), (LAST, BLOCK), (NEVER, ""), (NEEDS_SYSTEM + NEVER, ""), (NEEDS_SYSTEM + LAST, BLOCK),
+     (None, BLOCK), ("{{ raise_exception('</think>') }}", BLOCK), ("{% if </think> %}", BLOCK)],
+)  # fmt: skip
+def test_the_template_of_the_folder_decides_on_the_empty_block_of_its_family(
+    tmp_path: Path, template: str | None, block: str
+) -> None:
+    """What it writes in its last message counts; without a usable template, what the family writes."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    renderer = ChatRenderer.from_folder(folder)
+    assert renderer.family == "qwen3"
+    for content in ("In France", "", "\n\n  In </think> France"):
+        reply = Message("assistant", content, tool_calls=() if content else CALLS)
+        written = renderer.tokenizer.decode(renderer.reply_ids([ASK], reply, [TOOL]).tolist())
+        assert written.startswith(block) and written.count("<think>") == bool(block)
+    reasoned = renderer.reply_ids([ASK], REPLIES["reasoning"])
+    assert renderer.tokenizer.decode(reasoned.tolist()) == "<think>\nEasy.\n</think>\n\nIn France<|im_end|>"
+    closed = renderer.with_options({"enable_thinking": False})
+    closed_ids = closed.reply_ids([ASK], REPLIES["content"])
+    assert renderer.tokenizer.decode(closed_ids.tolist()) == "Lyon is\nin France<|im_end|>"
