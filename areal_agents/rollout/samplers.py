@@ -27,6 +27,7 @@ _DECAY = 0.5  # weight of a group in a task's solve rate, relative to the task's
 _MIN_WEIGHT = 0.05  # weight of a learnable task whose solve rate is furthest from the target
 _MOST_RECENT = 256  # most tasks that wait before they are begun again
 _LOG_PERIOD = 100  # groups between two lines of the log
+_MOST_BEHIND = 8  # groups that a source can lack when a run stops, for example because they have no row yet
 
 
 class Sampler(Protocol):
@@ -167,7 +168,8 @@ class DifficultySampler:
 class MixtureSampler:
     """Takes the next task from the source that is furthest behind its share of the groups.
 
-    A source that has ended leaves its share to the others. See `most_behind`.
+    A source that has ended leaves its share to the others. A restart with another source or other weights
+    counts from there: what a source had too little before is not made up for. See `most_behind`.
     """
 
     def __init__(self, mixture: TaskMixture, started: Sequence[tuple[str, int]], scores: Scores) -> None:
@@ -177,7 +179,12 @@ class MixtureSampler:
         for task_id, epoch in started:
             if task_id in places:
                 of_sources[places[task_id]].append((task_id, epoch))
-        self._taken = [len(begun) for begun in of_sources]
+        taken = [len(begun) for begun in of_sources]
+        furthest = max(count / weight for count, weight in zip(taken, self._weights, strict=True))
+        self._taken = [
+            max(count, int(furthest * weight) - _MOST_BEHIND)
+            for count, weight in zip(taken, self._weights, strict=True)
+        ]
         self._samplers = [
             sampler_of(source, begun, scores)
             for source, begun in zip(mixture.sources, of_sources, strict=True)

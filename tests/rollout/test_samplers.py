@@ -50,6 +50,19 @@ def test_sources_have_their_shares_in_every_prefix_and_after_a_restart() -> None
         assert taken(sampler_of(mixture, whole[:done], no_scores), 60 - done) == whole[done:]
 
 
+def test_a_source_that_a_restart_adds_gets_its_share_and_does_not_catch_up() -> None:
+    begun = taken(sampler_of(TaskMixture((source("a", 900), source("b", 900))), [], no_scores), 1000)
+    for changed, shares in (
+        ((source("a", 900), source("c", 900)), {"a": 1, "c": 1}),
+        ((source("a", 900), source("b", 900), source("c", 900)), {"a": 1, "b": 1, "c": 1}),
+        ((source("a", 900), source("b", 900, weight=3)), {"a": 1, "b": 3}),
+    ):
+        found = taken(sampler_of(TaskMixture(changed), begun, no_scores), 200)
+        counts = Counter(task_id[0] for task_id, _ in found)
+        for name, weight in shares.items():
+            assert counts[name] == pytest.approx(200 * weight / sum(shares.values()), abs=10)
+
+
 def test_a_source_that_has_ended_leaves_its_share_to_the_others() -> None:
     mixture = TaskMixture((source("a", 3, epochs=1), source("b", 5, epochs=2)))
     sampler = sampler_of(mixture, [], no_scores)
