@@ -49,7 +49,7 @@ class DockerImages:
         tag = f"areal-agents/{_repository(name)}:{digest}"
 
         async def build() -> None:
-            words = ["build", "--tag", tag, str(folder.resolve())]
+            words = ["build", "--force-rm", "--tag", tag, str(folder.resolve())]
             await docker(_program(), words, timeout_s=timeout_s)
 
         return await self._get(tag, build)

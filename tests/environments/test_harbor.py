@@ -153,6 +153,8 @@ def test_docker_plays_what_the_dockerfile_makes(stack: Stack, tmp_path: Path) ->
     )
     again = Heard(command("ls /etc/mine sum.txt; cat /made"), "Done.")
     use = f"harbor:{tmp_path}?isolation=docker"
+    exited = ["docker", "ps", "--all", "--quiet", "--filter", "status=exited"]
+    before = subprocess.run(exited, check=True, capture_output=True, timeout=60).stdout
     won, lost, broken, absent = all_played(
         stack, use, [("sum", right), ("sum", again), ("broken", Heard("Done.")), ("absent", Heard("Done."))]
     )
@@ -163,6 +165,7 @@ def test_docker_plays_what_the_dockerfile_makes(stack: Stack, tmp_path: Path) ->
     assert "No such file" in first  # nothing is left of the first episode
     assert isinstance(broken, TaskEnvironmentError) and "task broken: docker build: " in str(broken)
     assert "returned a non-zero code: 7" in str(broken) or "exit code: 7" in str(broken)
+    assert subprocess.run(exited, check=True, capture_output=True, timeout=60).stdout == before
     assert isinstance(absent, TaskEnvironmentError) and "task absent: docker pull: " in str(absent)
 
 
