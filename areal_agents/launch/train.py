@@ -186,6 +186,11 @@ def _report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
     step = metrics.rows[-1]["step"] if metrics.rows else 0
     if step:
         report.say(f"resuming {folder.root}, which has trained {step} steps; use --fresh to start over")
+    labels = []
+    if step:
+        with Store.open(folder.store_at(config.store.url)) as store:
+            labels = [evaluation.label for evaluation in read_held_out(store)]
+    report.resume(metrics.rows, labels)
     if config.data.episodes:
         return False
     changes = FingerprintFile(folder.fingerprint).record(Fingerprint.of(config), step=step)

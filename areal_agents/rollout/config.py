@@ -348,8 +348,12 @@ class DataConfig(TasksConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> DataConfig:
-        if (self.sampler == "mixture") != bool(self.sources):
-            raise ValueError("sampler: mixture and sources need each other")
+        if self.sources and self.sampler != "mixture":
+            raise ValueError(
+                f"with sources, sampler: {self.sampler} is a setting of each source; leave data.sampler out"
+            )
+        if self.sampler == "mixture" and not self.sources:
+            raise ValueError("sampler: mixture needs sources")
         if not self.path and not self.episodes and not self.sources and self.environment is None:
             raise ValueError(
                 "path (of tasks), sources (several) or episodes (a store of recorded ones) is required"

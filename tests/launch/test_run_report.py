@@ -56,6 +56,19 @@ def row(step: int, **values: object) -> dict[str, object]:
     }  # fmt: skip
 
 
+def test_a_resumed_run_shows_only_what_is_new() -> None:
+    """Also if the trainer repeats the last steps of the earlier start."""
+    found = changes(eval_episodes=2)
+    rows = [row(1), row(2), row(3)]
+    before = HeldOut("before", 2, 0.5, 0, (0, 0))
+    found.know(rows, ["before"])
+    progress = RunProgress(0, {}, held_out=[before])
+    assert [*found.since_last(rows, progress)] == []
+    assert [*found.since_last(rows[:2], progress)] == []
+    (new,) = found.since_last([*rows[:2], row(3, reward_mean=0.9)], progress)
+    assert new.kind == "step" and "reward 0.900" in new.text
+
+
 def test_the_last_failure_is_read_from_the_store(tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db") as store:
         assert (read_progress(store).failed, read_progress(store).failure) == (0, None)

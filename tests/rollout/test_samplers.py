@@ -183,8 +183,8 @@ def test_one_source_may_be_sampled_by_difficulty(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        ({"sampler": "mixture", "path": "a.jsonl"}, "sampler: mixture and sources need each other"),
-        ({"sources": [{"name": "a", "path": "x"}], "sampler": "uniform"}, "need each other"),
+        ({"sampler": "mixture", "path": "a.jsonl"}, "sampler: mixture needs sources"),
+        ({"sources": [{"name": "a", "path": "x"}], "sampler": "difficulty"}, "is a setting of each source"),
         ({"sources": [{"name": "a", "path": "x"}] * 2}, "the names of sources must differ, got a, a"),
         ({"sources": [{"name": "a"}]}, "the source a needs a path or an environment"),
         ({"sources": [{"name": "a", "path": "x", "weight": 0}]}, "greater than 0"),

@@ -18,9 +18,7 @@ from areal_agents.core.reward_values import RewardValue
 from areal_agents.errors import RewardError
 from areal_agents.rewards import FinishedEpisode
 from areal_agents.rollout.agents.agent_process import ChildProcess
-from areal_agents.rollout.agents.worker import own_streams
 from areal_agents.rollout.config import RewardConfig
-from areal_agents.rollout.rewarding import RewardFunction
 
 _START_S = 120.0  # longest wait in seconds for the process to import the function
 _GRACE_S = 10.0  # further seconds for an answer, after those that the function has
@@ -48,7 +46,12 @@ class GraderProcess:
         """Start the process if there is none. Raises RewardError if it cannot import the function."""
         if self._process is not None:
             return
-        command = [sys.executable, "-m", __name__, self._config.model_dump_json()]
+        command = [
+            sys.executable,
+            "-m",
+            "areal_agents.doctor.rewards.grader_worker",
+            self._config.model_dump_json(),
+        ]
         self._process = await ChildProcess.start(command, environment=os.environ, lines=True)
         answer = await self._answer(self._process, _START_S)
         if "error" in answer:
@@ -86,29 +89,3 @@ class GraderProcess:
             "rollout process with all its episodes. Let it raise an error, or run what may end its process "
             "(os._exit, a crash of a library) as a program of its own"
         )
-
-
-def main(config: str) -> None:
-    """Answer for episodes until standard input ends."""
-    requests, answers = own_streams()
-
-    def say(answer: dict[str, RewardValue | str]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    try:
-        function = RewardFunction(RewardConfig.model_validate_json(config))
-    except RewardError as error:
-        say({"error": str(error)})
-        return
-    say({"value": 0.0})
-    with asyncio.Runner() as runner:
-        for line in requests:
-            try:
-                say({"value": runner.run(function.of_episode(pickle.loads(base64.b64decode(line))))})
-            except RewardError as error:
-                say({"error": str(error)})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

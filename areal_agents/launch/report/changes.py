@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -64,6 +64,12 @@ class Changes:
         self._unrewarded_since: float | None = None
         self._reported_unrewarded = False
         self._findings: set[str] = set()
+
+    def know(self, rows: Sequence[Mapping[str, Any]], evaluations: Iterable[str]) -> None:
+        """Take the rows and the labels of the evaluations of an earlier start as found already."""
+        self._rows = len(rows)
+        self._evaluations = set(evaluations)
+        self._findings = {finding.name for finding in findings(rows)}
 
     def since_last(self, rows: Sequence[Mapping[str, Any]], progress: RunProgress) -> Iterator[Change]:
         """Yield what is new in the rows of metrics.jsonl and in the store."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, TextIO
@@ -42,6 +42,9 @@ class JsonReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+    def resume(self, rows: Sequence[Mapping[str, Any]], evaluations: Iterable[str]) -> None:
+        self._changes.know(rows, evaluations)
 
     def say(self, text: str) -> None:
         self._write("setup", text=text)

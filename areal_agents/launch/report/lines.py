@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +38,9 @@ class LineReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+    def resume(self, rows: Sequence[Mapping[str, Any]], evaluations: Iterable[str]) -> None:
+        self._changes.know(rows, evaluations)
 
     def say(self, text: str) -> None:
         if not self._quiet:

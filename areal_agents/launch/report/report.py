@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -30,6 +30,9 @@ class Report(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+    def resume(self, rows: Sequence[Mapping[str, Any]], evaluations: Iterable[str]) -> None:
+        """Take rows of metrics.jsonl and labels of evaluations as shown by an earlier start of the run."""
 
     def say(self, text: str) -> None:
         """Show a line about how the run is set up."""
