@@ -355,6 +355,18 @@ def test_models_of_critic_and_reference_are_paths(minimal: Path, monkeypatch: py
     assert grpo.trainer.reference_model == str(minimal.parent / "model")
 
 
+@pytest.mark.parametrize("kind", ["command", "cli"])
+def test_an_image_is_a_folder_in_bubblewrap_and_a_name_in_docker(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(minimal.parent)
+    Path("work").mkdir()
+    for isolation, expected in (("docker", "work"), ("bubblewrap", str(minimal.parent / "work"))):
+        agent = f"agent={{{kind}: codex, isolation: {isolation}, image: work}}"
+        found = load_config(minimal, [agent]).model_dump()["agent"]
+        assert found["image"] == expected
+
+
 def test_the_sandbox_of_a_command_is_read_saved_and_read_again(minimal: Path, tmp_path: Path) -> None:
     (minimal.parent / "work").mkdir()
     (minimal.parent / "work.py").touch()

@@ -250,22 +250,28 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
                 source["path"] = _absolute(source["path"], base, always=False)
             if "environment" in source:
                 source["environment"] = _with_absolute_environment(source["environment"], base)
-    agent = out.get("agent")
-    if isinstance(agent, dict) and isinstance(agent.get("command"), str):
-        if agent.get("isolation", "none") == "none":  # else its paths are those of its sandbox
-            agent["command"] = _with_absolute_files(agent["command"], base)
-        for key in ("workdir", "image"):
-            if isinstance(agent.get(key), str):
-                agent[key] = _absolute(agent[key], base, always=key == "workdir")
-    if isinstance(agent, dict) and isinstance(agent.get("cli"), str):
-        if isinstance(agent.get("image"), str):
-            agent["image"] = _absolute(agent["image"], base, always=False)
-        for key in ("cli", "executable", "workdir"):
-            value = agent.get(key)
-            if isinstance(value, str) and (key == "workdir" or "/" in value or value.endswith(".toml")):
-                agent[key] = _absolute(value, base, always=True)
-    if isinstance(agent, dict) and isinstance(agent.get("readable"), list):
-        agent["readable"] = [_absolute(str(path), base, always=True) for path in agent["readable"]]
+    if isinstance(out.get("agent"), dict):
+        out["agent"] = _with_absolute_agent(out["agent"], base)
+    return out
+
+
+def _with_absolute_agent(agent: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """Return the settings of an agent with absolute paths; those inside its sandbox stay as they are."""
+    out = dict(agent)
+    isolation = out.get("isolation", "none")
+    named = {key for key, value in out.items() if isinstance(value, str)}
+    if "workdir" in named:
+        out["workdir"] = _absolute(out["workdir"], base, always=True)
+    if "image" in named and isolation == "bubblewrap":  # a folder; with docker it is the name of an image
+        out["image"] = _absolute(out["image"], base, always=False)
+    if "command" in named and isolation == "none":
+        out["command"] = _with_absolute_files(out["command"], base)
+    if "cli" in named and ("/" in out["cli"] or out["cli"].endswith(".toml")):
+        out["cli"] = _absolute(out["cli"], base, always=True)
+    if "executable" in named and "/" in out["executable"] and isolation != "docker":
+        out["executable"] = _absolute(out["executable"], base, always=True)
+    if isinstance(out.get("readable"), list):
+        out["readable"] = [_absolute(str(path), base, always=True) for path in out["readable"]]
     return out
 
 
