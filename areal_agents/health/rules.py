@@ -130,6 +130,26 @@ def _growing_answers(rows: Rows) -> str:
     return f"{share:.0%} of the episodes run into a limit before they end"
 
 
+_WAITS = 0.7  # share of the time
+
+
+def _waiting_trainer(rows: Rows) -> str:
+    trainer, engines = _mean(rows, "trainer_idle"), _mean(rows, "rollout_idle")
+    if trainer is None or trainer <= _WAITS or (engines is not None and engines > _WAITS):
+        return ""
+    return f"the trainer waits for groups {trainer:.0%} of the time"
+
+
+def _all_wait(rows: Rows) -> str:
+    trainer, engines = _mean(rows, "trainer_idle"), _mean(rows, "rollout_idle")
+    if trainer is None or engines is None or trainer <= _WAITS or engines <= _WAITS:
+        return ""
+    return (
+        f"the trainer waits for groups {trainer:.0%} of the time, and the engines wait for calls "
+        f"{engines:.0%} of it"
+    )
+
+
 RULES = (
     Rule(
         "equal groups",
@@ -188,8 +208,14 @@ RULES = (
     ),
     Rule(
         "waiting trainer",
-        _above("trainer_idle", 0.7, "the trainer waits for groups {:.0%} of the time"),
+        _waiting_trainer,
         "Give the engines more of the machine (engine.replicas, engine.threads), or raise "
         "rollout.concurrency and rollout.max_staleness; areal-agents simulate compares such settings",
+    ),
+    Rule(
+        "all wait",
+        _all_wait,
+        "The agents and their tools take the time, or the run is too small to keep the machine busy: make "
+        "the agent's own work faster, or raise rollout.concurrency, rollout.max_staleness and rollout.groups",
     ),
 )  # fmt: skip

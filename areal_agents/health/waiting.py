@@ -91,15 +91,17 @@ class Waiting:
             return f"{missing}, and no episode is running; see logs/rollout.log"
         assert activity.oldest_opened_at is not None
         age = time.time() - activity.oldest_opened_at
-        running = f"{missing}; {activity.open_episodes} episodes are running, the oldest for {age:.0f} s"
+        running = (
+            f"{missing}; {activity.open_episodes} episodes are running; the oldest began {age:.0f} s ago"
+        )
         quiet = None if activity.last_turn_at is None else time.time() - activity.last_turn_at
         if quiet is None or quiet > QUIET_S:
             since = "yet" if quiet is None else f"for {quiet:.0f} s"
             return (
-                f"{running} ({activity.oldest_id}), and no model call has ended {since}: the agents, their "
+                f"{running} ({activity.oldest_id}); no model call has ended {since}: the agents, their "
                 "tools or their environment wait"
             )
-        return f"{running}, and their model calls end ({quiet:.0f} s ago): the episodes are long"
+        return f"{running}; the last model call ended {quiet:.0f} s ago"
 
 
 def _answers(url: str) -> bool:

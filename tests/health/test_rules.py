@@ -12,7 +12,7 @@ HEALTHY = {
     "groups_solved_all": 1, "groups_solved_some": 6, "groups_solved_none": 1, "skipped_steps": 0,
     "logprob_diff_on_policy_mean": 1e-5, "kl_behavior_k3": 0.002, "ess": 0.97, "entropy": 0.8,
     "truncated_share": 0.02, "rewarded_without_tools": 0.0, "stale_groups_dropped": 0, "groups_bad": 0,
-    "trainer_idle": 0.2,
+    "trainer_idle": 0.2, "rollout_idle": 0.3,
 }  # fmt: skip
 CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "equal groups": ({"groups_solved_some": 0, "groups_solved_all": 0}, "no episode succeeds"),
@@ -26,6 +26,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "old groups": ({"stale_groups_dropped": 2}, "2.0 groups"),
     "bad groups": ({"groups_bad": 1}, "1.0 groups"),
     "waiting trainer": ({"trainer_idle": 0.85}, "85% of the time"),
+    "all wait": ({"trainer_idle": 0.79, "rollout_idle": 0.78}, "79% of the time, and the engines wait"),
 }
 
 
