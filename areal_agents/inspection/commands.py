@@ -326,11 +326,19 @@ def why(
     """Show why tokens were trained as they were: from the rewards to each token's share of the loss."""
     from areal_agents.inspection.show_why import draw_why
     from areal_agents.inspection.why import why as explain
+    from areal_agents.store.errors import NotFound
 
     run, turn, token = _place(place or [])
     if versions and turn is None:
         raise ConfigError("--versions needs a turn")
-    found = explain(run, episode, turn, token)
+    try:
+        found = explain(run, episode, turn, token)
+    except NotFound as error:
+        named = [episode, *(str(part) for part in (turn, token) if part is not None)]
+        raise NotFound(
+            f"{error} in {run.resolve()}; name another run as the last argument: "
+            f"`areal-agents why {' '.join(named)} RUN`"
+        ) from None
     if versions:
         from areal_agents.inspection.versions import logprobs_by_version
 

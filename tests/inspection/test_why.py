@@ -248,7 +248,8 @@ def test_what_does_not_exist_is_refused(trained: Trained, tmp_path: Path) -> Non
     for arguments, says in (
         (["a-0", "9"], "has no turn 9"),
         (["a-0", "1", "99"], "expected an index from 0 to 7"),
-        (["nobody"], "no episode nobody"),
+        (["nobody"], f"no episode nobody in {trained.run.resolve()}; name another run as the last argument"),
+        (["nobody", "1", "24"], "`areal-agents why nobody 1 24 RUN`"),
         (["a-0", "1", "x"], "expected the index of a token"),
     ):
         result = CliRunner().invoke(app, ["why", *arguments, str(trained.run)])
