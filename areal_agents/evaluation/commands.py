@@ -79,7 +79,7 @@ def run(
         Path | None,
         typer.Option(
             help="Folder for the results, the episodes and the logs; an evaluation that was stopped "
-            "continues in it. Default: nothing is kept."
+            "continues in it. Default: RUN_DIR-eval, which is deleted when the evaluation has ended."
         ),
     ] = None,
     endpoint: Annotated[

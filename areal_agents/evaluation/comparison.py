@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from areal_agents.errors import ConfigError
 from areal_agents.evaluation.estimators import mcnemar_p, sign_flip_p, t_interval
+from areal_agents.evaluation.folder import differing_settings
 from areal_agents.evaluation.results import COSTS, Results
 
 
@@ -44,6 +46,7 @@ class Comparison:
         only_first, only_second: the ids of the tasks that only one has; they are not compared.
         differences: one for each metric that both have.
         costs: by the names of COSTS, the means of the first and of the second.
+        settings: by name, the settings besides the model in which they differ, with both values.
     """
 
     common: int
@@ -51,6 +54,7 @@ class Comparison:
     only_second: tuple[str, ...]
     differences: tuple[Difference, ...]
     costs: Mapping[str, tuple[float, float]]
+    settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def compare(first: Results, second: Results) -> Comparison:
@@ -90,13 +94,23 @@ def compare(first: Results, second: Results) -> Comparison:
         only_second=tuple(task_id for task_id in theirs if task_id not in ours),
         differences=tuple(differences),
         costs={name: (before[name], after[name]) for name in COSTS},
+        settings={
+            f"eval.{name}": (getattr(first, name), getattr(second, name))
+            for name in ("temperature", "attempts")
+            if getattr(first, name) != getattr(second, name)
+        },
     )
 
 
 def compare_files(first: Path, second: Path) -> tuple[Results, Results, Comparison]:
-    """Read and compare two files of results, or the folders that have them. Raises ConfigError."""
+    """Read and compare two files of results, or the folders that have them. Raises ConfigError.
+
+    All settings are compared if both folders have them, otherwise those in the results.
+    """
     a, b = Results.read(first), Results.read(second)
-    return a, b, compare(a, b)
+    found = compare(a, b)
+    settings = differing_settings(first, second)
+    return a, b, found if settings is None else replace(found, settings={**found.settings, **settings})
 
 
 def _difference(metric: str, first: list[float], second: list[float]) -> Difference:

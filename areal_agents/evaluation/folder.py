@@ -15,6 +15,7 @@ from typing import Any
 
 from areal_agents.core.rollout import Task
 from areal_agents.errors import ConfigError
+from areal_agents.launch.run_folder import RunFolder
 from areal_agents.whole_files import write_whole
 
 _SAMPLED_BYTES = 2**20  # of each weight file, at its beginning and at its end
@@ -29,7 +30,7 @@ class EvaluationFolder:
     @property
     def identity(self) -> Path:
         """What is evaluated: the settings that results depend on, and a fingerprint of the model."""
-        return self.root / "evaluation.json"
+        return RunFolder(self.root).evaluation
 
     @property
     def tasks(self) -> Path:
@@ -89,6 +90,33 @@ class EvaluationFolder:
         return [Task(task["id"], task["input"]) for task in json.loads(self.tasks.read_text())]
 
 
+def differing_settings(first: Path, second: Path) -> dict[str, tuple[Any, Any]] | None:
+    """Return the settings in which two evaluations differ, besides the model, with both values.
+
+    Args:
+        first, second: the folders of evaluations, or their results.json.
+
+    Returns:
+        The values by the name of the setting, and the digests of files and packages by "sources" and what
+        they are of, such as "sources: agent". None if one has no evaluation.json beside its results.
+    """
+    trees = []
+    for path in (first, second):
+        identity = EvaluationFolder(path if path.is_dir() else path.parent).identity
+        if not identity.is_file():
+            return None
+        tree = json.loads(identity.read_text())
+        # The limits are among the settings too, with their names.
+        sources = {part: of for part, of in tree["sources"].items() if part != "limits of an episode"}
+        trees.append(({**tree["config"], "--ablate-tool": tree["ablate_tool"]}, sources))
+    (settings, sources), (other_settings, other_sources) = trees
+    changed = [p for p in dict.fromkeys((*sources, *other_sources)) if sources.get(p) != other_sources.get(p)]
+    return {
+        **_differing(settings, other_settings),
+        **{f"sources: {part}": (sources.get(part), other_sources.get(part)) for part in changed},
+    }
+
+
 def fingerprint(model: Path) -> str:
     """Return a digest of a model folder: of small files whole, of weights the size and both ends."""
     digest = hashlib.sha256()
@@ -105,13 +133,11 @@ def fingerprint(model: Path) -> str:
     return digest.hexdigest()
 
 
-def _differing(found: Any, wanted: Any, name: str = "") -> list[str]:
-    """Return the names of the settings in which two trees differ."""
+def _differing(found: Any, wanted: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which two trees differ: both values, by the name of the setting."""
     if not isinstance(found, dict) or not isinstance(wanted, dict):
-        return [] if found == wanted else [name]
-    keys = dict.fromkeys((*found, *wanted))
-    return [
-        inner
-        for key in keys
-        for inner in _differing(found.get(key), wanted.get(key), f"{name}.{key}" if name else key)
-    ]
+        return {} if found == wanted else {name: (found, wanted)}
+    differing: dict[str, tuple[Any, Any]] = {}
+    for key in dict.fromkeys((*found, *wanted)):
+        differing |= _differing(found.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+    return differing

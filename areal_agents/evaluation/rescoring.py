@@ -58,10 +58,12 @@ class Rescoring:
     Attributes:
         source: the store or the run, as the user named it.
         reward: the settings of the reward function.
-        mean_old, mean_new: over the episodes that have both scores; None without any.
+        mean_old, mean_new: the means over tasks of the mean score of a task's episodes, of the episodes that
+            have both scores; None without any. A task weighs the same however many episodes it has, as in
+            the interval.
         changed: the number of episodes whose score differs.
         failed: the number of episodes for which the function failed.
-        low, high: the interval of the mean over tasks of new - old; None where none can be computed.
+        low, high: the interval of mean_new - mean_old; None where none can be computed.
         p: the p-value of a paired permutation test over tasks.
     """
 
@@ -129,18 +131,20 @@ def rescore(
             by_id[summary.id] = next(_rows([summary], removed))
     rows = tuple(by_id[summary.id] for summary in scored)
     both = [row for row in rows if row.old is not None and row.new is not None]
-    by_task: dict[str, list[float]] = {}
+    by_task: dict[str, list[tuple[float, float]]] = {}
     for row in both:
         assert row.old is not None and row.new is not None
-        by_task.setdefault(row.task, []).append(row.new - row.old)
-    gains = [fmean(of_task) for of_task in by_task.values()]
+        by_task.setdefault(row.task, []).append((row.old, row.new))
+    old = [fmean(before for before, _ in of_task) for of_task in by_task.values()]
+    new = [fmean(after for _, after in of_task) for of_task in by_task.values()]
+    gains = [after - before for before, after in zip(old, new, strict=True)]
     low, high = t_interval(gains) or (None, None)
     return Rescoring(
         source=source,
         reward=config.model_dump(mode="json"),
         episodes=rows,
-        mean_old=fmean(row.old or 0.0 for row in both) if both else None,
-        mean_new=fmean(row.new or 0.0 for row in both) if both else None,
+        mean_old=fmean(old) if old else None,
+        mean_new=fmean(new) if new else None,
         changed=sum(row.old != row.new for row in both),
         failed=sum(row.error is not None for row in rows),
         low=low,

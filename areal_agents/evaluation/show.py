@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -55,6 +57,13 @@ def show_results(results: Results, console: Console) -> None:
 def show_comparison(first: Results, second: Results, found: Comparison, console: Console) -> None:
     """Print two evaluations side by side, with the differences and their tests."""
     console.print(f"A: {first.model}\nB: {second.model}", soft_wrap=True, highlight=False, markup=False)
+    for name, (of_first, of_second) in found.settings.items():
+        kind, _, part = name.partition("sources: ")
+        if part and not kind:  # its values are digests
+            text = f"the {part} differs in its files or packages"
+        else:
+            text = f"{name} differs: {_setting(of_first)} in A, {_setting(of_second)} in B"
+        console.print(printable(text), style="bold", soft_wrap=True, markup=False, highlight=False)
     console.print(f"{found.common} tasks are in both", highlight=False)
     for name, ids in (("A", found.only_first), ("B", found.only_second)):
         if ids:
@@ -90,12 +99,17 @@ def show_rescoring(found: Rescoring, console: Console) -> None:
             f"{found.mean_new - found.mean_old:+.3f}{bounds}", _p(found.p), str(found.changed),
         )  # fmt: skip
         console.print(table)
+        console.print("each task weighs the same in the means", highlight=False)
     failures = [row for row in found.episodes if row.error is not None]
     if failures:
         console.print(f"the function failed on {len(failures)} episodes:", highlight=False)
         for row in failures[:_SHOWN_IDS]:
             text = f"  {row.episode} (task {row.task}): {row.error}"
             console.print(printable(text), soft_wrap=True, markup=False, highlight=False)
+
+
+def _setting(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _cells(estimate: Estimate) -> tuple[str, str]:

@@ -20,6 +20,8 @@ PERIOD_S = 0.5
 def list_runs(root: Path) -> list[dict[str, Any]]:
     """Return the state of every run in a folder, the newest first; `problem` says why one has no metrics.
 
+    Folders of evaluations are not among them.
+
     Raises:
         ConfigError: there is no such folder.
     """
@@ -28,6 +30,8 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
     found = []
     for path in root.glob("*/lock"):
         folder = RunFolder(path.parent)
+        if folder.evaluation.exists():
+            continue
         try:
             config = config_of_run(folder)
         except ConfigError:  # another program's folder

@@ -99,11 +99,11 @@ def evaluate(
     files.begin(identity_of(config, model=model, ablate_tool=ablate_tool))
     with folder.locked(), interruptible():
         if isinstance(policy, Endpoint) and not has_ended:
-            _play_endpoint(config, policy, folder, console, ablate_tool=ablate_tool)
+            _play_endpoint(config, policy, folder, console, by, ablate_tool=ablate_tool)
         elif isinstance(policy, NamedPolicy) and plan is not None:
             weights = policy.exported(folder.root / "model")
             served = config.model_copy(update={"model": str(weights)})
-            _play(served, policy, plan, folder, console, ablate_tool=ablate_tool)
+            _play(served, policy, plan, folder, console, by, ablate_tool=ablate_tool)
         name = policy.model if isinstance(policy, Endpoint) else policy.name
         with _played(policy, folder) as played:
             results = _results(config, name, played, files.read_tasks(), by, console)
@@ -137,6 +137,7 @@ def _play(
     plan: EnginePlan,
     folder: RunFolder,
     console: Console,
+    by: Sequence[str],
     *,
     ablate_tool: bool,
 ) -> None:
@@ -144,7 +145,7 @@ def _play(
     with chosen_endpoints(config) as endpoints:
         save_config(config, folder.config)
         folder.write_endpoints(endpoints)
-        run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True)
+        run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True, by=by)
         with Children() as children:
             start_serving(config, folder, children, plan)
             wait_until_serving(config, endpoints, children, console.print)
@@ -153,12 +154,18 @@ def _play(
 
 
 def _play_endpoint(
-    config: Config, endpoint: Endpoint, folder: RunFolder, console: Console, *, ablate_tool: bool
+    config: Config,
+    endpoint: Endpoint,
+    folder: RunFolder,
+    console: Console,
+    by: Sequence[str],
+    *,
+    ablate_tool: bool,
 ) -> None:
     """Play the episodes that are missing, with the model of an endpoint."""
     save_config(config, folder.config)
     write_whole(folder.root / ENDPOINT, json.dumps(endpoint.as_dict()) + "\n")
-    run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True)
+    run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True, by=by)
     with Children() as children:
         name = start_evaluating(folder, children, LABEL, ablate_tool=ablate_tool, role="endpoint")
         _wait_for(name, children, endpoint, folder, console)

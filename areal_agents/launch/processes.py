@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="rollout, trial, endpoint: use the config's `ablation` agent",
     )
     parser.add_argument("--evaluates", action="store_true", help="trial: play no episode")
+    parser.add_argument("--by", action="append", default=[], help="trial: a field of every held-out task")
     options = parser.parse_args(arguments)
     end_with_supervisor()
     rank = os.environ.get("RANK")
@@ -277,7 +278,7 @@ def _endpoint(config: Config, folder: RunFolder, options: argparse.Namespace) ->
 def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.launch.trial import play_trial
 
-    play_trial(config, folder, ablate_tool=options.ablate_tool, evaluates=options.evaluates)
+    play_trial(config, folder, ablate_tool=options.ablate_tool, evaluates=options.evaluates, by=options.by)
 
 
 async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:

@@ -65,6 +65,11 @@ class RunFolder:
         return self.root / "rerun.json"
 
     @property
+    def evaluation(self) -> Path:
+        """What `areal-agents eval` evaluates in this folder, which is then that of no run; else missing."""
+        return self.root / "evaluation.json"
+
+    @property
     def new_rewards(self) -> Path:
         """The rewards that a rerun computed again, in the form of `areal-agents rescore`; missing if none."""
         return self.root / "rewards.json"

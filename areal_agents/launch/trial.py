@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_agents.client import AsyncClient
@@ -36,7 +36,12 @@ _WITHOUT = "; to start without a trial episode, set trial: false"
 
 
 def run_trial(
-    folder: RunFolder, *, say: Callable[[str], None], ablate_tool: bool = False, evaluates: bool = False
+    folder: RunFolder,
+    *,
+    say: Callable[[str], None],
+    ablate_tool: bool = False,
+    evaluates: bool = False,
+    by: Sequence[str] = (),
 ) -> None:
     """Run the trial in a process of its own, and report its verdict.
 
@@ -45,6 +50,7 @@ def run_trial(
         say: called with a line of text.
         ablate_tool: whether the run evaluates the `ablation` agent too.
         evaluates: only load what an evaluation needs, and play no episode.
+        by: fields that every held-out task must have.
 
     Raises:
         AgentError: the agent or the data cannot be used for training, or the trial died or was not ended
@@ -55,6 +61,7 @@ def run_trial(
     if not evaluates:
         say("playing a trial episode with a scripted model")
     options = [*(["--ablate-tool"] if ablate_tool else []), *(["--evaluates"] if evaluates else [])]
+    options += [f"--by={name}" for name in by]
     with Children(stop_timeout_s=_STOP_S) as children:
         children.start(
             "trial",
@@ -89,14 +96,19 @@ def _check(children: Children) -> None:
 
 
 def play_trial(
-    config: Config, folder: RunFolder, *, ablate_tool: bool = False, evaluates: bool = False
+    config: Config,
+    folder: RunFolder,
+    *,
+    ablate_tool: bool = False,
+    evaluates: bool = False,
+    by: Sequence[str] = (),
 ) -> None:
     """Play the trial in this process, and write its verdict to the run folder. Arguments: see `run_trial`."""
     from areal_agents.rollout.data import load_tasks
 
     note = ""
     try:
-        _load(config, ablate_tool=ablate_tool)
+        _load(config, ablate_tool=ablate_tool, by=by)
         if not evaluates:
             task = load_tasks(config.data, seed=config.seed).epoch(0)[0]
             note = _play(config, folder, task)
@@ -106,11 +118,12 @@ def play_trial(
         _write(folder, note=note)
 
 
-def _load(config: Config, *, ablate_tool: bool) -> None:
+def _load(config: Config, *, ablate_tool: bool, by: Sequence[str]) -> None:
     """Load everything that the run will evaluate with, some of it hours later. Raises ArealAgentsError."""
+    from areal_agents.evaluation.results import field_of_tasks
     from areal_agents.rollout.agents.agent import load_agent
-    from areal_agents.rollout.data import load_tasks
     from areal_agents.rollout.rewarding import EpisodeFunction, RewardFunction
+    from areal_agents.rollout.runner import held_out_tasks
 
     load_agent(config.agent)
     if ablate_tool and config.ablation:
@@ -118,7 +131,9 @@ def _load(config: Config, *, ablate_tool: bool) -> None:
     if config.reward is not None:
         RewardFunction(config.reward)
     if config.eval is not None:
-        load_tasks(config.eval.data)
+        tasks = {task.id: task.input for task in held_out_tasks(config.eval)}
+        for name in by:
+            field_of_tasks(tasks, name)
         if config.eval.answer:
             EpisodeFunction(config.eval.answer, what="answer function", key="eval.answer", time_s=1.0)
 

@@ -201,11 +201,13 @@ class Runs:
         return runs
 
     def all(self) -> list[Run]:
-        """Return every run, the newest first; folders of other programs are left out."""
+        """Return every run, the newest first; folders of evaluations and of other programs are left out."""
         if self._only is not None:
             return [self._only]
         found = []
         for lock in self.place.glob("*/lock"):
+            if RunFolder(lock.parent).evaluation.exists():
+                continue
             try:
                 run = self._run(lock.parent)
                 found.append((-(lock.parent / "config.yaml").stat().st_mtime, run))

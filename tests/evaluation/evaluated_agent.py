@@ -54,6 +54,14 @@ def fails_on_t1(episode: FinishedEpisode) -> dict[str, float]:
     return {"told": episode.rewards.get("return", -1.0), "extra": 0.5}
 
 
+def fails_after_one_of_t0(episode: FinishedEpisode) -> float:
+    """5 on every task, of which t0 has a single episode: the others fail."""
+    if episode.task["id"] == "t0":
+        with open(HERE / "rescored-t0", "x"):
+            pass
+    return 5.0 if episode.task["id"] == "t0" else 1.0
+
+
 def enormous_on_t0(episode: FinishedEpisode) -> float:
     """A number whose sums no float can hold, on one task."""
     return 1e308 if episode.task["id"] == "t0" else 1.0

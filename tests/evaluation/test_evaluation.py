@@ -230,6 +230,31 @@ def test_rewards_that_are_too_large_are_errors_of_their_episodes(evaluated: Path
     assert "the function failed on 3 episodes" in printed
 
 
+def test_the_means_of_a_rescoring_are_what_its_interval_is_of(evaluated: Path) -> None:
+    """One episode of t0 and three of each other task, so a mean over episodes would be another number."""
+    reward = f"reward={evaluated.parent}/agent.py:fails_after_one_of_t0"
+    found, _ = rescored(evaluated, reward, "--workers", "1")
+    assert found["failed"] == 2
+    assert found["mean_new"] == (5.0 + 1.0 + 1.0 + 1.0) / 4
+    gain = found["mean_new"] - found["mean_old"]
+    assert found["low"] < gain < found["high"]
+    assert gain == pytest.approx((found["low"] + found["high"]) / 2)
+
+
+def test_a_field_that_tasks_lack_is_refused_before_anything_is_played(
+    evaluated: Path, tmp_path: Path
+) -> None:
+    played = (evaluated.parent / "played.txt").read_text()
+    runs = tmp_path / "runs"
+    config = str(evaluated.parent / "config.yaml")
+    arguments = ["eval", config, f"run_dir={runs / 'r'}", "eval.attempts=1", "--by", "level"]
+    with pytest.raises(ArealAgentsError, match="--by level: task t. has no such field; it has "):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert (evaluated.parent / "played.txt").read_text() == played
+    assert (runs / "r-eval" / "config.yaml").exists()  # kept, because the evaluation failed
+    assert "no runs in" in CliRunner().invoke(app, ["runs", str(runs)], catch_exceptions=False).output
+
+
 def test_a_function_of_groups_gets_single_episodes_outside_of_groups(evaluated: Path) -> None:
     found, _ = rescored(evaluated, f"reward.group={evaluated.parent}/agent.py:ranks", "--task", "t0")
     assert [row["new"] for row in found["episodes"]] == [1.0] * 3
@@ -283,6 +308,35 @@ def test_two_evaluations_are_paired_by_task(tmp_path: Path) -> None:
     )
     assert "only in A, and not compared: only-before" in printed.output
     assert "+0.750" in printed.output and "exact McNemar test" in printed.output
+
+
+def test_settings_that_differ_are_named(tmp_path: Path) -> None:
+    """Those in the results, and where both evaluations have their folder, every other."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, temperature, turns in ((one, 0.0, 8), (other, 1.0, 3)):
+        folder.mkdir()
+        results({"a": [0.0], "b": [1.0]}, temperature=temperature).write(folder / "results.json")
+        config = {"eval": {"temperature": temperature}, "rollout": {"limits": {"max_turns": turns}}}
+        identity = {
+            "config": config,
+            "model": str(folder),
+            "ablate_tool": False,
+            "sources": {"agent": {"a.py": turns}},
+        }
+        (folder / "evaluation.json").write_text(json.dumps(identity))
+
+    def printed() -> str:
+        return (
+            CliRunner().invoke(app, ["eval", "compare", str(one), str(other)], catch_exceptions=False).output
+        )
+
+    above = printed().split("metric")[0]
+    assert "eval.temperature differs: 0.0 in A, 1.0 in B" in above
+    assert "rollout.limits.max_turns differs: 8 in A, 3 in B" in above
+    assert "the agent differs in its files" in above and "model" not in above
+    (other / "evaluation.json").unlink()
+    above = printed().split("metric")[0]
+    assert "eval.temperature differs: 0.0 in A, 1.0 in B" in above and "max_turns" not in above
 
 
 def test_numbers_of_attempts_may_differ() -> None:

@@ -29,6 +29,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_run(root)
     (root / "other").mkdir()  # the folder of another program
     (root / "other" / "lock").touch()
+    (root / "run-eval").mkdir()
+    (root / "run-eval" / "lock").touch()
+    shutil.copy(root / "run" / "config.yaml", root / "run-eval" / "config.yaml")
+    (root / "run-eval" / "evaluation.json").write_text("{}")
     return root
 
 
@@ -56,7 +60,7 @@ def ids(found: dict[str, Any]) -> list[str]:
     return [episode["id"] for episode in found["episodes"]]
 
 
-def test_runs_are_listed_without_folders_of_other_programs(http: httpx.Client) -> None:
+def test_runs_are_listed_without_evaluations_and_folders_of_other_programs(http: httpx.Client) -> None:
     (run,) = get(http, "")["runs"]
     assert (run["name"], run["state"], run["step"], run["steps"]) == ("run", "finished", STEPS, STEPS)
     assert (run["before"], run["after"], run["problem"]) == (0.0, 1.0, None)
