@@ -41,7 +41,11 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
             metrics.update()
         except ConfigError as error:
             problem = str(error)
-        found.append({**state_of(folder, config, metrics.rows), "problem": problem})
+        try:
+            state = state_of(folder, config, metrics.rows)
+        except ConfigError as error:  # one broken file does not hide the other runs
+            state, problem = _unreadable(folder, config), str(error)
+        found.append({**state, "problem": problem})
     return sorted(found, key=lambda run: -run["started"])
 
 
@@ -75,6 +79,21 @@ def state_of(
         "after": summary.get("heldout_after"),
         "agent_changed": summary.get("agent_changed", ""),
         "model": str(folder.final_model) if folder.final_model.exists() else config.get("model"),
+    }
+
+
+def _unreadable(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a run whose files cannot be read."""
+    return {
+        "name": folder.root.name,
+        "started": folder.config.stat().st_mtime,
+        "state": "unreadable",
+        "step": 0,
+        "steps": config["trainer"]["steps"],
+        "before": None,
+        "after": None,
+        "agent_changed": "",
+        "model": config.get("model"),
     }
 
 

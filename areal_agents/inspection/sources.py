@@ -12,12 +12,13 @@ from typing import Any, Protocol
 from areal_agents.client import Client
 from areal_agents.core.reward_values import RewardValue
 from areal_agents.core.rollout import Reward
-from areal_agents.errors import ConfigError, RequestError
+from areal_agents.errors import ConfigError, RequestError, shown
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.episodes.control_forms import describe
 from areal_agents.store import Store
 
+_OF_A_RERUN = ("run", "store", "step", "until", "changes", "new_rewards")
 HERE = "give a run's folder, a store file, or the URL of a proxy"
 
 
@@ -208,9 +209,12 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
 def rerun_in(folder: RunFolder) -> dict[str, Any] | None:
     """Return the content of rerun.json (`areal_agents.rerun.record`); None if the folder has no rerun.
 
-    Raises ConfigError if the file cannot be read.
+    Raises ConfigError if the file cannot be read, or lacks what describes a rerun.
     """
-    return read_json(folder.rerun)
+    found = read_json(folder.rerun)
+    if found is not None and (missing := [name for name in _OF_A_RERUN if name not in found]):
+        raise ConfigError(f"{folder.rerun} describes no rerun: it has no {', '.join(missing)}")
+    return found
 
 
 def _refuse_rerun(folder: RunFolder, where: str) -> None:
@@ -286,8 +290,11 @@ def matching(
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file, None if there is no such file. Raises ConfigError if it is broken."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must have a JSON object, got {shown(found)}")
+    return found

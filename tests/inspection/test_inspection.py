@@ -138,12 +138,17 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     (tmp_path / "ended" / "summary.json").write_text(json.dumps(summary))
     with (tmp_path / "odd" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "step_s": 1.0}\n')
+    for name, rerun in (("list", "[]"), ("empty", "{}"), ("half", "{")):
+        run_folder(tmp_path / name).rerun.write_text(rerun)
+        with pytest.raises(ConfigError, match=r"rerun\.json"), opened(str(tmp_path / name)):
+            pass
     (tmp_path / "not-a-run").mkdir()
     with RunFolder(tmp_path / "busy").locked():
         found = {run["name"]: run for run in json.loads(call("runs", tmp_path, "--json"))}
         shown = call("runs", tmp_path)
     assert {name: run["state"] for name, run in found.items()} == {
         "ended": "finished", "stopped": "stopped", "busy": "running", "odd": "stopped",
+        "list": "unreadable", "empty": "unreadable", "half": "unreadable",
     }  # fmt: skip
     assert found["ended"]["step"] == 2 and "0.250 → 0.750" in shown
     problem = "metrics.jsonl is not the row of a step, in which time is a number, got None"
