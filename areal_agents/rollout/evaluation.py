@@ -156,9 +156,14 @@ async def play_attempts(
 
 
 async def abort_open(
-    client: AsyncClient, store: Store, *, split: str | None = None, label: str | None = None
+    client: AsyncClient,
+    store: Store,
+    *,
+    split: str | None = None,
+    label: str | None = None,
+    reason: str = "its runner no longer runs it",
 ) -> None:
     """Abort the open episodes of runners, for example those of one that was killed."""
     metadata = OPENED_BY_RUNNER if label is None else {**OPENED_BY_RUNNER, "eval": label}
     left = store.episodes(split=split, status="open", metadata=metadata)
-    await abort_episodes(client, [episode.id for episode in left], "its runner no longer runs it")
+    await abort_episodes(client, [episode.id for episode in left], reason)

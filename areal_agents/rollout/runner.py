@@ -231,7 +231,7 @@ class _RolloutRunner:
                 await self.evaluate(held_out, f"step-{first.step}", step=first.step, alone=True)
             if first.step < steps:
                 await self._train(source, held_out, steps=steps, shortage=shortage, fingerprint=fingerprint)
-                await abort_open(self._client, self._store)
+                await abort_open(self._client, self._store, reason="every step of the run was trained")
             if held_out:
                 last = await self._served(SWAP_TIMEOUT_S)
                 await self.evaluate(held_out, "after", step=last.step, alone=True)
