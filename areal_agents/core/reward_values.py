@@ -8,12 +8,16 @@ from typing import Any
 
 from areal_agents.errors import AgentError
 
-LARGEST_REWARD = 1e12  # its square, and sums of it, are far from what a float32 can hold
+LARGEST_REWARD = 1e12  # squares and sums of such values are far below the largest float32
 RewardValue = bool | float | Mapping[str, float]
 
 
 def checked_reward(value: Any) -> float | dict[str, float]:
-    """`value` as a float within ±LARGEST_REWARD, or a dict of them. AgentError for anything else."""
+    """Return `value` as a float within ±LARGEST_REWARD, or as a dict of such floats.
+
+    Raises:
+        AgentError: the value is neither a number within these bounds nor a dict of such numbers by name.
+    """
     if isinstance(value, Mapping):
         if not value:
             raise AgentError("a reward dict must have at least one name, got {}")

@@ -32,7 +32,7 @@ function TurnHead({ turn, start, tokensOf }) {
   return html`<div class="turn-head">
     <b>Turn ${turn.number}</b>
     ${!turn.deleted && html`<span>${number(turn.prompt_tokens)} prompt + ${number(turn.sampled_tokens)} sampled tokens</span>
-      ${turn.imported ? html`<span class="chip" title="No policy of this project sampled it, so it has no logprobs">imported</span>` : html`
+      ${turn.imported ? html`<span class="chip" title="No policy of this store sampled it, so it has no logprobs">imported</span>` : html`
       <span>version ${range(turn.version_min, turn.version_max)}</span>
       <span>mean logprob ${number(turn.mean_logprob, 2)}</span>`}
       <span>${turn.finish_reason}</span>`}

@@ -27,7 +27,7 @@ export function Run({ run, tab, values, children }) {
     ${data.store_problem && html`<${Problem} error=${data.store_problem} title="Store:" />`}
     <${Facts} items=${[
       data.state !== "store" && ["Step", html`${data.step}<span class="faint"> / ${data.steps}</span>`],
-      data.before !== null && data.before !== undefined && ["Held out", `${score(data.before)} → ${score(data.after)}${data.agent_changed ? " (agent changed)" : ""}`, data.agent_changed && `There is no gain: ${data.agent_changed}`],
+      data.before !== null && data.before !== undefined && ["Held out", `${score(data.before)} → ${score(data.after)}${data.agent_changed ? " (agent changed)" : ""}`, data.agent_changed && `These cannot be compared: ${data.agent_changed}`],
       total !== null && ["Training episodes", number(total)],
       total !== null && ["Failed", html`<span class=${failed ? "bad" : ""}>${number(failed)}</span>`, "Failed for a reason other than the policy; they are attempted again"],
       data.summary?.wall_s && ["Wall time", duration(data.summary.wall_s)],
