@@ -31,7 +31,7 @@ def digests_of(named: str) -> dict[str, str]:
 
     Args:
         named: module:function, file.py:function, file.pkl:function, a command with its arguments, or a
-            folder.
+            folder; one that contains the current folder is left out.
     """
     importlib.machinery.PathFinder.invalidate_caches()
     if names_a_function(named):
@@ -45,8 +45,8 @@ def digests_of(named: str) -> dict[str, str]:
         path = Path(word)
         if path.is_file() and is_user_code(str(path.resolve())) and not _is_program(path):
             found.update(_of_target(word))
-        elif path.is_dir():
-            found.update(_of_folder(path))
+        elif path.is_dir() and not Path.cwd().is_relative_to(path.resolve()):
+            found.update(_of_folder(path))  # not one that has what the run itself writes, such as "."
     return found
 
 

@@ -151,3 +151,16 @@ def test_an_evaluation_is_not_continued_with_a_changed_agent(project: Path) -> N
     edit("agent.py")(project)
     with pytest.raises(ConfigError, match=r"it differs in sources\.agent\.agent\.py; choose another folder"):
         folder.begin(identity_of(config_of(project), model="weights", ablate_tool=False))
+
+
+def test_what_a_run_writes_does_not_change_a_command_that_names_the_current_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    config = config_of(project, agent={"command": f"node run.mjs --root . --home {project.parent}"})
+    before = Fingerprint.of(config)
+    (project / "runs").mkdir()
+    (project / "runs" / "store.db").write_text("episodes")
+    assert Fingerprint.of(config).changes_since(before.parts) == ""
+    edit("run.mjs")(project)
+    assert Fingerprint.of(config).changes_since(before.parts) == "the agent (run.mjs)"
