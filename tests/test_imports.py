@@ -105,6 +105,7 @@ ALLOWED: dict[str, set[str]] = {
     "skill": {"errors", "whole_files"},
     "view": {
         "browsers",
+        "config",
         "core",
         "errors",
         "extras",

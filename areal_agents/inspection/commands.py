@@ -131,7 +131,10 @@ def export_episodes(
             help="The format (docs/inspecting.md); default: jsonl or parquet, by the ending of OUT.",
         ),
     ] = None,
-    split: Split = None,
+    split: Annotated[
+        Literal["train", "eval", "all"] | None,
+        typer.Option(help="Only episodes of this split; default: train for sft and pairs, otherwise all."),
+    ] = None,
     status: Status = None,
     group: Group = None,
     task: Task = None,
@@ -140,17 +143,23 @@ def export_episodes(
     admin_key: AdminKey = None,
 ) -> None:
     """Write episodes in the form that another program reads."""
-    from areal_agents.inspection.export import export
+    from areal_agents.inspection.export import export, split_of
     from areal_agents.inspection.sources import matching, opened
 
     chosen = form or {".jsonl": "jsonl", ".parquet": "parquet"}.get(out.suffix)
     if chosen is None:
         raise ConfigError(f"{out} ends in neither .jsonl nor .parquet; give the format with --format")
+    form_of_out = cast("Format", chosen)
     with opened(where, admin_key) as source:
-        found = source.list(split=split, status=status, group=group)
+        found = source.list(split=split_of(form_of_out, split), status=status, group=group)
         found = matching(found, task=task, min_reward=min_reward, max_reward=max_reward)
-        written = export(found, source.get, out, cast("Format", chosen))
-    print(f"wrote {written} to {out}")
+        written = export(found, source.get, out, form_of_out)
+    print(f"wrote {written.what} to {out}")
+    if written.held_out and split is None:
+        _say(
+            f"{written.held_out} of these {written.what} are of held-out tasks (split eval), which are no "
+            "training data; --split train leaves them out"
+        )
 
 
 @episodes_app.command("import")
@@ -187,6 +196,10 @@ def import_episodes(
         typer.Option(help="JSON file with the list of tools of the conversations that name none."),
     ] = None,
     reward: Annotated[float, typer.Option(help="The reward of every episode (algorithm.sft_min_score).")] = 1,
+    held_out: Annotated[
+        bool,
+        typer.Option("--held-out", help="Also import, for training, what the file names as of split eval."),
+    ] = False,
 ) -> None:
     """Import conversations as episodes for supervised training (algorithm: sft), all or none."""
     import math
@@ -201,13 +214,20 @@ def import_episodes(
     target = import_target(into)
     folder, proxy = template_of(into, model=model, config=config)
     given = read_tools(tools) if tools is not None else []
-    episodes = read_files(files, form, make_renderer(folder, proxy), tools=given, reward=reward)
+    read = read_files(
+        files, form, make_renderer(folder, proxy), tools=given, reward=reward, held_out=held_out
+    )
     with Store.open(target) as store:
-        done = write(episodes, store)
+        done = write(read.episodes, store)
     print(
         f"imported {done.conversations} conversations into {target}: {done.replies} replies of "
         f"{done.tokens} tokens to learn; the longest conversation has {done.longest} tokens"
     )
+    if read.left_out:
+        _say(
+            f"left out {read.left_out} conversations of held-out tasks (split eval in the file); --held-out "
+            "imports them too, to train on"
+        )
 
 
 def reward(

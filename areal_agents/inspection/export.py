@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,28 @@ _AS_JSON = ("task", "rewards", "messages", "branches", "metadata")
 
 
 Format = Literal["jsonl", "parquet", "messages", "sft", "pairs", "atif", "openenv"]
+_DATA_SETS = ("sft", "pairs")  # rows to train on, which do not say of which split they are
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What an export has written.
+
+    Attributes:
+        what: how many rows of which kind, in words.
+        held_out: of a format that trainers read, how many of these are of episodes of split eval.
+    """
+
+    what: str
+    held_out: int = 0
+
+
+def split_of(form: Format, asked: Literal["train", "eval", "all"] | None) -> Literal["train", "eval"] | None:
+    """Return the split of which an export writes episodes, None for both; training never sees the held-out
+    tasks of a data set by default."""
+    if asked is None:
+        return "train" if form in _DATA_SETS else None
+    return None if asked == "all" else asked
 
 
 def export(
@@ -34,8 +57,8 @@ def export(
     load: Callable[[str], Mapping[str, Any]],
     out: Path,
     form: Format,
-) -> str:
-    """Write episodes in a format, whole or not at all; return what was written, in words.
+) -> Written:
+    """Write episodes in a format, whole or not at all.
 
     Args:
         summaries: the episodes, as GET /episodes lists them.
@@ -47,17 +70,30 @@ def export(
     """
     if form in ("jsonl", "parquet"):
         write = write_jsonl if form == "jsonl" else write_parquet
-        return f"{write((row_of(found, load(found['id'])) for found in summaries), out)} episodes"
+        return Written(f"{write((row_of(found, load(found['id'])) for found in summaries), out)} episodes")
     episodes = (load(found["id"]) for found in summaries)
-    if form == "messages":
-        return f"{_write_lines((row for e in episodes for row in messages_rows(e)), out)} conversations"
-    if form == "openenv":
-        return f"{_write_lines(map(trace, episodes), out)} traces"
-    if form == "atif":
-        return f"{_write_documents((d for e in episodes for d in documents(e)), out)} trajectories"
     if form == "sft":
-        return f"{_write_data_set([row for e in episodes for row in sft_rows(e)], out)} conversations"
-    return f"{_write_data_set(list(preference_rows(episodes)), out)} pairs"
+        return Written(
+            f"{_write_data_set([row for e in episodes for row in sft_rows(e)], out)} conversations"
+        )
+    if form == "pairs":
+        return Written(f"{_write_data_set(list(preference_rows(episodes)), out)} pairs")
+    held_out = 0
+
+    def rows(made: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]) -> Iterator[Mapping[str, Any]]:
+        nonlocal held_out
+        for episode in episodes:
+            for row in made(episode):
+                held_out += episode["split"] == "eval"
+                yield row
+
+    if form == "messages":
+        what = f"{_write_lines(rows(messages_rows), out)} conversations"
+    elif form == "openenv":
+        what = f"{_write_lines(rows(lambda episode: [trace(episode)]), out)} traces"
+    else:
+        what = f"{_write_documents(rows(documents), out)} trajectories"
+    return Written(what, held_out)
 
 
 def row_of(summary: Mapping[str, Any], episode: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +178,10 @@ def _write_documents(found: Iterable[Mapping[str, Any]], folder: Path) -> int:
 def _write_data_set(rows: Sequence[Mapping[str, Any]], folder: Path) -> int:
     """Write a data set of `datasets`, which `datasets.load_from_disk` reads; return the number of rows."""
     if not rows:
-        raise ConfigError("there is nothing to write: no episode fits, or no scores of one task differ")
+        raise ConfigError(
+            "there is nothing to write: no episode fits, or no scores of one task differ; without --split, "
+            "only episodes of split train are written in this format"
+        )
     require("datasets", "a data set")
     import datasets
 

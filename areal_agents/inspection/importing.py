@@ -48,6 +48,7 @@ _MOST_FAULTS = 10  # faulty documents that an error lists
 _MOST_MESSAGES = 100_000
 _MOST_TOKENS = 2**31 - 1  # a longer conversation than a run can train is refused by the run
 _PLACE = re.compile(r"messages\[(\d+)\]")
+_LINE = re.compile(r":\d+\Z")  # ends the place of a document that is a line of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,14 @@ class Imported:
     longest: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReadFiles:
+    """What files have to import; `left_out` is the number of conversations of held-out tasks."""
+
+    episodes: Sequence[EndedEpisode]
+    left_out: int
+
+
 def read_files(
     files: Sequence[Path],
     form: ImportFormat | None,
@@ -73,19 +82,22 @@ def read_files(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     reward: float = 1.0,
-) -> list[EndedEpisode]:
+    held_out: bool = False,
+) -> ReadFiles:
     """Return the conversations of files as episodes, each of a task of its own.
 
     Args:
         form: None: by the ending of each file.
         tools: the tools of conversations that name none.
         reward: the reward of every episode.
+        held_out: whether conversations are read that their file names as of split eval.
 
     Raises:
         DataError: a document cannot be read, or the template cannot express it; the message names up to ten.
+            Or every conversation was left out.
     """
     reader = _Reader(renderer)
-    made, faults = [], []
+    made, faults, left_out = [], [], 0
     try:
         for file in files:
             chosen = form or format_of(file)
@@ -93,6 +105,9 @@ def read_files(
             for where, text in documents(file, chosen):
                 try:
                     for found in conversations_in(text, chosen, tools):
+                        if found.is_held_out and not held_out:
+                            left_out += 1
+                            continue
                         turns = asyncio.run(reader.turns(found))
                         made.append(_episode(turns, {**metadata, "from": where}, reward))
                 except DataError as error:
@@ -103,7 +118,12 @@ def read_files(
         more = len(faults) - _MOST_FAULTS
         rest = f"\nand {more} more" if more > 0 else ""
         raise DataError("nothing was imported:\n" + "\n".join(faults[:_MOST_FAULTS]) + rest)
-    return made
+    if left_out and not made:
+        raise DataError(
+            f"nothing was imported: all {left_out} conversations are of held-out tasks (split eval in the "
+            "file); --held-out imports them, to train on"
+        )
+    return ReadFiles(made, left_out)
 
 
 def write(episodes: Sequence[EndedEpisode], store: Store) -> Imported:
@@ -115,8 +135,8 @@ def write(episodes: Sequence[EndedEpisode], store: Store) -> Imported:
     for digest, where in {str(e.new.metadata["sha256"]): e.new.metadata["from"] for e in episodes}.items():
         if known := store.episodes(metadata={"source": SOURCE, "sha256": digest}):
             raise DataError(
-                f"{store.url} already has {len(known)} episodes of the file of {where}, and would train on "
-                "them twice; nothing was imported"
+                f"{_LINE.sub('', str(where))} has been imported into {store.path} before ({len(known)} "
+                "episodes), which would train on it twice; nothing was imported"
             )
     store.add_ended(episodes).result()
     trained = [turn for e in episodes for turn in e.turns if not turn.discarded]

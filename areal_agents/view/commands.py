@@ -34,7 +34,8 @@ def view(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder of the tokenizer, for stores whose run does not name its model or lacks it."
+            help="The model, for its tokenizer, of stores whose run does not name it or lacks it: a folder, "
+            "quickstart, or a model of the Hugging Face Hub."
         ),
     ] = None,
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from areal_agents.config.models import model_folder
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inspection.forks import forks_folder
 from areal_agents.inspection.runs import is_running, state_of
@@ -166,10 +167,11 @@ class Run:
 class Runs:
     """The runs at a place: a folder that has runs, the folder of one run, or a store file. Thread-safe.
 
-    `model` is a folder with the tokenizer of the stores that name none.
+    `model` has the tokenizer of the stores that name none: a folder, or a name as in a configuration.
     """
 
     def __init__(self, place: Path, *, model: str | None = None) -> None:
+        model = None if model is None else model_folder(model, Path.cwd(), weights=False)
         self.place = place
         self._model = model
         self._lock = threading.Lock()

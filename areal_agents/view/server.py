@@ -29,7 +29,8 @@ def serve(
         host: the address to listen on; without a key it must be one that only this machine reaches.
         port: the port; 0 takes a free one.
         key: the key that a reader must give; None: none.
-        model: a folder with the tokenizer of stores that name no model.
+        model: the model, for its tokenizer, of stores that name none: a folder, `quickstart`, or a model of
+            the Hugging Face Hub.
         announce: called with the URL when requests are about to be answered.
 
     Raises:

@@ -61,12 +61,10 @@ class TokenTexts:
     def _opened(self) -> Tokenizer | None:
         if self._tokenizer is None and self.problem is None:
             if self._model is None:
-                self.problem = "the store does not name its model; give its folder with --model"
+                self.problem = "the store does not name its model; give it with --model"
             else:
                 try:
                     self._tokenizer = Tokenizer.from_folder(self._model)
                 except (ArealAgentsError, OSError, ValueError) as error:
-                    self.problem = (
-                        f"the tokenizer cannot be read: {error}; give the model's folder with --model"
-                    )
+                    self.problem = f"the tokenizer cannot be read: {error}; give the model with --model"
         return self._tokenizer

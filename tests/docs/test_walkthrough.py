@@ -146,7 +146,11 @@ NOT_RUN = {
     ("docs/inspecting.md", "areal-agents rerun"): "tests/rerun",
     ("docs/inspecting.md", "pip install 'areal-agents[otel]'"): "tests/telemetry/test_spans.py",
     ("docs/inspecting.md", "areal-agents why"): "tests/inspection/test_why.py",
-    ("docs/inspecting.md", "areal-agents episodes import"): "tests/inspection/test_importing.py",
+    ("docs/inspecting.md", "areal-agents episodes import chats.jsonl"): "tests/inspection/test_importing.py",
+    (
+        "docs/inspecting.md",
+        "areal-agents episodes export runs/my_agent-seed0 good.jsonl --format",
+    ): "tests/inspection/test_importing.py",
     ("docs/training.md", "areal-agents episodes import"): "tests/inspection/test_importing.py",
     ("docs/first-hour.md", "areal-agents init my_agent"): "as in the README",
     ("docs/first-hour.md", "areal-agents view runs/"): "tests/view",

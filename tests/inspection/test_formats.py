@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,10 @@ def test_messages_and_rows_for_sft(recorded: Recorded, tmp_path: Path) -> None:
     assert set(rows[0]) == {"messages"}
     found = datasets.load_from_disk(str(exported(recorded, tmp_path / "sft", "sft", "--min-reward", "0.5")))
     assert found.num_rows == 2 and found[0]["score"] == 0.75
+    for split, rows_of_split in (((), 3), (("--split", "all"), 4), (("--split", "eval"), 1)):
+        folder = exported(recorded, tmp_path / f"sft{rows_of_split}", "sft", *split)
+        assert datasets.load_from_disk(str(folder)).num_rows == rows_of_split
+        shutil.rmtree(folder)
     assert [m["content"] for m in found[1]["messages"]][0] == "Other"
     with pytest.raises(ConfigError, match="exists; give a folder that does not"):
         exported(recorded, tmp_path / "sft", "sft")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import Result
 from inspection_support import MODEL, SEARCH, Recorded, running_proxy, tool_call
 from scripted_sampler import ScriptedSampler
 from typer.testing import CliRunner
@@ -103,22 +104,32 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_exported_conversation_has_its_tokens_again_with_default_settings(tmp_path: Path) -> None:
-    """The template of this model knows no reasoning, so no empty block of it is learned."""
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with one episode of the proxy with its default settings: a call, and the answer."""
+    path = tmp_path_factory.mktemp("searched") / "store.db"
     replies = iter(["I look.\n" + tool_call(query="Lyon"), "In France"])
     engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
     engine.script = lambda call: next(replies)
-    with running_proxy(tmp_path / "recorded.db", engine) as proxy:
+    with running_proxy(path, engine) as proxy:
         episode = proxy.open_episode(task={"id": "t", "input": {}})
         ask = proxy.openai(episode).chat.completions.create
         messages: list[Any] = [ASK]
         called = ask(model="p", messages=messages, tools=[SEARCH]).choices[0].message
         result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "In France"}
         ask(model="p", messages=[*messages, called.model_dump(exclude_none=True), result], tools=[SEARCH])
+        proxy.http.post(f"/episodes/{episode['id']}/reward", json={"reward": 1})
         proxy.http.post(f"/episodes/{episode['id']}/finish", json={})
-    (recorded,) = episodes_in(tmp_path / "recorded.db")
+    return path
+
+
+def test_an_exported_conversation_has_its_tokens_again_with_default_settings(
+    searched: Path, tmp_path: Path
+) -> None:
+    """The template of this model knows no reasoning, so no empty block of it is learned."""
+    (recorded,) = episodes_in(searched)
     out = tmp_path / "m.jsonl"
-    export = ["episodes", "export", str(tmp_path / "recorded.db"), str(out), "--format", "messages"]
+    export = ["episodes", "export", str(searched), str(out), "--format", "messages"]
     assert CliRunner().invoke(app, export, catch_exceptions=False).exit_code == 0
     (tmp_path / "tools.json").write_text(json.dumps([SEARCH]))
     (again,) = episodes_in(imported(tmp_path, out, "--tools", str(tmp_path / "tools.json")))
@@ -277,10 +288,52 @@ def test_a_faulty_line_is_named_and_nothing_is_imported(tmp_path: Path) -> None:
 
 def test_a_file_is_imported_once(tmp_path: Path) -> None:
     path = imported(tmp_path, [line(ASK, SAY)])
-    with pytest.raises(DataError, match="already has 1 episodes of the file"):
+    with pytest.raises(DataError) as caught:
         imported(tmp_path, [line(ASK, SAY)])
+    assert str(caught.value).startswith(
+        f"{tmp_path / 'given.jsonl'} has been imported into {path} before (1 episodes)"
+    )
     imported(tmp_path, [line(ASK, {**SAY, "content": "There"})])
     assert len(episodes_in(path)) == 2
+
+
+def test_held_out_episodes_of_an_export_are_not_trained_on_silently(
+    recorded: Recorded, tmp_path: Path
+) -> None:
+    """ATIF names the split; a file of messages cannot, so the export counts its held-out rows."""
+
+    def run(*given: str) -> Result:
+        return CliRunner().invoke(app, ["episodes", *given], catch_exceptions=False)
+
+    store, folder = str(recorded.store), str(tmp_path / "atif")
+    found = run("export", store, folder, "--format", "atif")
+    assert "1 of these 4 trajectories are of held-out tasks" in found.stderr
+    (tmp_path / "tools.json").write_text(json.dumps([SEARCH]))
+    given = ["--model", str(MODEL), "--tools", str(tmp_path / "tools.json")]
+    found = run("import", folder, "--into", str(tmp_path / "a.db"), *given)
+    assert "imported 3 conversations" in found.stdout
+    assert "left out 1 conversations of held-out tasks" in found.stderr
+    found = run("import", folder, "--into", str(tmp_path / "b.db"), "--held-out", *given)
+    assert "imported 4 conversations" in found.stdout and not found.stderr
+    (evaluated,) = (tmp_path / "atif").glob(f"{recorded.evaluated}*")
+    with pytest.raises(DataError, match="all 1 conversations are of held-out tasks"):
+        run("import", str(evaluated), "--into", str(tmp_path / "c.db"), *given)
+    rows = [str(tmp_path / "m.jsonl"), "--format", "messages"]
+    assert "1 of these 4 conversations are of held-out tasks" in run("export", store, *rows).stderr
+    found = run("export", store, *rows, "--split", "train")
+    assert "wrote 3 conversations" in found.stdout and not found.stderr
+
+
+def test_an_export_that_cannot_be_imported_is_named(recorded: Recorded, tmp_path: Path) -> None:
+    for form, name, what in (
+        ("sft", "sft", "a data set, as export --format sft and pairs write it"),
+        ("parquet", "e.parquet", "Parquet, as export --format parquet writes it"),
+        ("openenv", "t.jsonl", "a trace, as export --format openenv writes it"),
+    ):
+        export = ["episodes", "export", str(recorded.store), str(tmp_path / name), "--format", form]
+        assert CliRunner().invoke(app, export, catch_exceptions=False).exit_code == 0
+        with pytest.raises(DataError, match=f"{what}, which cannot be imported; .*messages or --format atif"):
+            imported(tmp_path, tmp_path / name)
 
 
 ATIF: dict[str, Any] = {
@@ -361,6 +414,24 @@ def test_an_import_leaves_the_episodes_of_a_run_alone(recorded: Recorded, tmp_pa
     assert len(listed) == before + 1
     shown = recorded.proxy.http.get(f"/episodes/{listed[-1]['id']}", params={"tokens": 1}).json()
     assert shown["turns"][0]["logprobs"] is None and shown["turns"][0]["token_ids"]
+
+
+def test_the_episodes_of_a_run_are_learned_as_the_documentation_says(searched: Path, tmp_path: Path) -> None:
+    """The commands of docs/inspecting.md: an agent that calls tools learns what it did itself."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "my_agent-seed0").symlink_to(searched.parent)
+    (tmp_path / "tools.json").write_text(block("docs/inspecting.md", '[{"type"').text)
+    config = block("docs/training.md", "# sft.yaml").text.replace("path/to/model", "quickstart")
+    config = config.replace("groups: 16", "groups: 1").replace("steps: 20", "steps: 1")
+    (tmp_path / "sft.yaml").write_text(config)
+    script = "areal-agents episodes export runs/my_agent-seed0 good.jsonl --format"
+    bash(block("docs/inspecting.md", script).text, tmp_path)
+    (again,) = episodes_in(tmp_path / "demonstrations.db")
+    (recorded,) = episodes_in(searched)
+    assert [turn.completion.token_ids.tolist() for turn in again.turns] == [
+        turn.completion.token_ids.tolist() for turn in recorded.turns
+    ]
+    assert (tmp_path / "runs/sft/final/config.json").exists()
 
 
 def test_the_example_of_the_documentation_learns(tmp_path: Path) -> None:

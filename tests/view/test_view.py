@@ -352,6 +352,8 @@ def test_a_store_alone_and_the_folder_of_one_run_are_shown(root: Path) -> None:
     (alone,) = Runs(root / "run" / "store.db").all()
     assert alone.state() == {"name": "store.db", "state": "store", "problem": None} and not alone.rows()
     assert alone.texts().of([5]) is None and "--model" in str(alone.texts().problem)
+    (named,) = Runs(root / "run" / "store.db", model="quickstart").all()
+    assert "".join(named.texts().of([7, 8]) or ()) == "<think></think>"
     assert [run.name for run in Runs(root / "run").all()] == ["run"]
 
 

@@ -15,6 +15,7 @@ from areal_agents.errors import DataError, shown
 
 ImportFormat = Literal["messages", "atif"]
 Tools = Sequence[Mapping[str, Any]]
+_IMPORTABLE = "export with --format messages or --format atif, both of which can be"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Conversation:
         places: where a message is in its document, for errors.
         recorded: of a reply the ids of its prompt and its own, if the document has them.
         tools: function tools in the form of chat completions.
+        is_held_out: whether an export of this project says that it is of split eval.
     """
 
     messages: list[dict[str, Any]]
@@ -34,15 +36,28 @@ class Conversation:
     places: list[str]
     recorded: list[tuple[list[int], list[int]] | None]
     tools: Sequence[Mapping[str, Any]]
+    is_held_out: bool = False
 
 
 def format_of(path: Path) -> ImportFormat:
     """Return the format that the name of a file implies. Raises DataError if it implies none."""
+    _refuse_data_set(path)
     if path.is_dir() or path.suffix == ".json":
         return "atif"
     if path.suffix == ".jsonl":
         return "messages"
     raise DataError(f"{path} ends in neither .jsonl nor .json; give the format with --format")
+
+
+def _refuse_data_set(path: Path) -> None:
+    """Raise DataError for a data set, which other trainers read, and for Parquet."""
+    if (path / "dataset_info.json").is_file():
+        what = f"{path} is a data set, as export --format sft and pairs write it"
+    elif path.suffix == ".parquet":
+        what = f"{path} is Parquet, as export --format parquet writes it"
+    else:
+        return
+    raise DataError(f"{what}, which cannot be imported; {_IMPORTABLE}")
 
 
 def documents(path: Path, form: ImportFormat) -> Iterator[tuple[str, str]]:
@@ -53,6 +68,7 @@ def documents(path: Path, form: ImportFormat) -> Iterator[tuple[str, str]]:
     Raises:
         DataError: the file cannot be read, or has no document.
     """
+    _refuse_data_set(path)
     files = sorted(path.glob("*.json")) if path.is_dir() and form == "atif" else [path]
     if not files:
         raise DataError(f"{path} has no .json file")
@@ -95,6 +111,10 @@ def _of_openai(document: Mapping[str, Any], tools: Tools) -> Conversation:
         raise DataError("it has preferred_output: a preference, and not a conversation to imitate")
     if document.get("functions"):
         raise DataError("functions is not supported; use tools")
+    if "messages" not in document and isinstance(document.get("turns"), list):
+        raise DataError(
+            f"it is a trace, as export --format openenv writes it, which cannot be imported; {_IMPORTABLE}"
+        )
     messages = _list(document.get("messages"), "messages")
     untrained = []
     for index, message in enumerate(messages):
@@ -113,26 +133,31 @@ def _of_openai(document: Mapping[str, Any], tools: Tools) -> Conversation:
         places=[f"messages[{index}]" for index in range(len(messages))],
         recorded=[None] * len(messages),
         tools=tools if given is None else _list(given, "tools"),
+        is_held_out="branches" in document and document.get("split") == "eval",  # export --format jsonl
     )
 
 
 # ATIF
 
 
-def _of_atif(document: Mapping[str, Any], tools: Tools, where: str = "") -> Iterator[Conversation]:
+def _of_atif(
+    document: Mapping[str, Any], tools: Tools, where: str = "", *, in_held_out: bool = False
+) -> Iterator[Conversation]:
     version = document.get("schema_version")
     if not isinstance(version, str) or not version.startswith("ATIF-v1."):
         raise DataError(f"{where}schema_version must be ATIF-v1.x, got {shown(version)}")
     agent = document.get("agent")
     given = agent.get("tool_definitions") if isinstance(agent, dict) else None
     offered = tools if given is None else _list(given, f"{where}agent.tool_definitions")
-    made = Conversation([], [], [], [], offered)
+    extra = document.get("extra")
+    is_held_out = in_held_out or (isinstance(extra, dict) and extra.get("split") == "eval")
+    made = Conversation([], [], [], [], offered, is_held_out)
     for number, step in enumerate(_list(document.get("steps"), f"{where}steps"), start=1):
         _add_step(made, step, f"{where}step {number}")
     yield made
     agents = _list(document.get("subagent_trajectories") or [], f"{where}subagent_trajectories")
     for number, one in enumerate(agents, start=1):
-        yield from _of_atif(one, tools, f"{where}sub-agent {number}, ")
+        yield from _of_atif(one, tools, f"{where}sub-agent {number}, ", in_held_out=is_held_out)
 
 
 def _add_step(made: Conversation, step: Mapping[str, Any], where: str) -> None:
