@@ -107,7 +107,8 @@ class Config(Settings):
     reward: RewardConfig | None = Field(
         default=None,
         description="A reward function apart from the agent: module:function or file.py:function of a "
-        "finished episode, or a mapping; absent: the agent gives its rewards.",
+        "finished episode, or a mapping; absent: the agent gives its rewards. What it returns is added to "
+        "rewards that the agent gives, and replaces those of the same name.",
     )
     loop: Literal["sync", "one_step_off", "async"] = Field(
         default="async",

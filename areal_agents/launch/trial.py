@@ -212,7 +212,8 @@ async def _judge(config: Config, folder: RunFolder, url: str, task: Task) -> str
         return (
             "the command gave no reward; it must be posted within proxy.reward_timeout_s after it has ended"
         )
-    return "the episode was played and rewarded"
+    both = f"; {outcome.both_rewarded} (docs/rewards.md)" if outcome.both_rewarded else ""
+    return f"the episode was played and rewarded{both}"
 
 
 def _end_blocked(folder: RunFolder, text: str) -> None:

@@ -172,6 +172,15 @@ def test_rewards_of_the_agent_itself_and_an_agent_that_raises() -> None:
     assert report.facts.grade_s is None
 
 
+def test_an_agent_that_rewards_itself_beside_a_reward_function() -> None:
+    report = examined("named", agent="ask_and_insist", most_tasks=1)
+    assert means(report)["right answer"] == 2
+    (finding,) = [
+        f for f in serious(report) if f.what.startswith("The agent gives rewards, and `reward` too")
+    ]
+    assert "the agent gave return 1, and reward: gave exact 1; both count: the score is 2" in finding.what
+
+
 def test_without_any_reward() -> None:
     report = examined(None, agent="ask")
     assert report.verdict == "cannot" and "no reward was given" in report.findings[0].what

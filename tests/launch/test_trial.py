@@ -57,6 +57,9 @@ AGENTS = """
         client = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
         client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task["text"]}])
         return float(task["text"] == "Hi")
+
+    def style(episode):
+        return {"style": 0.5}
 """
 
 
@@ -129,9 +132,10 @@ def test_an_evaluation_checks_its_agent_and_data_first(tmp_path: Path) -> None:
 
 def test_a_good_agent_is_trained_after_its_trial(tmp_path: Path) -> None:
     settings = ("trainer.steps=1", "rollout.groups=2", "rollout.group_size=2", "trainer.trackers=[]")
-    code, output = train(tmp_path, "agents.py:good", *settings)
+    code, output = train(tmp_path, "agents.py:good", *settings, "reward=agents.py:style")
     assert code == 0, output
-    assert "trial: the episode was played and rewarded" in output
+    said = "the agent gave return 1, and reward: gave style 0.5; both count: the score is 1.5"
+    assert f"trial: the episode was played and rewarded; {said}" in " ".join(output.split())
 
 
 def test_an_agent_that_blocks_the_event_loop_for_short_times_is_named(tmp_path: Path) -> None:

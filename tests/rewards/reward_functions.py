@@ -20,6 +20,15 @@ async def by_name(episode: FinishedEpisode) -> dict[str, float]:
     return {"turns": 1.0, "polite": 0.5}
 
 
+def told(episode: FinishedEpisode) -> dict[str, float]:
+    """Ten times what the agent has given itself."""
+    return {f"told {name}": 10 * value for name, value in episode.rewards.items()}
+
+
+def style(episode: FinishedEpisode) -> dict[str, float]:
+    return {"style": 0.25}
+
+
 def fails(episode: FinishedEpisode) -> float:
     raise KeyError("no such rubric")
 

@@ -47,6 +47,54 @@ async def test_a_function_rewards_an_episode(served: Any, name: str, rewards: di
 
 
 @pytest.mark.parametrize(
+    ("agent", "name", "rewards", "said"),
+    [
+        (
+            "by_name",
+            "by_length",
+            {"correct": 1.0, "style": 0.5, "return": 2.0},
+            "the agent gave correct 1, style 0.5, and reward: gave return 2; both count: the score is 3.5",
+        ),
+        (
+            "by_name",
+            "style",
+            {"correct": 1.0, "style": 0.25},
+            "the agent gave correct 1, style 0.5, and reward: gave style 0.25, which replaces the agent's "
+            "'style'; the others count too: the score is 1.25",
+        ),
+        (
+            "good",
+            "by_length",
+            {"return": 2.0},
+            "the agent gave return 1, and reward: gave return 2, which replaces the agent's 'return': the "
+            "score is 2",
+        ),
+        (
+            "rewards_itself",
+            "told",
+            {"turn": 0.5, "return": 1.0, "told return": 10.0},
+            "the agent gave turn 0.5, return 1, and reward: gave told return 10; both count: the score is "
+            "11.5",
+        ),
+        ("unrewarded", "by_length", {"return": 2.0}, ""),
+    ],
+)
+async def test_a_function_adds_to_what_the_agent_gives(
+    served: Any, agent: str, name: str, rewards: dict[str, float], said: str
+) -> None:
+    loaded = load_agent(f"{AGENTS}:{agent}")
+    async with AsyncClient(served.url, ADMIN_KEY) as client:
+        opened = await open_attempt(client, Attempt(Task("t", {}), "train"), limits=LIMITS)
+        outcome = await run_rollout(
+            client, loaded, Task("t", {}), opened, limits=LIMITS, function=function(name)
+        )
+    found = served.store.load_episode(opened.id)
+    assert {reward.name: reward.value for reward in found.rewards} == rewards
+    assert outcome.both_rewarded == said
+    assert not said or said.endswith(f"the score is {found.score:g}")
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("fails", r"reward_functions.py:fails failed: KeyError: 'no such rubric' \(.*, line \d+\)"),

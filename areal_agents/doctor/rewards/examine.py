@@ -242,4 +242,5 @@ class _Table:
             grade_s=function.seconds if function is not None else None,
             episode_s=taken,
             names_form=self.stage.names_form,
+            both_rewarded=outcome.both_rewarded,
         )

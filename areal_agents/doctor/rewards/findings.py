@@ -28,6 +28,7 @@ def findings_of(
         *_free(players, facts),
         *_equal(players, facts),
         *_grading(players, facts, reward),
+        *_both_rewarded(players),
     ]
     return sorted(found, key=lambda finding: order[finding.severity])
 
@@ -184,6 +185,19 @@ def _grading(
             f"A call of the reward function took {facts.longest_grade_s:.1f} s, and may take "
             f"{reward.time_s:g} s.",
             "Raise reward.time_s, or make the reward function faster.",
+        )
+
+
+def _both_rewarded(players: Sequence[PlayerGrades]) -> Iterator[Finding]:
+    both = [(p, grade) for p in players for grade in p.grades if grade.both_rewarded]
+    if both:
+        player, grade = max(both, key=lambda found: found[1].score or 0.0)
+        yield Finding(
+            "remark",
+            f"The agent gives rewards, and `reward` too: {grade.both_rewarded} (task {grade.task}, "
+            f"{player.name}).",
+            "The score is the sum over all names. If `reward` is to be the only judge, let the agent return "
+            "nothing; if both are meant, ignore this.",
         )
 
 

@@ -24,6 +24,7 @@ class Grade:
         episode_s: seconds that the whole episode took.
         names_form: whether a prompt of the episode has the characters that the player's form puts around the
             answer.
+        both_rewarded: see `rollout.agents.attempt.Outcome`.
     """
 
     task: str
@@ -34,6 +35,7 @@ class Grade:
     grade_s: float | None = None
     episode_s: float = 0.0
     names_form: bool = False
+    both_rewarded: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from areal_agents.client import AsyncClient, OpenedEpisode
@@ -22,6 +22,7 @@ from areal_agents.user_functions import describe
 logger = logging.getLogger(__name__)
 
 OPENING_GRACE_S = 5.0
+_SHOWN_REWARDS = 4
 LONGEST_ERROR = 2000  # characters kept of an agent's error
 # Exceptions of httpx, and of the OpenAI and Anthropic clients, that say nothing about the model's output.
 _CONNECTION_ERRORS = frozenset(
@@ -74,12 +75,15 @@ class Outcome:
         rewarded: whether the episode has a reward; one may still be posted over HTTP.
         error: why the attempt failed; None otherwise.
         is_unrewarded: whether it failed because the agent gave no reward.
+        both_rewarded: what the agent and the reward function gave, and what counts; "" unless both gave
+            rewards.
     """
 
     status: Literal["finished", "truncated", "failed"]
     rewarded: bool
     error: str | None = None
     is_unrewarded: bool = False
+    both_rewarded: str = ""
 
 
 async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig) -> OpenedEpisode:
@@ -186,22 +190,70 @@ async def _run(
             logger.info("episode %s is scored although its agent raised: %s", opened.id, error)
             rewards.append({"reward": agent_error_reward, "name": AGENT_ERROR})
             return await _finish(client, opened, rewards, limits, truncated=True)
+    both_rewarded = ""
     if function is not None:
         state = await client.get_episode(opened.id)
         if state["turns"]:
+            by_agent = _rewards_by_name(state, rewards)
             try:
                 workdir = agent.workdir_of(opened.id) if isinstance(agent, LeavesFiles) else None
-                ended = finished_episode(state, truncated=limit.expired(), workdir=workdir)
+                of_episode = [
+                    {"name": n, "value": v, "target": ""} for (t, n), v in by_agent.items() if not t
+                ]
+                told = {**state, "rewards": of_episode}
+                ended = finished_episode(told, truncated=limit.expired(), workdir=workdir)
                 value = await function.of_episode(ended)
             except RewardError as failed:
                 return await _fail(client, opened, str(failed))
             rewards.append({"reward": value, "name": "return"})
+            both_rewarded = _both(by_agent, _rewards_by_name({**state, "rewards": []}, rewards[-1:]))
     elif must_reward and not rewards and not limit.expired():
         state = await client.get_episode(opened.id)
         if state["turns"] and not state["rewards"] and state["limit_reached"] is None:
             await client.fail(opened.id, _NO_REWARD)
             return Outcome("failed", rewarded=False, error=_NO_REWARD, is_unrewarded=True)
-    return await _finish(client, opened, rewards, limits, truncated=limit.expired())
+    outcome = await _finish(client, opened, rewards, limits, truncated=limit.expired())
+    return replace(outcome, both_rewarded=both_rewarded)
+
+
+def _rewards_by_name(
+    state: Mapping[str, Any], rewards: Iterable[Mapping[str, Any]]
+) -> dict[tuple[str, str], float]:
+    """Return the last value of each reward by what it is for (a turn, or "" for the episode) and its name.
+
+    Args:
+        state: the proxy's description of the episode, with the rewards that were posted to it.
+        rewards: the rewards that are written when it is sealed, as `Episode.reward` reports them.
+    """
+    turns = {turn["id"] for turn in state["turns"]}
+    found = {(reward["target"], reward["name"]): reward["value"] for reward in state["rewards"]}
+    for body in rewards:
+        value, name, target = body["reward"], body.get("name", "return"), body.get("completion_id", "")
+        if not isinstance(value, Mapping):
+            found[target, name] = float(value)
+        elif turns.issuperset(value):
+            found |= {(turn, name): float(of_turn) for turn, of_turn in value.items()}
+        else:
+            found |= {(target, key): float(of_name) for key, of_name in value.items()}
+    return found
+
+
+def _both(agent: Mapping[tuple[str, str], float], function: Mapping[tuple[str, str], float]) -> str:
+    """Return a sentence about an episode that its agent and the reward function rewarded, else ""."""
+    if not agent or not function:
+        return ""
+    score = sum({**agent, **function}.values())
+    said = f"the agent gave {_listed(agent)}, and reward: gave {_listed(function)}"
+    if replaced := [name for target, name in agent if (target, name) in function]:
+        others = "; the others count too" if len(replaced) < len(agent) else ""
+        return f"{said}, which replaces the agent's {replaced[0]!r}{others}: the score is {score:g}"
+    return f"{said}; both count: the score is {score:g}"
+
+
+def _listed(rewards: Mapping[tuple[str, str], float]) -> str:
+    shown = [f"{name} {value:g}" for (_, name), value in rewards.items()][:_SHOWN_REWARDS]
+    more = f" and {len(rewards) - len(shown)} more" if len(rewards) > len(shown) else ""
+    return ", ".join(shown) + more
 
 
 def _concerns_the_connection(error: str) -> bool:
