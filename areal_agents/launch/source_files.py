@@ -22,7 +22,7 @@ from areal_agents.user_functions import is_user_code, names_a_function
 
 MISSING = "missing"
 _LARGEST = 16 << 20  # bytes; of a larger file, the size and the time of change count
-_SETS = ("FROZENSET", "ADDITEMS")  # opcodes that take what was pushed since the last MARK
+_SETS = ("FROZENSET", "ADDITEMS")  # opcodes whose items have no order
 _KERNEL = re.compile(r"/ipykernel_\d+/")  # a notebook's cells are in a folder with the process id
 
 
@@ -150,19 +150,40 @@ def _of_pickle(path: Path) -> str:
     The digest leaves out the folder of a notebook's cells, the order of sets, and the indices of the memo,
     which depend on that order.
     """
-    steps: list[str] = []
     try:
-        for opcode, argument, _ in pickletools.genops(path.read_bytes()):
-            if opcode.name in _SETS:
-                begin = len(steps) - 1 - steps[::-1].index("MARK None")
-                steps[begin:] = sorted(steps[begin:])
-            if opcode.name == "FRAME" or "PUT" in opcode.name or "GET" in opcode.name:
-                continue
-            text = _KERNEL.sub("/", argument) if isinstance(argument, str) else repr(argument)
-            steps.append(f"{opcode.name} {text}")
-    except (OSError, ValueError):
+        return _of_opcodes(path.read_bytes())
+    except (OSError, ValueError, LookupError):
         return MISSING
-    return hashlib.sha256("\n".join(steps).encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _of_opcodes(data: bytes) -> str:
+    """Follow the opcodes of a pickle with a digest in place of each object on the stack and in the memo."""
+    stack: list[str] = []
+    marks: list[int] = []  # for each MARK, the length of the stack
+    memo: dict[int, str] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        name, takes = opcode.name, opcode.stack_before
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name == "MEMOIZE" or "PUT" in name:
+            memo[len(memo) if argument is None else argument] = stack[-1]
+        elif "GET" in name:
+            assert argument is not None, "an opcode that reads the memo has an index"
+            stack.append(memo[argument])
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            items: list[str] = []
+            if pickletools.markobject in takes:
+                begin = marks.pop()
+                items, takes = stack[begin:], takes[: takes.index(pickletools.markobject)]
+                del stack[begin:]
+            operands = stack[len(stack) - len(takes) :]
+            del stack[len(stack) - len(takes) :]
+            items = sorted(items) if name in _SETS else items
+            text = _KERNEL.sub("/", argument) if isinstance(argument, str) else repr(argument)
+            content = "\0".join((name, text, *operands, "", *items))
+            digest = hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
+            stack += [digest] * len(opcode.stack_after)
+    return stack[-1][:16]
 
 
 def _digest(path: Path) -> str:
