@@ -44,7 +44,7 @@ def math_answer(
     checks = MathChecks(processes=processes, time_s=time_s)
 
     def score(episode: FinishedEpisode) -> float:
-        if field not in episode.task:
+        if episode.task.get(field) is None:
             raise RewardError(f"the task has no field {field!r}; it has {', '.join(map(str, episode.task))}")
         return float(checks.equal(episode.answer, str(episode.task[field])))
 
@@ -88,10 +88,14 @@ class MathChecks:
 
     def close(self) -> None:
         """End the processes that compare nothing at present; they are started again when needed."""
-        for _ in range(self._idle.qsize()):
-            process = self._idle.get_nowait()
-            if process is not None:
-                process.end()
+        ended = 0
+        with contextlib.suppress(queue.Empty):  # another thread may take the last one
+            while True:
+                process = self._idle.get_nowait()
+                ended += 1
+                if process is not None:
+                    process.end()
+        for _ in range(ended):
             self._idle.put(None)
 
 

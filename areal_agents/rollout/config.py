@@ -286,7 +286,7 @@ class MixedEnvironmentConfig(EnvironmentConfig):
 
     name: str = Field(
         default="",
-        pattern=r"^[\w.-]*$",
+        pattern=r"^(\w[\w.-]*)?$",
         description="The name under which metrics show it; empty: taken from the line, such as countdown.",
     )
     weight: float = Field(default=1.0, gt=0, description="Its share of the groups, relative to the others.")
@@ -302,7 +302,7 @@ class SourceConfig(TasksConfig):
     """One of several sources of tasks."""
 
     name: str = Field(
-        pattern=r"^[\w.-]+$",
+        pattern=r"^\w[\w.-]*$",
         description="The name, which tasks have as `data_source` and under which metrics show the source.",
     )
     weight: float = Field(default=1.0, gt=0, description="Its share of the groups, relative to the others.")

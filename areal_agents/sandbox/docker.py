@@ -1,9 +1,10 @@
 """The isolation `docker`: a container for each sandbox, driven by the docker command line.
 
 The container's first process only waits, so that commands are run by `docker exec`; what a command leaves
-running is killed afterwards. The container has no network. The model is reached through a unix socket in a
-shared folder, which a small Python program in the container forwards from its loopback interface; so an image
-for agents needs python3 and sh, and one for graders sh.
+running is killed afterwards. It ends with this process, and the container with it. The container has no
+network. The model is reached through a unix socket in a shared folder, which a small Python program in the
+container forwards from its loopback interface; so an image for agents needs python3 and sh, and one for
+graders sh.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ import io
 import os
 import secrets
 import shutil
-import signal
 import socket
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from areal_agents.errors import SandboxError, SandboxUnavailable
+from areal_agents.sandbox.docker_client import WAIT, AttachedContainer, call, docker
 from areal_agents.sandbox.files import read_file, write_file
-from areal_agents.sandbox.output import Log, Tail, read_tail, write_all
+from areal_agents.sandbox.output import Log
 from areal_agents.sandbox.relay import MODEL_PORT, MOST_CONNECTIONS, Relay, relayed_url
 from areal_agents.sandbox.sandbox import KEPT_OUTPUT, Finished, Mount, SandboxSpec
 from areal_agents.sandbox.variables import named_back, renamed
@@ -33,9 +33,6 @@ from areal_agents.sandbox.variables import named_back, renamed
 WORKDIR = "/workspace"
 LABEL = "areal-agents.owner"  # of every container; its value is the owner's pid namespace, pid and start time
 _SOCKETS = "/run/areal-agents"  # folder of the relay's socket inside
-_CLI_S = 120.0  # time limit of one call of docker in seconds
-_PIPE_S = 1.0
-_WAIT = "trap : TERM; while :; do sleep 3600 & wait $!; done"
 _KILL_ALL = "kill -9 -1 2>/dev/null; exit 0"  # kill fails where nothing is left
 # Forwards 127.0.0.1:MODEL_PORT to the unix socket; makes a file when it listens. It has one thread, because
 # the threads of a container are limited, and a flood of connections must not end it.
@@ -74,7 +71,7 @@ _WITH_FORWARDER = (
 def start_arguments(spec: SandboxSpec, *, name: str, owner: str, sockets: Path) -> list[str]:
     """Return the arguments of docker that start the container of a sandbox."""
     limits, workdir = spec.limits, spec.workdir or WORKDIR
-    words = ["run", "--detach", "--rm", "--name", name, "--label", f"{LABEL}={owner}"]
+    words = ["run", "--interactive", "--rm", "--name", name, "--label", f"{LABEL}={owner}"]
     words += ["--security-opt", "no-new-privileges", "--hostname", "sandbox", "--entrypoint", "/bin/sh"]
     if not spec.network:
         words += ["--network", "none"]
@@ -89,7 +86,7 @@ def start_arguments(spec: SandboxSpec, *, name: str, owner: str, sockets: Path) 
     words += ["--mount", f"type=bind,source={sockets},target={_SOCKETS},readonly"]
     for readable in spec.readable:
         words += ["--mount", f"type=bind,source={readable.resolve()},target={readable.absolute()},readonly"]
-    return [*words, spec.image, "-c", _WAIT]
+    return [*words, spec.image, "-c", WAIT]
 
 
 def _confined(spec: SandboxSpec, workdir: str) -> list[str]:
@@ -123,14 +120,6 @@ def check_image_name(name: str) -> None:
     """Raise SandboxError if docker would read the name of an image as an option."""
     if name.startswith("-"):
         raise SandboxError(f"an image cannot be called {name!r}: its name begins with a letter or a digit")
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    status: int
-    stdout: Tail
-    stderr: Tail
-    timed_out: bool
 
 
 class DockerIsolation:
@@ -175,15 +164,16 @@ class DockerIsolation:
         sockets.chmod(0o755)
         sandbox = DockerSandbox(self._program, name, spec, sockets, self._sandboxes.discard)
         self._sandboxes.add(sandbox)
-        starting = asyncio.ensure_future(
-            docker(self._program, start_arguments(spec, name=name, owner=self._owner, sockets=sockets))
-        )
+        words = start_arguments(spec, name=name, owner=self._owner, sockets=sockets)
+        starting = asyncio.ensure_future(AttachedContainer.start(self._program, words))
         try:
             try:
-                await asyncio.shield(starting)
+                sandbox.container = await asyncio.shield(starting)
             except asyncio.CancelledError:
                 # A docker that is killed may have asked for a container that begins after its removal.
                 await asyncio.wait({starting})
+                if starting.exception() is None:
+                    sandbox.container = starting.result()
                 raise
             if spec.folder is not None:
                 await sandbox.put(spec.folder, spec.workdir or WORKDIR)
@@ -231,6 +221,7 @@ class DockerSandbox:
         self._spec = spec
         self._sockets = sockets
         self._ended = ended
+        self.container: AttachedContainer | None = None
         self._is_ended = False
         self._busy = asyncio.Lock()
 
@@ -270,7 +261,7 @@ class DockerSandbox:
             for mount in mounts:
                 await self._copy_in(mount)
             try:
-                ended = await _call(
+                ended = await call(
                     self._program, words, {**os.environ, **renamed(variables)}, stdin, timeout_s, kept_bytes,
                     Log(log) if log is not None else None, streams,
                 )  # fmt: skip
@@ -302,6 +293,8 @@ class DockerSandbox:
             return
         self._is_ended = True
         await docker(self._program, ["rm", "--force", self._name], may_fail=True)
+        if self.container is not None:
+            await self.container.end()
         shutil.rmtree(self._sockets)
         self._ended(self)
 
@@ -336,73 +329,6 @@ class DockerSandbox:
         if mount.is_writable:
             argv = ["exec", self._name, "tar", "-c", "-f", "-", "-C", mount.inside, "."]
             await asyncio.to_thread(_unpack, await docker(self._program, argv), mount.host)
-
-
-async def docker(
-    program: str,
-    words: Sequence[str],
-    *,
-    stdin: bytes = b"",
-    may_fail: bool = False,
-    timeout_s: float = _CLI_S,
-) -> bytes:
-    """Call docker and return its output. Raises SandboxError with the end of its standard error."""
-    ended = await _call(program, words, dict(os.environ), stdin, timeout_s, 1 << 28, None)
-    if (ended.status != 0 or ended.timed_out) and not may_fail:
-        reason = (
-            f"no answer within {timeout_s:g} s"
-            if ended.timed_out
-            else ended.stderr.output().text().strip()[-500:]
-        )
-        raise SandboxError(f"docker {words[0]}: {reason}")
-    return ended.stdout.output().kept
-
-
-async def _call(
-    program: str,
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    stdin: bytes,
-    timeout_s: float | None,
-    kept_bytes: int,
-    log: Log | None,
-    streams: tuple[int, int] | None = None,
-) -> _Ended:
-    """Run docker as a process group of its own, which is killed at the time limit or if this is cancelled.
-
-    `streams` are its standard input and output, if they are given, and nothing of its output is kept then.
-    """
-    inputs, outputs, errors = os.pipe(), os.pipe(), os.pipe()
-    theirs = (inputs[0], outputs[1], errors[1])
-    async with contextlib.AsyncExitStack() as stack:
-        try:
-            writing = await write_all(inputs[1], stdin)
-            stack.callback(writing.abort)
-            reading = [await read_tail(pipe[0], kept_bytes, log) for pipe in (outputs, errors)]
-            for transport, _ in reading:
-                stack.callback(transport.close)
-            stdin_fd, stdout_fd = streams or theirs[:2]
-            process = await asyncio.create_subprocess_exec(
-                program, *words, env=environment, stdin=stdin_fd, stdout=stdout_fd, stderr=theirs[2],
-                start_new_session=True,
-            )  # fmt: skip
-        finally:
-            for fd in theirs:
-                os.close(fd)
-        timed_out = False
-        try:
-            async with asyncio.timeout(timeout_s):
-                await process.wait()
-        except TimeoutError:
-            timed_out = True
-        finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        for _, tail in reading:
-            await asyncio.wait({tail.closed}, timeout=_PIPE_S)
-        assert process.returncode is not None
-        return _Ended(process.returncode, reading[0][1], reading[1][1], timed_out)
 
 
 def _archive(folder: Path) -> bytes:

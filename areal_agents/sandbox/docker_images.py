@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.errors import SandboxError, SandboxUnavailable
-from areal_agents.sandbox.docker import check_image_name, docker
+from areal_agents.sandbox.docker import check_image_name
+from areal_agents.sandbox.docker_client import docker
 
 _ANSWER_S = 30.0  # longest wait for the engine to name its version
 

@@ -272,6 +272,7 @@ def test_no_part_of_a_task_is_a_link_to_outside_of_its_folder(tmp_path: Path, na
         ("[environment]\nmemory_mb = '4G'\n", "memory_mb must be a number above 0, got '4G'"),
         ("[environment]\ncpus = 0\n", "cpus must be a number above 0, got 0"),
         ("[agent\n", "cannot be read"),
+        ("[environment]\nenv = 'A=1'\n", "env must be a table, got 'A=1'"),
         ("[agent]\nuser = 'me'\n", "has agent.user, which is not supported"),
         ("[environment.env]\nKEY = '${KEY}'\n", "variables of this machine in environment.env"),
     ],

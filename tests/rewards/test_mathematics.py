@@ -75,6 +75,8 @@ def test_the_reward_function_reads_the_field_of_the_task() -> None:
     assert score(episode(r"\boxed{8}", solution="7")) == 0.0
     with pytest.raises(RewardError, match="the task has no field 'solution'; it has answer"):
         score(episode("7", answer="7"))
+    with pytest.raises(RewardError, match="the task has no field 'solution'"):
+        score(episode("7", solution=None))
     with pytest.raises(RewardError, match="cannot read the expected answer ''"):
         score(episode("7", solution=""))
     with pytest.raises(ValueError, match="must be above 0, got 0"):

@@ -189,6 +189,7 @@ def test_one_source_may_be_sampled_by_difficulty(tmp_path: Path) -> None:
         ({"sources": [{"name": "a"}]}, "the source a needs a path or an environment"),
         ({"sources": [{"name": "a", "path": "x", "weight": 0}]}, "greater than 0"),
         ({"sources": [{"name": "a/b", "path": "x"}]}, "name"),
+        ({"sources": [{"name": "..", "path": "x"}]}, "name"),
         ({"sources": [{"name": "a", "path": "x"}], "epochs": 2}, "epochs is a setting of each source"),
         ({"path": "x", "difficulty": {"target": 0.4}}, "no effect without sampler: difficulty"),
         ({"path": "x", "sampler": "difficulty", "epochs": 2}, "so it has no epochs"),

@@ -27,7 +27,7 @@ def test_the_container_has_every_limit_and_no_network() -> None:
     words = start_arguments(SPEC, name="box", owner="1-2", sockets=Path("/tmp/sockets"))
     text = " ".join(words)
     for wanted in (
-        "run --detach --rm --name box --label areal-agents.owner=1-2 --security-opt no-new-privileges",
+        "run --interactive --rm --name box --label areal-agents.owner=1-2 --security-opt no-new-privileges",
         "--network none",
         "--read-only --cap-drop ALL --user 1000:1000",
         "--memory 512m --memory-swap 512m --pids-limit 64 --cpus 1.5",

@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from areal_agents.sandbox.bubblewrap import Bubblewrap
+from areal_agents.sandbox.docker import LABEL
 from areal_agents.sandbox.home import PREFIX, remove_leftovers
 from areal_agents.sandbox.local import Local, LocalIsolation
 from areal_agents.sandbox.process import Process
 from areal_agents.sandbox.sandbox import Limits, SandboxSpec
-from tests.sandbox.conftest import needs, spec_for
+from tests.sandbox.conftest import IMAGE, needs, spec_for
 
 OWNER = """
 import asyncio, sys
@@ -35,6 +36,39 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+DOCKER_OWNER = """
+import asyncio, sys
+from areal_agents.sandbox.docker import DockerIsolation
+from areal_agents.sandbox.sandbox import Limits, SandboxSpec
+
+async def main():
+    isolation = await DockerIsolation.open()
+    sandbox = await isolation.start(SandboxSpec(image=sys.argv[1], limits=Limits(256, 64, None, 64)))
+    await sandbox.run(["/bin/sh", "-c", "while :; do sleep 0.1; done"], timeout_s=100)
+
+asyncio.run(main())
+"""
+
+
+def test_kill_9_leaves_no_container_of_docker() -> None:
+    """Without another owner that looks for leftovers."""
+    needs("docker")
+
+    def containers(pid: int) -> list[str]:
+        form = f'{{{{.Names}}}} {{{{.Label "{LABEL}"}}}}'
+        listed = ["docker", "ps", "--all", "--filter", f"label={LABEL}", "--format", form]
+        lines = subprocess.run(listed, capture_output=True, text=True, timeout=60, check=True).stdout
+        return [line for line in lines.splitlines() if f"-{pid}-" in line]
+
+    owner = subprocess.Popen([sys.executable, "-c", DOCKER_OWNER, IMAGE])
+    try:
+        _wait(lambda: len(containers(owner.pid)) == 1)
+    finally:
+        owner.kill()
+        owner.wait(20)
+    _wait(lambda: not containers(owner.pid))
 
 
 @pytest.mark.parametrize("name", ["process", "bubblewrap"])

@@ -145,21 +145,22 @@ def _unsupported(folder: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a task has that an episode of one instruction and one sandbox cannot give it."""
     if settings.get("steps"):
         yield "steps"
-    environment = settings.get("environment") or {}
+    environment, verifier, agent = (
+        _table(folder, settings, name) for name in ("environment", "verifier", "agent")
+    )
     for name in ("mcp_servers", "healthcheck", "gpus", "tpu", "skills_dir"):
         if environment.get(name):
             yield f"environment.{name}"
     if environment.get("os", "linux") != "linux":
         yield f"environment.os {environment['os']}"
-    verifier = settings.get("verifier") or {}
     for name in ("environment", "collect"):
         if verifier.get(name):
             yield f"verifier.{name}"
     for name, table in (("environment", environment), ("verifier", verifier)):
-        if any("${" in str(value) for value in (table.get("env") or {}).values()):
+        if any("${" in str(value) for value in _table(folder, table, "env").values()):
             yield f"variables of this machine in {name}.env"
-    for name in ("agent", "verifier"):
-        if (settings.get(name) or {}).get("user"):
+    for name, table in (("agent", agent), ("verifier", verifier)):
+        if table.get("user"):
             yield f"{name}.user"
     if list((folder / "environment").glob("docker-compose.y*ml")):
         yield "a docker-compose file"
@@ -207,7 +208,11 @@ def _followed(folder: Path, settings: Mapping[str, Any]) -> Recipe:
     workdir, copies, not_followed = "/", [], []
     stages = 0
     from_dockerfile: dict[str, str] = {}
-    for number, line in _instructions(file.read_text(encoding="utf-8")):
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskEnvironmentError(f"the task {folder}: {DOCKERFILE} cannot be read: {error}") from error
+    for number, line in _instructions(text):
         instruction, _, rest = line.partition(" ")
         rest = _filled(rest.strip(), from_dockerfile)
         match instruction.upper():
