@@ -114,6 +114,12 @@ def draw_forks(found: Forks, console: Console) -> None:
     for continuation in found.continuations:
         table.add_row(*_row(continuation, found.turn))
     console.print(table)
+    console.print(
+        f"each logprob is that of the weights that sampled the continuation: the recorded one's then, "
+        f"{found.policy} now",
+        style="dim",
+        markup=False,
+    )
     for continuation in found.continuations:
         if continuation.logprobs:
             console.print(_tokens(continuation))

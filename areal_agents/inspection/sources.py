@@ -88,11 +88,19 @@ def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
         admin_key: the admin key of a proxy that needs one.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: there is no such place, or the proxy needs another admin key.
     """
     if where.startswith(("http://", "https://")):
         with Client(where.rstrip("/").removesuffix("/v1"), admin_key) as client:
-            yield ProxySource(client)
+            try:
+                yield ProxySource(client)
+            except RequestError as error:
+                if error.status != 401:
+                    raise
+                raise ConfigError(
+                    f"{where} needs its admin key: --admin-key, or AREAL_AGENTS_ADMIN_KEY. That of a run is "
+                    f"in endpoints.json of its folder, which can be given in place of the URL ({error})"
+                ) from error
         return
     path = Path(where)
     folder = RunFolder(path) if path.is_dir() else None

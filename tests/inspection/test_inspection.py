@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import yaml
-from inspection_support import Recorded
+from inspection_support import MODEL, Recorded, running_proxy
+from scripted_sampler import ScriptedSampler
 from typer.testing import CliRunner
 
 from areal_agents.cli import app
@@ -19,6 +20,7 @@ from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inspection.runs import follow
 from areal_agents.inspection.sources import opened
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.rendering import ChatRenderer
 
 
 def call(*arguments: object) -> str:
@@ -98,6 +100,17 @@ def test_a_reward_goes_through_the_proxy_and_never_beside_it(recorded: Recorded)
         refused = CliRunner().invoke(app, ["reward", *arguments])
         assert isinstance(refused.exception, ArealAgentsError) and message in str(refused.exception)
     assert not Path("nowhere.db").exists()
+
+
+def test_a_proxy_that_needs_its_admin_key_is_named_with_where_the_key_is(tmp_path: Path) -> None:
+    engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
+    with running_proxy(tmp_path / "store.db", engine, admin_key="admin-key") as proxy:
+        done = CliRunner().invoke(app, ["episodes", "ls", proxy.url])
+        assert isinstance(done.exception, ConfigError)
+        assert "needs its admin key: --admin-key" in str(done.exception)
+        assert "endpoints.json" in str(done.exception)
+        listed = CliRunner().invoke(app, ["episodes", "ls", proxy.url, "--admin-key", "admin-key"])
+        assert listed.exit_code == 0, listed.output
 
 
 def test_a_list_of_the_proxy_comes_in_pages(recorded: Recorded) -> None:
