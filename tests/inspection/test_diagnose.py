@@ -51,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     save_config(load_config(EXAMPLE, settings), folder.config)
     folder.write_endpoints(Endpoints(("http://127.0.0.1:9",), "127.0.0.1", 9, SECRETS["of the proxy"]))
     row = {"time": 0.0, "groups_solved_some": 0, "groups_solved_all": 0, "groups_solved_none": 8}
+    row["kl_behavior_k3"] = 0.0
     rows = [{**row, "step": step, "skipped_steps": 0} for step in range(1, 9)]
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Store.open(folder.store) as store:

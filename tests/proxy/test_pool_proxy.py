@@ -282,7 +282,11 @@ def test_what_a_worker_is_told_of_the_engines_arrives(tmp_path: Path) -> None:
     engines = EngineUrls(("http://a:1", "http://b:2"), "http://r:3", adapters=True)
     spec = WorkerSpec(tmp_path, "run", 0, 0, (1, 2), "secret")
     page = Page("module:function", "store", "model", "run")
-    order = Order(spec, "model", engines, "store", "process", {"versions": 2}, {}, page, 3, 4, 5, (6, 7), 8)
+    telemetry = {"endpoint": "http://c:4318"}
+    order = Order(
+        spec, "model", engines, "store", "process", {"versions": 2}, {}, page, telemetry, "run",
+        3, 4, 5, (6, 7), 8,
+    )  # fmt: skip
     assert Order.from_line(order.to_line()) == order
     assert engines.describe() == "http://a:1, http://b:2, through http://r:3"
 
