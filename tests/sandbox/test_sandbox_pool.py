@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from areal_agents.errors import SandboxError
-from areal_agents.sandbox.isolations import open_isolation
+from areal_agents.sandbox.bubblewrap import Bubblewrap
+from areal_agents.sandbox.local import LocalIsolation
 from areal_agents.sandbox.pool import SandboxPool
 from areal_agents.sandbox.sandbox import Isolation, Sandbox, SandboxSpec
 from tests.sandbox.conftest import needs, spec_for
@@ -32,8 +33,7 @@ async def test_a_warm_sandbox_is_given_out_once(bubblewrap: Isolation, tmp_path:
 
 async def test_nothing_is_left_when_a_pool_and_its_isolation_are_closed(tmp_path: Path) -> None:
     needs("bubblewrap")
-    before = _cgroups()
-    isolation = await open_isolation("bubblewrap", spec_for("bubblewrap"))
+    isolation = LocalIsolation(Bubblewrap(), base=tmp_path)  # its own: other tests start sandboxes meanwhile
     pool = SandboxPool(isolation, spec_for("bubblewrap"), warm=3)
     taken = await pool.take()
     taking = [asyncio.create_task(pool.take()) for _ in range(5)]
@@ -41,10 +41,11 @@ async def test_nothing_is_left_when_a_pool_and_its_isolation_are_closed(tmp_path
     for task in taking:
         task.cancel()
     await asyncio.gather(*taking, return_exceptions=True)
-    assert len(_cgroups() - before) >= 1
+    (home,) = (folder for folder in tmp_path.iterdir() if folder.is_dir())
+    assert len(_cgroups(home.name)) >= 1
     await pool.close()
     await isolation.close()
-    assert _cgroups() == before
+    assert not _cgroups(home.name)
     with pytest.raises(SandboxError, match="has ended"):
         await taken.run(["true"], timeout_s=20)
 
@@ -57,6 +58,7 @@ async def test_a_sandbox_that_cannot_start_says_why(bubblewrap: Isolation, tmp_p
     await pool.close()
 
 
-def _cgroups() -> set[str]:
+def _cgroups(home: str) -> set[str]:
+    """The cgroups of the sandboxes of one owner, whose names have that of its folder."""
     root = Path("/sys/fs/cgroup")
-    return {str(path) for path in root.rglob("areal-agents-sandbox-*") if path.is_dir()}
+    return {str(path) for path in root.rglob(f"areal-agents-sandbox-{home}-*") if path.is_dir()}
