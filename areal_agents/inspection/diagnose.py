@@ -199,7 +199,7 @@ def _summary_of_store(
 
 
 def _beginning(text: str) -> str:
-    """Return the first whole words of a text, because a secret that is cut is not recognised."""
+    """Return the beginning of a string up to a word end, because part of a secret would not be recognised."""
     return text if len(text) <= ERROR_CHARACTERS else text[:ERROR_CHARACTERS].rpartition(" ")[0] + " …"
 
 

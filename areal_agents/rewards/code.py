@@ -20,11 +20,15 @@ from areal_agents.sandbox.sandbox import Limits, Sandbox, SandboxSpec
 _OUTPUT_BYTES = 1 << 22  # a longer output fails the test
 _FILE = "solution.py"
 # Calls the tested function, which may be a method of a class Solution; the last line has its result.
+# Programs for such tests use List and the like without importing them, as the sites of these tasks allow.
 _CALL = """
 import json, sys
 name = sys.argv[1]
 arguments = [json.loads(line) for line in sys.stdin.read().splitlines() if line.strip()]
 space = {"__name__": "solution"}
+exec("from typing import *; from collections import *", space)
+exec("from functools import *; from itertools import *", space)
+exec("import bisect, heapq, math, random, re, string, sys", space)
 exec(compile(open("solution.py").read(), "solution.py", "exec"), space)
 function = space.get(name) or getattr(space["Solution"](), name)
 print("\\n" + json.dumps(function(*arguments)))

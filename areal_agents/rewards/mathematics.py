@@ -19,6 +19,7 @@ from typing import Any
 from areal_agents.errors import RewardError
 from areal_agents.rewards.finished import FinishedEpisode
 
+_FREE_S = 600.0  # longest wait until another comparison has ended
 _START_S = 120.0  # importing sympy takes many seconds on a busy machine
 
 
@@ -66,9 +67,15 @@ class MathChecks:
     def equal(self, answer: str, expected: str) -> bool:
         """Return whether an answer equals the expected one; False if the comparison exceeds its time.
 
-        Raises RewardError if the expected answer cannot be read, or no process can be started.
+        Raises RewardError if the expected answer cannot be read, no process can be started, or none becomes
+        free within 10 minutes.
         """
-        process = self._idle.get()
+        try:
+            process = self._idle.get(timeout=_FREE_S)
+        except queue.Empty:
+            raise RewardError(
+                f"no process was free for a comparison within {_FREE_S:g} s; give math_answer more processes"
+            ) from None
         try:
             if process is not None and process.has_ended:  # it was killed while it compared nothing
                 process.end()

@@ -1,4 +1,4 @@
-"""Runs a synchronous function in a thread of its own, so that the event loop goes on."""
+"""Runs a synchronous function in a thread of its own, which does not block the event loop."""
 
 from __future__ import annotations
 

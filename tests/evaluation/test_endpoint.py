@@ -144,13 +144,13 @@ async def test_tokens_that_are_not_reported_are_estimated_and_limited(
     [
         (
             b"data: {}\n\ndata: upstream timed out\n\n",
-            "it has a line that is no chunk of a chat completion: 'upstream timed out'",
+            "it has a line that is not a chunk of a chat completion: 'upstream timed out'",
         ),
-        (b"data: [1]\n\n", "it has a line that is no chunk of a chat completion: '[1]'"),
+        (b"data: [1]\n\n", "it has a line that is not a chunk of a chat completion: '[1]'"),
         (b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n', "it ended before the reply did"),
         (
             b'data: {"usage": {"prompt_tokens": "x"}}\n\ndata: [DONE]\n\n',
-            "its usage has no numbers of tokens",
+            "its usage has no token counts",
         ),
     ],
 )

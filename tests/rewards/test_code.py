@@ -28,7 +28,10 @@ for place in places:
         pass
 print(*re.findall("secret-[0-9a-f]+", " ".join(texts))[:1])
 """
-METHOD = "class Solution:\n    def least(self, xs, n):\n        print('noise')\n        return sorted(xs)[:n]"
+METHOD = (
+    "class Solution:\n    def least(self, xs: List[int], n: int) -> List[int]:\n"
+    "        print('noise')\n        return sorted(xs)[:n]"
+)
 
 
 def episode(program: str | None, **task: Any) -> FinishedEpisode:

@@ -313,13 +313,15 @@ def _added(reply: StreamedReply, data: str) -> bool:
     try:
         return reply.add(json.loads(data))
     except (ValueError, TypeError, AttributeError, LookupError):
-        raise _unreadable(f"it has a line that is no chunk of a chat completion: {data[:_SHOWN]!r}") from None
+        raise _unreadable(
+            f"it has a line that is not a chunk of a chat completion: {data[:_SHOWN]!r}"
+        ) from None
 
 
 def _reply_of(reply: StreamedReply) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the reply and the usage of a stream. Raises RequestError if the usage has no numbers."""
     if not _is_usage(reply.usage):
-        raise _unreadable(f"its usage has no numbers of tokens: {str(reply.usage)[:_SHOWN]}")
+        raise _unreadable(f"its usage has no token counts: {str(reply.usage)[:_SHOWN]}")
     return reply.message(), reply.usage
 
 
