@@ -91,11 +91,12 @@ def _collapsed_entropy(rows: Rows) -> str:
     first, now = rows[0].get("entropy"), _mean(rows, "entropy")
     if first is None or now is None or now > 0.05 or now > 0.3 * first:
         return ""
-    solved, groups = (
+    solved, differing, groups = (
         sum(row[f"groups_solved_{which}"] for row in rows[-WINDOW:] for which in kinds)
-        for kinds in (("all",), ("all", "some", "none"))
+        for kinds in (("all",), ("some",), ("all", "some", "none"))
     )
-    if 3 * solved > groups:  # a policy that has learned its tasks is sure of what it does
+    # A policy that has learned its tasks is sure of what it does; one whose scores differ still explores.
+    if 3 * solved > groups or 2 * differing >= groups:
         return ""
     return f"the entropy fell from {first:.3f} to {now:.3f} nats: the policy no longer explores"
 

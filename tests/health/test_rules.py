@@ -20,7 +20,10 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
     "mismatch": ({"logprob_diff_on_policy_mean": 0.2}, "0.200 nats"),
     "rising KL": ({"kl_behavior_k3": 0.25}, "0.002, then 0.250"),
     "small sample": ({"ess": 0.31}, "31%"),
-    "no exploration": ({"entropy": 0.01}, "from 0.800 to 0.010"),
+    "no exploration": (
+        {"entropy": 0.01, "groups_solved_some": 2, "groups_solved_none": 5},
+        "from 0.800 to 0.010",
+    ),
     "truncated": ({"truncated_share": 0.5}, "50% of the episodes"),
     "reward without tools": ({"rewarded_without_tools": 0.9}, "90% of the episodes"),
     "old groups": ({"stale_groups_dropped": 2}, "2.0 groups"),
@@ -63,6 +66,12 @@ def test_a_metric_without_values_sets_no_rule_off() -> None:
 def test_a_policy_that_has_learned_its_tasks_may_be_sure_of_what_it_does() -> None:
     learned = {"entropy": 0.01, "groups_solved_all": 5, "groups_solved_some": 3, "groups_solved_none": 0}
     assert findings(run(then=learned)) == []
+
+
+def test_a_policy_whose_attempts_differ_in_their_scores_explores() -> None:
+    """Whatever its entropy: most tokens of an agent's calls leave no choice."""
+    differing = {"entropy": 0.01, "groups_solved_all": 2, "groups_solved_some": 5, "groups_solved_none": 1}
+    assert findings(run(then=differing)) == []
 
 
 def test_tasks_that_are_always_or_never_solved_are_told_apart() -> None:
