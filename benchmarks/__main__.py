@@ -85,17 +85,20 @@ def asynchrony(
     as_json: AsJson = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
     table: Annotated[
-        bool, typer.Option("--table", help="Train the quick start at η = 0 to ∞ instead, which takes hours.")
+        bool, typer.Option("--table", help="Train the quick start at η = 0 to 16 instead, which takes hours.")
     ] = False,
     out: Annotated[
         Path, typer.Option(help="With --table: the file of results; runs that it contains are not repeated.")
     ] = Path("async-table.jsonl"),
+    image: Annotated[
+        Path | None, typer.Option("--plot", help="With --table: where its plot is written, as a PNG.")
+    ] = None,
 ) -> None:
     """Asynchronous against synchronous training, weight swaps, and the store."""
     if table:
         from benchmarks.asynchrony.table import run as run_table
 
-        run_table(out, json=as_json)
+        run_table(out, image=image, json=as_json)
     else:
         from benchmarks.asynchrony.run import run
 

@@ -156,7 +156,7 @@ def test_what_is_reported_follows_from_what_was_measured(
 
 
 class TestTable:
-    SETTINGS = [table.Setting(0, "naive", 0), table.Setting(None, "decoupled", 0)]
+    SETTINGS = [table.Setting(0, "naive", 0), table.Setting(16, "decoupled", 0)]
 
     @pytest.fixture
     def trained(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -165,6 +165,11 @@ class TestTable:
 
         def train(config: Any, *, console: Console) -> Any:
             configs.append(config)
+            rewards = [0.1, 0.2] + [0.7] * 10
+            rows = [{"step": step, "time": 0.0, "reward_mean": reward} for step, reward in enumerate(rewards)]
+            folder = Path(config.run_dir)
+            folder.mkdir(parents=True)
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             return FakeSummary(config.algorithm.minibatches)
 
         monkeypatch.setattr(table, "train", train)
@@ -173,14 +178,16 @@ class TestTable:
     def test_runs_that_are_there_are_not_repeated(self, tmp_path: Path, trained: list[Any]) -> None:
         out = tmp_path / "deep" / "table.jsonl"
         table.run(out, json=False, settings=self.SETTINGS[:1])
-        printed = table.run(out, json=True, settings=self.SETTINGS)
-        assert [(c.rollout.max_staleness, c.algorithm.proximal) for c in trained] == [
-            (0, "behavior"), (None, "batch"),
+        image = tmp_path / "plot.png"
+        printed = table.run(out, json=True, image=image, settings=self.SETTINGS)
+        assert image.read_bytes().startswith(b"\x89PNG")
+        assert [(c.rollout.lag, c.rollout.max_staleness, c.algorithm.proximal) for c in trained] == [
+            (0, 0, "behavior"), (16, 16, "batch"),
         ]  # fmt: skip
         assert all(c.algorithm.minibatches == 4 and c.eval.every is None for c in trained)
         assert len({c.run_dir for c in trained}) == 2
-        assert "| 0 | 0.900 (0.900) | – | 1.50 / 3 | 2.00 |" in printed
-        assert "| ∞ | – | 0.900 (0.900) |" in printed
+        assert "| 0 | 0.900 (0.900) | – | 0.700 / – |" in printed
+        assert "| 16 | – | 0.900 (0.900) | – / 0.700 |" in printed
         assert len(out.read_text().splitlines()) == 2
 
     def test_a_foreign_file_is_left_alone(self, tmp_path: Path, trained: list[Any]) -> None:
