@@ -25,7 +25,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "torch", "transformers", "xgrammar",
     ),
     "acp": ("acp",),
-    "rewards": ("jsonschema", "math_verify"),
+    "rewards": ("jsonschema", "math_verify", "regex"),
     "mcp": ("mcp",),
     "otel": ("opentelemetry",),
     "gpu": ("bitsandbytes", "liger_kernel"),

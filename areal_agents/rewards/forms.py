@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_agents.rewards.finished import FinishedEpisode
 
+logger = logging.getLogger(__name__)
+
 _FENCE = re.compile(r"```(?:\w+)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
-def matches(pattern: str, answer: str | None) -> float:
+def matches(pattern: str, answer: str | None, *, timeout_s: float = 1.0) -> float:
     """Return 1.0 if a regular expression matches the whole answer, else 0.0; "." matches line ends too.
 
-    Raises re.error if the pattern is not valid.
+    A pattern that backtracks may take exponential time with an answer that the policy wrote. After
+    `timeout_s` the answer counts as one that does not match, and a warning says so. It needs the package
+    regex (extra `rewards`).
+
+    Raises regex.error if the pattern is not valid.
     """
-    return float(answer is not None and re.fullmatch(pattern, answer.strip(), re.DOTALL) is not None)
+    import regex  # imported late: it is `re` with a time limit, and most rewards do not need it
+
+    if answer is None:
+        return 0.0
+    try:
+        found = regex.fullmatch(pattern, answer.strip(), regex.DOTALL, timeout=timeout_s)
+    except TimeoutError:
+        logger.warning(
+            "matches: the pattern %r was not done with an answer of %d characters within %g s, which counts "
+            "as no match; write the pattern so that it does not backtrack",
+            pattern, len(answer), timeout_s,
+        )  # fmt: skip
+        return 0.0
+    return float(found is not None)
 
 
 def fenced(answer: str | None) -> str | None:

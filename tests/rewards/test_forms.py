@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from areal_agents.rewards import (
@@ -33,6 +35,13 @@ def episode(*messages: dict[str, object]) -> FinishedEpisode:
 )
 def test_a_pattern_matches_the_whole_answer(pattern: str, answer: str | None, score: float) -> None:
     assert matches(pattern, answer) == score
+
+
+def test_a_pattern_that_backtracks_costs_its_limit_only(caplog: pytest.LogCaptureFixture) -> None:
+    started = time.monotonic()
+    assert matches(r"(a|aa)+b", "a" * 200, timeout_s=0.2) == 0.0
+    assert time.monotonic() - started < 30, "without the limit it would not end"
+    assert "does not backtrack" in caplog.text and "(a|aa)+b" in caplog.text
 
 
 def test_the_last_fenced_block_is_taken() -> None:
