@@ -39,7 +39,7 @@ episodes_app = typer.Typer(help="Look at recorded episodes.", no_args_is_help=Tr
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
     app.add_typer(episodes_app, name="episodes")
-    for command in (runs, reward, replay, fork, tail, diagnose, compare, reference, why):
+    for command in (runs, tasks, reward, replay, fork, tail, diagnose, compare, reference, why):
         app.command()(command)
 
 
@@ -63,6 +63,50 @@ def runs(
                 )
     else:
         print(f"no runs in {folder}")
+
+
+def tasks(
+    where: Annotated[str, typer.Argument(help="A run's folder, or a store file.", metavar="RUN")],
+    *,
+    pool: Annotated[
+        Literal["new", "learnable", "unsolved", "solved"] | None,
+        typer.Option(help="Only tasks of this pool, by their latest complete group."),
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option(help="Only tasks of this data source or environment, by its name.")
+    ] = None,
+    sort: Annotated[
+        Literal["begun", "task", "pool", "attempts", "reward", "last", "solved", "version"],
+        typer.Option(
+            help="begun: the newest last; task and pool by name; any other: the largest first, tasks without "
+            "a value last."
+        ),
+    ] = "begun",
+    limit: Annotated[
+        int, typer.Option(min=1, help="Most tasks to show: the first, and with --sort begun the newest.")
+    ] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """Show what training has seen of each task: attempts, rewards, and its pool by difficulty."""
+    from dataclasses import asdict
+
+    from areal_agents.inspection.show import tasks_table
+    from areal_agents.inspection.sources import stored
+    from areal_agents.inspection.tasks import ordered, pool_sizes, statistics_of
+
+    with stored(where) as (store, config):
+        every = statistics_of(store, config)
+    of_source = [one for one in every if source is None or one.task.startswith(f"{source}/")]
+    found = ordered([one for one in of_source if pool in (None, one.pool)], sort)
+    shown = found[-limit:] if sort == "begun" else found[:limit]
+    if as_json:
+        print(json.dumps([asdict(one) for one in shown]))
+        return
+    _console().print(tasks_table(shown))
+    sizes = ", ".join(f"{count} {name}" for name, count in pool_sizes(of_source).items())
+    print(f"{len(of_source)} tasks were begun: {sizes}")
+    if len(found) > limit:
+        print(f"{limit} of {len(found)} tasks are shown; --limit shows more")
 
 
 @episodes_app.command("ls")

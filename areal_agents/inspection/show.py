@@ -19,6 +19,7 @@ from rich.tree import Tree
 
 if TYPE_CHECKING:
     from areal_agents.doctor.replay import Replay
+    from areal_agents.inspection.tasks import TaskStatistics
 
 from areal_agents.evaluation.reference import CONFIDENCE, Curve, Point, rewards_at
 
@@ -145,6 +146,18 @@ def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
             f"{run['step']}/{run['steps']}",
             f"{_number(run['before'])} → {_number(run['after'])}{changed}",
             Text(run["model"]),
+        )  # fmt: skip
+    return table
+
+
+def tasks_table(tasks: Iterable[TaskStatistics]) -> Table:
+    """Return a table with a row for each task."""
+    table = Table("task", "pool", "groups", "attempts", "reward", "last group", "solved", "version")
+    for task in tasks:
+        solved = "–" if task.solved is None else f"{task.solved:.0%}"
+        table.add_row(
+            _text(task.task), task.pool, str(task.groups), str(task.attempts), _number(task.reward),
+            _number(task.last_reward), solved, "–" if task.version is None else str(task.version),
         )  # fmt: skip
     return table
 

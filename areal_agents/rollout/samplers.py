@@ -155,7 +155,7 @@ class DifficultySampler:
             solved = sum(score >= self._config.solved_score for score in scores)
             before = self._sums.get(task_id, (0.0, 0.0))
             self._sums[task_id] = (_DECAY * before[0] + solved, _DECAY * before[1] + len(scores))
-            self._move(task_id, _pool(solved, len(scores)))
+            self._move(task_id, pool_of(solved, len(scores)))
 
     def _move(self, task_id: str, pool: Pool) -> None:
         before = self._pool_of.get(task_id)
@@ -203,7 +203,8 @@ class MixtureSampler:
         return None
 
 
-def _pool(solved: int, episodes: int) -> Pool:
+def pool_of(solved: int, episodes: int) -> Pool:
+    """Return the pool of a task of which so many episodes of the latest complete group have solved it."""
     if solved == episodes:
         return "solved"
     return "learnable" if solved else "unsolved"

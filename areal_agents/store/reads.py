@@ -32,6 +32,7 @@ from areal_agents.store.rows import (
     GroupUse,
     OpenEpisode,
     OpenGroup,
+    TaskGroup,
     TrainedStep,
     TurnTime,
 )
@@ -406,6 +407,20 @@ def tasks_started(connection: sa.Connection, split: Split) -> list[tuple[str, in
         sa.select(groups.c.id).where(groups.c.split == split).order_by(groups.c.seq)
     ).scalars()
     return [task_and_epoch(group_id) for group_id in ids]
+
+
+def task_groups(connection: sa.Connection, split: Split) -> list[TaskGroup]:
+    """Return every group of the split with its task, oldest first."""
+    query = (
+        sa.select(groups.c.id, tasks.c.id, sa.func.max(turns.c.version_max))
+        .join(tasks, tasks.c.uid == groups.c.task_uid)
+        .outerjoin(episodes, episodes.c.group_id == groups.c.id)
+        .outerjoin(turns, turns.c.episode_id == episodes.c.id)
+        .where(groups.c.split == split)
+        .group_by(groups.c.id)
+        .order_by(groups.c.seq)
+    )
+    return [TaskGroup(*row) for row in connection.execute(query)]
 
 
 def group_scores(connection: sa.Connection, ids: Sequence[str]) -> dict[str, tuple[float, ...]]:

@@ -221,6 +221,19 @@ class WaitingGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskGroup:
+    """A group of a task.
+
+    Attributes:
+        version: the newest policy version that sampled one of its tokens; None if it has none.
+    """
+
+    id: str
+    task_id: str
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class GroupUse:
     """One time that the trainer took a group; `use` 0 is the first.
 

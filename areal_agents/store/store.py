@@ -33,6 +33,7 @@ from areal_agents.store.rows import (
     NewEpisode,
     OpenEpisode,
     OpenGroup,
+    TaskGroup,
     TurnTime,
     UntrainedGroup,
     VersionRow,
@@ -418,6 +419,11 @@ class Store:
         """Return (task id, epoch) of every group, oldest first; group ids are "<task id>@<epoch>"."""
         with self._database.read() as connection:
             return reads.tasks_started(connection, split)
+
+    def task_groups(self, split: Split = "train") -> list[TaskGroup]:
+        """Return every group with its task, oldest first."""
+        with self._database.read() as connection:
+            return reads.task_groups(connection, split)
 
     def group_scores(self, group_ids: Sequence[str]) -> dict[str, tuple[float, ...]]:
         """Return the scores of each group that has ended: by index if it is complete, () if dropped."""
