@@ -99,7 +99,7 @@ class Evaluation:
     Attributes:
         score: the mean score of all episodes; a failed one counts as 0.
         by_task: the mean score of each task, by its id; None if all its episodes failed.
-        results: each attempt; `results.metrics()` has avg@k, pass@k and maj@k with their intervals.
+        results: each attempt; `results.metrics()` has avg@k, pass@k, pass^k and maj@k with their intervals.
     """
 
     score: float

@@ -61,7 +61,7 @@ def compare(first: Results, second: Results) -> Comparison:
     """Compare two evaluations over the tasks that both have.
 
     avg@j of the first is compared with avg@k of the second, since both estimate the mean score of one
-    attempt; pass@k and maj@k only with the same k.
+    attempt; pass@k, pass^k and maj@k only with the same k.
 
     Raises:
         ConfigError: they have no task in common, or differ in the score with which an attempt passes.

@@ -32,6 +32,19 @@ def pass_at_k(attempts: int, passed: int, k: int) -> float:
     return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
 
 
+def pass_hat_k(attempts: int, passed: int, k: int) -> float:
+    """Return the probability that all of k attempts pass, sampled from these without replacement: pass^k.
+
+    It is the unbiased estimator C(c, k) / C(n, k) for c of n attempts that passed (Yao et al., "τ-bench",
+    arXiv 2406.12045). It measures reliability: with k it falls, where pass@k rises.
+    """
+    if not 1 <= k <= attempts or not 0 <= passed <= attempts:
+        raise ValueError(
+            f"pass^k needs 1 ≤ k ≤ attempts and 0 ≤ passed ≤ attempts, got {k}, {attempts}, {passed}"
+        )
+    return math.comb(passed, k) / math.comb(attempts, k)
+
+
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
     """Return the expected score of the most frequent answer (self-consistency, arXiv 2203.11171).
 

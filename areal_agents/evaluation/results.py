@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from areal_agents.errors import ConfigError
-from areal_agents.evaluation.estimators import interval, majority_score, pass_at_k
+from areal_agents.evaluation.estimators import interval, majority_score, pass_at_k, pass_hat_k
 from areal_agents.whole_files import write_whole
 
 FORMAT = "areal-agents evaluation 1"
@@ -66,13 +66,14 @@ class TaskResult:
         return [attempt.score for attempt in self.attempts]
 
     def value(self, metric: str, pass_score: float) -> float:
-        """Return this task's value of a metric: "avg@k", "pass@k" or "maj@k"."""
-        kind, _, k = metric.partition("@")
-        if kind == "avg":
+        """Return this task's value of a metric: "avg@k", "pass@k", "pass^k" or "maj@k"."""
+        if metric.startswith("avg@"):
             return fmean(self.scores)
-        if kind == "maj":
+        if metric.startswith("maj@"):
             return majority_score([attempt.answer for attempt in self.attempts], self.scores)
-        return pass_at_k(len(self.attempts), sum(score >= pass_score for score in self.scores), int(k))
+        estimator = pass_hat_k if metric.startswith("pass^") else pass_at_k
+        passed = sum(score >= pass_score for score in self.scores)
+        return estimator(len(self.attempts), passed, int(metric[len("pass@") :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Metrics:
 
     Attributes:
         tasks, episodes, failed: how many there are.
-        scores: by name: avg@k, pass@1, pass@2, pass@4, … up to pass@k, and maj@k if there are answers.
+        scores: by name, those of `Results.metric_names`.
         costs: means over the episodes that have not failed, by the names of COSTS.
         tokens_estimated: in how many of these the tokens are estimates.
     """
@@ -144,11 +145,13 @@ class Results:
 
     @property
     def metric_names(self) -> list[str]:
-        """The names of the metrics: avg@k, pass@1, pass@2, pass@4, … pass@k, and maj@k if it is known."""
+        """The names of the metrics: avg@k; pass@j for j = 1, 2, 4, … up to k; pass^j for the same j above 1,
+        since pass^1 is pass@1; and maj@k if there are answers."""
         k = self.attempts
         powers = [2**i for i in range(k.bit_length()) if 2**i < k]
         majority = [f"maj@{k}"] if self.has_answers else []
-        return [f"avg@{k}", *(f"pass@{n}" for n in (*powers, k)), *majority]
+        at, hat = ([f"pass{mark}{n}" for n in (*powers, k)] for mark in "@^")
+        return [f"avg@{k}", *at, *hat[1:], *majority]
 
     def metrics(self, tasks: Sequence[TaskResult] | None = None) -> Metrics:
         """Return the metrics of all tasks, or of some."""
@@ -162,7 +165,7 @@ class Results:
             scores={
                 name: Estimate.of(
                     [task.value(name, self.pass_score) for task in tasks],
-                    is_probability=name.startswith("pass@"),
+                    is_probability=name.startswith("pass"),
                 )
                 for name in self.metric_names
             },

@@ -44,7 +44,7 @@ def show_results(results: Results, console: Console) -> None:
     if failures:
         text = f"the last failure: {failures[-1].episode}: {failures[-1].error or 'no reason is known'}"
         console.print(printable(text), soft_wrap=True, highlight=False, markup=False)
-    shown = [name for name in names if not name.startswith("pass@") or name == f"pass@{results.attempts}"]
+    shown = [name for name in names if not name.startswith("pass") or name[5:] == str(results.attempts)]
     for field, slices in results.slices().items():
         table = Table(field, "tasks", *shown, "failed", *COST_NAMES.values())
         for value, metrics in slices.items():

@@ -396,13 +396,13 @@ class EvalConfig(Settings):
     attempts: int = Field(
         default=1,
         ge=1,
-        description="Episodes of each task, for avg@k, pass@k and maj@k; more than one needs a temperature "
-        "above 0.",
+        description="Episodes of each task, for avg@k, pass@k, pass^k and maj@k; more than one needs a "
+        "temperature above 0.",
     )
     pass_score: float = Field(
         default=1.0,
         allow_inf_nan=False,
-        description="The least score with which an episode has passed, for pass@k.",
+        description="The least score with which an episode has passed, for pass@k and pass^k.",
     )
     answer: str = Field(
         default="",

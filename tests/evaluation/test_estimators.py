@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +12,7 @@ from areal_agents.evaluation.estimators import (
     majority_score,
     mcnemar_p,
     pass_at_k,
+    pass_hat_k,
     sign_flip_p,
     t_interval,
     t_quantile,
@@ -18,16 +20,18 @@ from areal_agents.evaluation.estimators import (
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 5, 7])
-def test_pass_at_k_is_the_share_of_subsets_that_pass(attempts: int) -> None:
+def test_pass_at_k_and_pass_hat_k_are_shares_of_subsets(attempts: int) -> None:
     for passed, k in itertools.product(range(attempts + 1), range(1, attempts + 1)):
         scores = [1] * passed + [0] * (attempts - passed)
         subsets = list(itertools.combinations(scores, k))
         assert pass_at_k(attempts, passed, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+        assert pass_hat_k(attempts, passed, k) == pytest.approx(sum(map(min, subsets)) / len(subsets))
 
 
-def test_pass_at_k_needs_as_many_attempts() -> None:
+@pytest.mark.parametrize("estimator", [pass_at_k, pass_hat_k])
+def test_no_more_attempts_are_sampled_than_there_are(estimator: Callable[[int, int, int], float]) -> None:
     with pytest.raises(ValueError, match="1 ≤ k ≤ attempts"):
-        pass_at_k(2, 1, 3)
+        estimator(2, 1, 3)
 
 
 @pytest.mark.parametrize(

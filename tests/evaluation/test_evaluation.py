@@ -101,11 +101,13 @@ def test_an_evaluation_continues_after_kill_9(evaluated: Path) -> None:
 def test_metrics_are_those_of_the_attempts(evaluated: Path) -> None:
     results = Results.read(evaluated)
     metrics = results.metrics()
-    assert list(metrics.scores) == ["avg@3", "pass@1", "pass@2", "pass@3", "maj@3"]
+    assert list(metrics.scores) == ["avg@3", "pass@1", "pass@2", "pass@3", "pass^2", "pass^3", "maj@3"]
     scores = [attempt.score for task in results.tasks for attempt in task.attempts]
     assert metrics.scores["avg@3"].value == pytest.approx(sum(scores) / 12)
     solved = sum(any(attempt.score for attempt in task.attempts) for task in results.tasks)
     assert metrics.scores["pass@3"].value == solved / 4
+    always = sum(all(attempt.score for attempt in task.attempts) for task in results.tasks)
+    assert metrics.scores["pass^3"].value == always / 4
     by_level = results.slices()["about.level"]
     assert {value: found.tasks for value, found in by_level.items()} == {"0": 2, "1": 2}
     tree = json.loads((evaluated / "results.json").read_text())
