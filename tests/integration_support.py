@@ -22,8 +22,7 @@ import uvloop
 
 from areal_agents.inference import SGLangEngine
 from areal_agents.proxy import ProxyConfig, create_app
-from areal_agents.proxy.server import build_server
-from areal_agents.rendering import ChatRenderer
+from areal_agents.proxy.server import build_server, make_renderer
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
 from areal_agents.testing import Script, ScriptedApp, ScriptedReply, ServedCall, running
@@ -56,24 +55,24 @@ class Stack:
 
 
 @contextmanager
-def running_stack(model: Path, store: Path) -> Iterator[Stack]:
+def running_stack(model: Path, store: Path, config: ProxyConfig | None = None) -> Iterator[Stack]:
     """One scripted engine and one proxy on real sockets."""
     app = ScriptedApp.from_folder(model, lambda call: "ok", context_length=16_384)
     with (
         running(app) as engine_url,
-        serving(engine_url, model, store) as url,
+        serving(engine_url, model, store, config or ProxyConfig()) as url,
         httpx.Client(base_url=url, timeout=30) as http,
     ):
         yield Stack(app, url, http)
 
 
 @contextmanager
-def serving(engine_url: str, model: Path, store_path: Path) -> Iterator[str]:
+def serving(engine_url: str, model: Path, store_path: Path, config: ProxyConfig) -> Iterator[str]:
     """The proxy from a thread for the length of a with-block; yields its URL."""
     with Store.open(store_path) as store, listen("127.0.0.1", 0) as listener:
         engine = SGLangEngine(engine_url, request_timeout_s=30)
-        renderer = ChatRenderer.from_folder(model)
-        server = build_server(create_app(store=store, engine=engine, renderer=renderer, config=ProxyConfig()))
+        renderer = make_renderer(model, config)
+        server = build_server(create_app(store=store, engine=engine, renderer=renderer, config=config))
         server.config.timeout_graceful_shutdown = 1
 
         def run() -> None:

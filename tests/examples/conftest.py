@@ -9,8 +9,9 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SEARCH_AGENT, REPAIR_TASKS = EXAMPLES / "search_agent", EXAMPLES / "repair_tasks"
+CONVERSATION = EXAMPLES / "conversation"
 
-sys.path[:0] = map(str, (SEARCH_AGENT, REPAIR_TASKS, EXAMPLES))
+sys.path[:0] = map(str, (SEARCH_AGENT, REPAIR_TASKS, CONVERSATION, EXAMPLES))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,333 @@
+"""Every scenario can be solved, nothing else earns its reward, and a conversation is one recorded branch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from clerks import CAREFUL, Clerk, Habits, tool_message
+from customer import INSISTS, ScriptedCustomer
+from desk import SERVICES, Desk, amounts
+from desk_agent import MAX_MODEL_CALLS, Ask, converse, desk_agent_with_model, reward
+from integration_support import running_stack
+from run_logs import ends_of_logs
+from scenarios import (
+    heldout_tasks,
+    reference_world,
+    scenario,
+    small_heldout_tasks,
+    small_train_tasks,
+    train_tasks,
+)
+from tokenizers import Tokenizer
+
+from areal_agents.config import load_config
+from areal_agents.episode import Episode
+from areal_agents.proxy import ProxyConfig
+from areal_agents.store import Store
+from integrations.conversations import in_order
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "conversation"
+MODEL = EXAMPLE.parent / "search_agent" / "model"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def played(task: dict[str, Any], ask: Ask) -> tuple[float, list[dict[str, Any]], ScriptedCustomer]:
+    """The reward and the messages of a conversation with the scripted customer."""
+    desk = Desk(task["world"], task["services"])
+    customer = ScriptedCustomer(task["customer"], desk)
+    messages = asyncio.run(converse(desk, customer, ask))
+    return reward(task, desk, customer, messages), messages, customer
+
+
+def by_clerk(task: dict[str, Any], habits: Habits) -> float:
+    return played(task, Clerk(task, habits, random.Random(0)))[0]
+
+
+def saying(text: str) -> Ask:
+    async def ask(messages: Sequence[Any]) -> dict[str, Any]:
+        return {"role": "assistant", "content": text}
+
+    return ask
+
+
+# --- Scenarios ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tasks", [heldout_tasks, small_heldout_tasks], ids=["whole", "small"])
+def test_the_solution_of_every_held_out_scenario_earns_the_reward(tasks: Any) -> None:
+    found = tasks()
+    assert len(found) == 256 and found == tasks()
+    assert {by_clerk(task, CAREFUL) for task in found} == {1.0}
+    kinds = Counter(task["kind"] for task in found)
+    assert min(kinds[kind] for kind in ("allowed", "forbidden", "two requests")) >= 35
+    reasons = {
+        a[2]["reason"] for task in found for request in task["actions"] for a in request if "reason" in a[2]
+    }
+    assert reasons == {r for name in found[0]["services"] for r in SERVICES[name].reasons}
+
+
+def test_held_out_riders_are_never_seen_in_training() -> None:
+    for train, heldout in ((train_tasks, heldout_tasks), (small_train_tasks, small_heldout_tasks)):
+        tasks = train()
+        seen = {rider for task in tasks for rider in task["world"]["riders"]}
+        assert len(tasks) == 1000
+        assert not seen & {rider for task in heldout() for rider in task["world"]["riders"]}
+
+
+def test_wrong_ends_earn_nothing() -> None:
+    """Rules ignored, allowed requests declined, a wrong reason, work only claimed, a lock that stays open."""
+    bad = {
+        "obeys": Habits(obeys=1.0),
+        "refuses": Habits(refuses=1.0),
+        "wrong_reason": Habits(wrong_reason=1.0),
+        "only_says": Habits(only_says=1.0),
+    }
+    for task in small_heldout_tasks():
+        first = task["customer"]["goals"][0]
+        is_forbidden = first["kind"] == "forbidden"
+        for name, habits in bad.items():
+            if (name in ("obeys", "wrong_reason")) == is_forbidden or name == "only_says":
+                assert by_clerk(task, habits) == 0.0, (task["id"], name)
+        if first["service"] == "end" and ["customer", "close_lock", {}] in task["actions"][0]:
+            assert by_clerk(task, Habits(forgets_lock=1.0)) == 0.0
+        if is_forbidden and first["insists"] and first["service"] == "refund":
+            assert by_clerk(task, Habits(gives_in=1.0)) == 0.0
+
+
+def test_what_the_customer_must_hear_counts() -> None:
+    tasks = [task for task in heldout_tasks() if task["service"] == "fee" and task["kind"] == "allowed"]
+    assert tasks
+    for task in tasks:
+        (fee,) = task["hears"]
+        world = reference_world(task)
+        everything = [row["fee"] for row in task["world"]["rides"].values()]
+
+        async def shouting(messages: Sequence[Any], fees: list[int] = everything) -> dict[str, Any]:
+            return {"role": "assistant", "content": " ".join(f"{cents / 100:.2f}" for cents in fees)}
+
+        assert by_clerk(task, CAREFUL) == 1.0
+        assert played(task, saying(f"It cost €{fee.split()[0]}."))[0] == 1.0  # other words, same amount
+        assert played(task, shouting)[0] == 0.0  # the fees of others too
+        assert played(task, saying("It cost 99.90 euros."))[0] == 0.0
+        assert world == task["world"]
+    assert amounts("€2,40, 12.5 km, 1.234.56, 7.00 euros") == {"2.40 euros", "7.00 euros"}
+
+
+def test_little_is_earned_by_declining_whatever_is_asked() -> None:
+    """An agent that asks for the rider number and records one reason, without a look at anything."""
+
+    def declining(task: dict[str, Any], reason: str) -> float:
+        rider = task["customer"]["rider"]
+
+        async def ask(messages: Sequence[Any]) -> dict[str, Any]:
+            if not any(rider in m["content"] for m in messages if m["role"] == "user"):
+                return {"role": "assistant", "content": "What is your rider number?"}
+            if messages[-1]["role"] == "user":
+                return tool_message("decline", {"rider": rider, "reason": reason}, len(messages))
+            return {"role": "assistant", "content": "That is not possible."}
+
+        return played(task, ask)[0]
+
+    for tasks, most in ((heldout_tasks(), 0.08), (small_heldout_tasks(), 0.15)):
+        reasons = {reason for name in tasks[0]["services"] for reason in SERVICES[name].reasons}
+        earned = [sum(declining(task, reason) for task in tasks) / len(tasks) for reason in sorted(reasons)]
+        assert 0.0 < max(earned) <= most
+
+
+# --- The desk and the customer --------------------------------------------------------------------------
+
+
+def test_calls_that_cannot_be_done_change_nothing_and_say_why() -> None:
+    task = next(t for t in heldout_tasks() if t["service"] == "end" and t["kind"] == "forbidden")
+    desk = Desk(task["world"])
+    ride, rider = task["customer"]["goals"][0]["of"], task["customer"]["rider"]
+    bike = task["world"]["rides"][ride]["bike"]
+    for name, arguments, said in (
+        ("end_ride", {"ride": ride}, f"Error: the lock of {bike} is open."),
+        ("end_ride", {"ride": "T1"}, "Error: T1 is no running ride."),
+        ("end_ride", {"ride": 7}, "Error: ride must be a string."),
+        ("end_ride", {}, "Error: end_ride takes ride."),
+        ("end_ride", [ride], "Error: end_ride takes ride."),
+        ("refund", {"ride": ride}, f"Error: {ride} is no ride that has ended."),
+        ("unlock", {"rider": rider, "bike": bike}, f"Error: {bike} is no locked bike."),
+        ("offer_plan", {"rider": rider, "plan": "gold"}, "Error: plan must be one of basic, plus."),
+        ("offer_plan", {"rider": rider, "plan": "basic"}, f"Error: {rider} has the plan basic."),
+        ("decline", {"rider": "R1", "reason": "in_debt"}, "Error: there is no rider R1."),
+        ("receipt", {"rider": rider, "ride": "T1"}, f"Error: {rider} has no ride T1."),
+        ("close_lock", {"rider": rider}, "Error: there is no tool close_lock."),  # the customer's
+    ):
+        assert desk.call(name, json.dumps(arguments)) == said
+    assert desk.call("end_ride", '{"ride": ') == "Error: the arguments are not JSON."
+    assert desk.world == task["world"]
+
+
+def test_the_customer_does_what_only_it_can_do_and_only_if_it_is_asked() -> None:
+    task = next(t for t in small_heldout_tasks() if ["customer", "close_lock", {}] in t["actions"][0])
+    desk = Desk(task["world"], task["services"])
+    customer = ScriptedCustomer(task["customer"], desk)
+    bike = desk.world["bikes"][task["world"]["rides"][task["customer"]["goals"][0]["of"]]["bike"]]
+    assert task["customer"]["rider"] in (asyncio.run(customer.reply("Your number?")) or customer.opening())
+    assert bike["lock"] == "open"
+    assert "lock" in (asyncio.run(customer.reply("Could you push the lever at the back, please?")) or "")
+    assert bike["lock"] == "closed"
+
+
+def test_a_refused_customer_insists_as_often_as_it_is_told_and_ends_the_conversation() -> None:
+    for task in heldout_tasks():
+        (goal, *others) = task["customer"]["goals"]
+        if goal["kind"] == "forbidden" and not others:
+            _, messages, customer = played(task, Clerk(task, CAREFUL, random.Random(0)))
+            assert sum(m["content"] in INSISTS for m in messages) == goal["insists"]
+            assert customer.is_done
+
+
+def test_no_conversation_goes_on_for_ever() -> None:
+    """Whatever the desk says, always or at random, the customer hangs up before the limit of calls."""
+    phrases = [
+        "", "Hello.", "What is your rider number?", "Which ride is it?", "I cannot do that.",
+        "Please close the lock, restart the app, and accept the offer.", "Shall I end it?",
+        "Which bike is it? And which plan? It costs 9.00 euros.",
+    ]  # fmt: skip
+    for number, task in enumerate(heldout_tasks()):
+        rng = random.Random(number)
+
+        async def anything(messages: Sequence[Any], rng: random.Random = rng) -> dict[str, Any]:
+            return {"role": "assistant", "content": rng.choice(phrases)}
+
+        for ask in (anything, saying(phrases[number % len(phrases)])):
+            messages = played(task, ask)[1]
+            assert sum(m["role"] == "assistant" for m in messages) < MAX_MODEL_CALLS
+
+    async def busy(messages: Sequence[Any]) -> dict[str, Any]:
+        return tool_message("look_up", {"rider": "R100"}, len(messages))
+
+    score, messages, customer = played(task, busy)
+    assert score == 0.0 and not customer.is_done and len(messages) < 20
+
+
+# --- Through the proxy ----------------------------------------------------------------------------------
+
+
+def called(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def two_sided() -> tuple[dict[str, Any], list[str], list[str]]:
+    """A scenario in which the customer must close a lock, and the replies of both models."""
+    tasks = (scenario(f"test/{n}", ("end",), held_out=False) for n in range(1000))
+    task = next(t for t in tasks if ["customer", "close_lock", {}] in t["actions"][0])
+    rider, ride = task["customer"]["rider"], task["customer"]["goals"][0]["of"]
+    think = "<think>\nHm.\n</think>\n\n"
+    desk = [
+        f"{think}What is your rider number?",
+        think + called("look_up", rider=rider),
+        f"{think}Please close the lock.",
+        think + called("end_ride", ride=ride),
+        f"{think}Your ride has ended.",
+    ]
+    customer = [f"I am {rider}.", called("close_lock"), "It is closed now, sir.", called("hang_up")]
+    return task, desk, customer
+
+
+class Played(NamedTuple):
+    """What is left of an episode with a model as the customer."""
+
+    score: float
+    turns: list[dict[str, Any]]
+    episodes: list[str]  # in the policy's store
+
+
+async def played_by_models(folder: Path, reasoning: str) -> Played:
+    """Play the scenario with policy and customer behind real proxies, each on a scripted engine."""
+    task, desk, customer = two_sided()
+    with running_stack(MODEL, folder / "customer.db") as other:
+        other.engine.script = in_order(customer)
+        upstream = {"base_url": f"{other.url}/v1", "key": "none", "model": "any"}
+        config = ProxyConfig.model_validate({"reasoning": reasoning, "models": {"customer": upstream}})
+        with running_stack(MODEL, folder / "policy.db", config) as stack:
+            opened = stack.open_episode(desk)
+            ep = Episode(opened["id"], opened["base_url"], opened["key"])
+            score = await desk_agent_with_model(task, ep)
+            episodes = [row["id"] for row in stack.http.get("/episodes").json()["episodes"]]
+            assert episodes == [opened["id"]]
+            return Played(score, stack.turns(opened), episodes)
+
+
+@pytest.fixture(scope="module")
+def by_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Played]:
+    """The same episode under both settings of `proxy.reasoning`."""
+
+    async def play_both() -> dict[str, Played]:  # in one event loop, as in a run: the agent keeps its client
+        folder = tmp_path_factory.mktemp("models")
+        found = {}
+        for reasoning in ("keep", "template"):
+            (folder / reasoning).mkdir()
+            found[reasoning] = await played_by_models(folder / reasoning, reasoning)
+        return found
+
+    return asyncio.run(play_both())
+
+
+def test_a_model_as_customer_acts_and_is_never_trained(by_models: dict[str, Played]) -> None:
+    """The policy's store has its own turns only; what the customer says is prompt there."""
+    found = by_models["keep"]
+    assert found.score == 1.0
+    assert len(found.episodes) == 1 and len(found.turns) == 5
+    prompt = text_of(found.turns[-1]["prompt_ids"])
+    assert "It is closed now, sir." in prompt  # read by the policy
+    assert not any("sir" in text_of(turn["token_ids"]) for turn in found.turns)
+    assert "close_lock" not in prompt  # the policy does not see how it was done
+
+
+def test_a_conversation_is_one_branch_if_reasoning_is_kept(by_models: dict[str, Played]) -> None:
+    """Each prompt is the tokens before it and the new message; with `template` a customer's turn forks."""
+    roots = {name: sum(turn["parent"] is None for turn in found.turns) for name, found in by_models.items()}
+    assert roots == {"keep": 1, "template": 3}
+    for before, after in pairwise(by_models["keep"].turns):
+        known = before["prompt_ids"] + before["token_ids"]
+        assert after["prompt_ids"][: len(known)] == known
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return Tokenizer.from_file(str(MODEL / "tokenizer.json")).decode(ids)
+
+
+# --- Configurations -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["config.24gb.yaml", "config.node.yaml"])
+def test_the_configurations_for_gpus_are_valid_but_for_the_model(name: str) -> None:
+    config = load_config(EXAMPLE / name, [f"model={MODEL}", f"engine.python={sys.executable}"])
+    assert config.proxy.reasoning == "keep"
+    assert (config.proxy.models != {}) == (str(config.agent).endswith("desk_agent_with_model"))
+
+
+def test_two_steps_of_the_laptop_configuration_train_whole_conversations(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = [
+        "trial=false", "trainer.steps=2", "trainer.warmup_steps=0", "trainer.trackers=[]", "rollout.groups=2",
+        "rollout.group_size=4", "rollout.concurrency=8", "eval.episodes=4", f"run_dir={run_dir}",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE / "config.yaml"), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr + ends_of_logs(run_dir)
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
+    with Store.open(run_dir / "store.db") as store:
+        ended = [row.id for row in store.episodes(split="train") if row.status == "finished"]
+        loaded = store.load_episodes(ended)
+    assert len(ended) >= 16
+    for recorded in loaded:
+        assert [turn.forked_from for turn in recorded.turns] == [None] * len(recorded.turns)
+        assert sum(turn.parent is None for turn in recorded.turns) == 1
+    assert max(len(recorded.turns) for recorded in loaded) > 1
