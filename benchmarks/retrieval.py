@@ -139,15 +139,16 @@ def run(*, json: bool, passages: int, embedding_model: str) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-retrieval-") as name:
         found = measure_retrieval(Path(name), passages=passages, embedding_model=model)
     console.print(
-        f"{found.passages:,} passages, {found.cores} cores: index built in {found.build_s} s, server ready after "
-        f"{found.start_s} s, {found.memory_mb:,.0f} MB",
+        f"{found.passages:,} passages, {found.cores} cores: index built in {found.build_s} s, "
+        f"server ready after {found.start_s} s, {found.memory_mb:,.0f} MB",
         highlight=False,
         soft_wrap=True,
     )
     for mode, figures in found.modes.items():
         console.print(
-            f"{mode}: {figures.one_per_s:,.0f} queries/s with one query in a request ({CONNECTIONS} connections; "
-            f"{figures.one_p50_ms} ms, {figures.one_p99_ms} ms at the 99th percentile), "
+            f"{mode}: {figures.one_per_s:,.0f} queries/s with one query in a request "
+            f"({CONNECTIONS} connections; {figures.one_p50_ms} ms, "
+            f"{figures.one_p99_ms} ms at the 99th percentile), "
             f"{figures.many_per_s:,.0f} queries/s with {QUERIES_AT_ONCE}",
             highlight=False,
             soft_wrap=True,
@@ -170,7 +171,9 @@ def _write_corpus(path: Path, passages: int, queries: int) -> list[str]:
     with path.open("w") as file:
         for number, words in enumerate(drawn):
             text = names[words].tolist()
-            file.write(jsonlib.dumps({"id": str(number), "title": " ".join(text[:3]), "text": " ".join(text)}))
+            file.write(
+                jsonlib.dumps({"id": str(number), "title": " ".join(text[:3]), "text": " ".join(text)})
+            )
             file.write("\n")
     sources = rng.integers(0, passages, queries)
     places = rng.integers(0, _PASSAGE_WORDS, (queries, _QUERY_WORDS))

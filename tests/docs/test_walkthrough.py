@@ -165,6 +165,10 @@ NOT_RUN = {
     ("docs/rewards.md", "@episode"): "a part of an agent",
     ("examples/search_agent/README.md", ". .venv/bin/activate"): "tests/examples",
     ("examples/search_agent/README.md", "PYTHONPATH=examples python"): "25 minutes",
+    (
+        "examples/deep_search/README.md",
+        "cd examples/deep_search",
+    ): "tests/examples/test_deep_search_retrieval.py",
     ("examples/repair_tasks/README.md", "def pick(grants, limit):"): "a task; tests/examples has others",
     ("examples/repair_tasks/README.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",
     ("examples/repair_tasks/README.md", "PYTHONPATH=examples python"): "minutes",

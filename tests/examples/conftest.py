@@ -12,6 +12,9 @@ SEARCH_AGENT, REPAIR_TASKS = EXAMPLES / "search_agent", EXAMPLES / "repair_tasks
 CONVERSATION = EXAMPLES / "conversation"
 
 sys.path[:0] = map(str, (SEARCH_AGENT, REPAIR_TASKS, CONVERSATION, EXAMPLES))
+DEEP_SEARCH = EXAMPLES / "deep_search"
+
+sys.path[:0] = map(str, (SEARCH_AGENT, REPAIR_TASKS, DEEP_SEARCH, EXAMPLES))
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 import uvicorn
-from retrieval.index import Index, build_index
-from retrieval.passages import Columns, read_corpus
-from retrieval.server import build_app
 
 from areal_agents.errors import ArealAgentsError
 from areal_agents.sockets import listen, url_of
+from retrieval.index import Index, build_index
+from retrieval.passages import Columns, read_corpus
+from retrieval.server import build_app
 
 app = typer.Typer(help="An index of passages, and its server.", no_args_is_help=True, add_completion=False)
 Device = Annotated[str, typer.Option(help="Where embeddings are computed: cpu, cuda, …")]

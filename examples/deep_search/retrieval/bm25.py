@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import bm25s
-import numpy as np
 from bm25s.stopwords import STOPWORDS_EN
 
 TITLE_WEIGHT = 3  # a passage about Niger should beat those that only mention it

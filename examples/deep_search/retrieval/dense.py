@@ -39,7 +39,8 @@ class Encoder:
             from transformers import AutoModel, AutoTokenizer
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"dense retrieval needs {error.name}, which is not installed: pip install 'areal-agents[train]'"
+                f"dense retrieval needs {error.name}, which is not installed: "
+                "pip install 'areal-agents[train]'"
             ) from None
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
@@ -90,8 +91,10 @@ def _takes_first_token(model: str) -> bool:
     if not file.is_file():
         from transformers.utils import cached_file  # a model of the Hub; None if it has no such file
 
-        found = None if Path(model).is_dir() else cached_file(
-            model, "1_Pooling/config.json", _raise_exceptions_for_missing_entries=False
+        found = (
+            None
+            if Path(model).is_dir()
+            else cached_file(model, "1_Pooling/config.json", _raise_exceptions_for_missing_entries=False)
         )
         if found is None:
             return False

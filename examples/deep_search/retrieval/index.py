@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from areal_agents.errors import ConfigError
 from retrieval.bm25 import Bm25
 from retrieval.dense import Dense, Encoder, embed_corpus
 from retrieval.passages import Passage, PassageStore, write_passages
-
-from areal_agents.errors import ConfigError
 
 Mode = Literal["bm25", "dense", "fused"]
 MODES: tuple[Mode, ...] = get_args(Mode)

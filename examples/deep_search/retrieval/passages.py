@@ -89,8 +89,8 @@ def _passage(record: Mapping[str, Any], columns: Columns, row: int, path: Path) 
     text = record.get(columns.text)
     if not isinstance(text, str) or not text.strip():
         raise DataError(
-            f"row {row} of {path} has no text in its column {columns.text!r}; it has {sorted(record)}. Name the "
-            "column of the text with --text"
+            f"row {row} of {path} has no text in its column {columns.text!r}; it has {sorted(record)}. "
+            "Name the column of the text with --text"
         )
     title = record.get(columns.title) or ""
     if not title and columns.text == "contents":

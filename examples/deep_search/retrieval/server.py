@@ -12,13 +12,14 @@ from dataclasses import asdict
 from typing import Any
 
 import orjson
-from retrieval.batching import Batcher, TooBusy
-from retrieval.index import Index
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+
+from retrieval.batching import Batcher, TooBusy
+from retrieval.index import Index
 
 MOST_QUERIES = 1024  # of one request
 MOST_RESULTS = 100  # of one query
