@@ -1,4 +1,4 @@
-"""The commands `eval`, `eval compare` and `rescore`."""
+"""The commands `eval`, `eval compare`, `collect` and `rescore`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from areal_agents.errors import ConfigError
 from areal_agents.extras import require
 
 if TYPE_CHECKING:
+    from areal_agents.config import Config
+    from areal_agents.evaluation.endpoint.play import Endpoint
+    from areal_agents.evaluation.policies import NamedPolicy
     from areal_agents.rollout.config import RewardConfig
 
 _DEFAULT = "run"
@@ -48,6 +51,7 @@ eval_app = typer.Typer(
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
     app.add_typer(eval_app, name="eval")
+    app.command()(collect)
     app.command()(rescore)
 
 
@@ -101,26 +105,11 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
 ) -> None:
     """Evaluate a model on the held-out tasks of a config."""
-    from areal_agents.config import load_config
-    from areal_agents.evaluation.endpoint.play import Endpoint
-    from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
     from areal_agents.evaluation.show import show_results
     from areal_agents.launch.evaluation import evaluate
 
     changes = [*(overrides or ()), *([f"eval.attempts={attempts}"] if attempts else [])]
-    policy: NamedPolicy | Endpoint
-    if endpoint is not None:
-        if not model:
-            raise ConfigError("--endpoint needs --model, the name of the model that the server is asked for")
-        policy = Endpoint(endpoint, model, endpoint_key_env)
-        loaded = load_config(config, changes, weights=False)
-    else:
-        require("torch", "evaluation")
-        of_run = policy_of_run(model) if model else None
-        if model:
-            changes.append(f"model={of_run.folder if of_run is not None else model}")
-        loaded = load_config(config, changes)
-        policy = of_run or NamedPolicy(model or loaded.model, Path(loaded.model))
+    loaded, policy = _loaded(config, changes, model, endpoint, endpoint_key_env)
     console = Console(stderr=as_json)
     results = evaluate(loaded, policy, console=console, out=out, by=by or (), ablate_tool=ablate_tool)
     if as_json:
@@ -130,6 +119,98 @@ def run(
         if out is not None:
             console.print(f"results: {out / 'results.json'}", soft_wrap=True, highlight=False)
     if all(attempt.status == "failed" for task in results.tasks for attempt in task.attempts):
+        raise typer.Exit(1)
+
+
+def _loaded(
+    config: Path, changes: Sequence[str], model: str | None, endpoint: str | None, key_variable: str
+) -> tuple[Config, NamedPolicy | Endpoint]:
+    """Return the configuration, and the weights or the endpoint that play."""
+    from areal_agents.config import load_config
+    from areal_agents.evaluation.endpoint.play import Endpoint
+    from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
+
+    if endpoint is not None:
+        if not model:
+            raise ConfigError("--endpoint needs --model, the name of the model that the server is asked for")
+        return load_config(config, changes, weights=False), Endpoint(endpoint, model, key_variable)
+    require("torch", "an engine for the model")
+    of_run = policy_of_run(model) if model else None
+    if model:
+        changes = [*changes, f"model={of_run.folder if of_run is not None else model}"]
+    loaded = load_config(config, changes)
+    return loaded, of_run or NamedPolicy(model or loaded.model, Path(loaded.model))
+
+
+def collect(
+    config: Annotated[Path, typer.Argument(help="The YAML configuration file.", metavar="CONFIG")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings that override the file, for example data.path=more.jsonl.", metavar="KEY=VALUE"
+        ),
+    ] = None,
+    *,
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder for the episodes; a collection that was stopped continues in it."),
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="What plays: with --endpoint the name of its model; else a model folder, a Hub id, or "
+            "weights of a run as RUN@final, RUN@best or RUN@STEP; default: the config's model."
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(help="URL, with /v1, of a server with OpenAI's chat completions, which has the model."),
+    ] = None,
+    endpoint_key_env: Annotated[
+        str,
+        typer.Option(
+            help="Environment variable that has the endpoint's key; default: OPENAI_API_KEY, if set."
+        ),
+    ] = "",
+    tasks: Annotated[
+        int, typer.Option(min=1, help="The number of tasks of `data`; at most as many as it has.")
+    ] = 128,
+    attempts: Annotated[int, typer.Option("-k", min=1, help="Episodes of each task.")] = 1,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0, help="Sampling temperature of the endpoint; default: 1, as in training."),
+    ] = None,
+) -> None:
+    """Play the tasks of training with a model, also that of another server, and keep the episodes.
+
+    They are there to be trained on: by `data.episodes`, or, of an endpoint, by `episodes import`.
+    """
+    from areal_agents.evaluation.show import show_results
+    from areal_agents.launch.evaluation import collecting, evaluate
+
+    if endpoint is None and temperature not in (None, 1.0):
+        raise ConfigError(
+            "episodes of weights are sampled at temperature 1, as in training; leave --temperature out"
+        )
+    loaded, policy = _loaded(config, overrides or (), model, endpoint, endpoint_key_env)
+    played = 1.0 if temperature is None else temperature
+    collected = collecting(loaded, tasks=tasks, attempts=attempts, temperature=played)
+    console = Console()
+    results = evaluate(collected, policy, console=console, out=out, split="train")
+    show_results(results, _wide())
+    scores = [a.score for task in results.tasks for a in task.attempts if a.status != "failed"]
+    good = sum(score >= results.pass_score for score in scores)
+    counted = (
+        f"{len(scores)} episodes in {out}, {good} of them with a score of at least {results.pass_score:g}"
+    )
+    then = (
+        f"make them episodes of the model that learns: areal-agents episodes import {out} --into "
+        f"demonstrations.db --config {config} --min-reward {results.pass_score:g}"
+        if endpoint is not None
+        else f"train on them: data.episodes={out}"
+    )
+    console.print(f"{counted}; {then}", soft_wrap=True, highlight=False, markup=False)
+    if not scores:
         raise typer.Exit(1)
 
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_agents.core.rollout import Task
+from areal_agents.core.rollout import Split, Task
 from areal_agents.errors import ConfigError
-from areal_agents.evaluation.endpoint.journal import Journal
+from areal_agents.evaluation.endpoint.journal import read_journal
 from areal_agents.evaluation.results import AttemptResult, TaskResult
 from areal_agents.evaluation.stored import SCORED, finished_episodes, results_in
 from areal_agents.rewards import FinishedEpisode
@@ -72,19 +72,19 @@ class Played:
 
 
 @contextmanager
-def played_in_store(path: Path, label: str) -> Iterator[Played]:
+def played_in_store(path: Path, label: str, split: Split) -> Iterator[Played]:
     """Read what an evaluation has played from its store; nothing before there is one."""
     if not path.exists():
         yield Played({}, lambda ids: iter(()))
         return
     with Store.open(path) as store:
-        yield Played(results_in(store, label), lambda ids: finished_episodes(store, ids))
+        yield Played(results_in(store, label, split), lambda ids: finished_episodes(store, ids))
 
 
 @contextmanager
 def played_in_journal(path: Path) -> Iterator[Played]:
     """Read what an evaluation of an endpoint has played."""
-    latest = Journal(path).latest
+    latest = read_journal(path)
     by_id = {entry.result.episode: entry for entry in latest.values()}
     yield Played(
         {key: entry.result for key, entry in latest.items()},

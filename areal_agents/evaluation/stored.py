@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from areal_agents.core.conversations import completions, conversations
-from areal_agents.core.rollout import RecordedEpisode
+from areal_agents.core.rollout import RecordedEpisode, Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.evaluation.results import AttemptResult
 from areal_agents.rewards import FinishedEpisode
@@ -15,15 +15,17 @@ ENDED = ("finished", "truncated", "failed")
 SCORED = ("finished", "truncated")
 
 
-def attempts_of(store: Store, label: str) -> dict[tuple[str, int], EpisodeSummary]:
+def attempts_of(store: Store, label: str, split: Split = "eval") -> dict[tuple[str, int], EpisodeSummary]:
     """Return the ended episodes of an evaluation by (task id, attempt); of repetitions the last one."""
-    found = store.episodes(split="eval", metadata={"source": "rollout", "eval": label})
+    found = store.episodes(split=split, metadata={"source": "rollout", "eval": label})
     return {(e.task_id, e.metadata.get("attempt", 0)): e for e in found if e.status in ENDED}
 
 
-def results_in(store: Store, label: str) -> dict[tuple[str, int], AttemptResult]:
+def results_in(store: Store, label: str, split: Split = "eval") -> dict[tuple[str, int], AttemptResult]:
     """Return the ended attempts of an evaluation by (task id, attempt)."""
-    return {key: _attempt(store, summary, key[1]) for key, summary in attempts_of(store, label).items()}
+    return {
+        key: _attempt(store, summary, key[1]) for key, summary in attempts_of(store, label, split).items()
+    }
 
 
 def _attempt(store: Store, summary: EpisodeSummary, index: int) -> AttemptResult:

@@ -177,7 +177,9 @@ def export_episodes(
     ] = None,
     split: Annotated[
         Literal["train", "eval", "all"] | None,
-        typer.Option(help="Only episodes of this split; default: train for sft and pairs, otherwise all."),
+        typer.Option(
+            help="Only episodes of this split; default: train for messages, sft and pairs, otherwise all."
+        ),
     ] = None,
     status: Status = None,
     group: Group = None,
@@ -210,18 +212,19 @@ def export_episodes(
 def import_episodes(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Files, or folders of ATIF files.", metavar="FILE…"),
+        typer.Argument(help="Files, folders of ATIF files, or the folder of a collection.", metavar="FILE…"),
     ],
     *,
     into: Annotated[
         str, typer.Option("--into", help="A store file, which may be new, or the folder of a run.")
     ],
     form: Annotated[
-        Literal["messages", "atif"] | None,
+        Literal["messages", "atif", "collection"] | None,
         typer.Option(
             "--format",
-            help="messages: JSON lines as for fine-tuning at OpenAI; atif: trajectories of Harbor. Default: "
-            "messages for .jsonl, atif for .json and folders.",
+            help="messages: JSON lines as for fine-tuning at OpenAI; atif: trajectories of Harbor; "
+            "collection: what `collect` or `eval` has played with --endpoint. Default: collection for "
+            "their folders and attempts.jsonl, messages for other .jsonl, atif for .json and other folders.",
         ),
     ] = None,
     model: Annotated[
@@ -239,7 +242,16 @@ def import_episodes(
         Path | None,
         typer.Option(help="JSON file with the list of tools of the conversations that name none."),
     ] = None,
-    reward: Annotated[float, typer.Option(help="The reward of every episode (algorithm.sft_min_score).")] = 1,
+    reward: Annotated[
+        float | None,
+        typer.Option(
+            help="The reward of every episode (algorithm.sft_min_score); default: the score that the file "
+            "names, and 1 where it names none."
+        ),
+    ] = None,
+    min_reward: Annotated[
+        float | None, typer.Option(help="Only episodes for which the file names at least this score.")
+    ] = None,
     held_out: Annotated[
         bool,
         typer.Option("--held-out", help="Also import, for training, what the file names as of split eval."),
@@ -253,13 +265,19 @@ def import_episodes(
     from areal_agents.proxy.server import make_renderer
     from areal_agents.store import Store
 
-    if not math.isfinite(reward):
+    if reward is not None and not math.isfinite(reward):
         raise ConfigError(f"a reward must be a finite number, got {reward}")
     target = import_target(into)
     folder, proxy = template_of(into, model=model, config=config)
     given = read_tools(tools) if tools is not None else []
     read = read_files(
-        files, form, make_renderer(folder, proxy), tools=given, reward=reward, held_out=held_out
+        files,
+        form,
+        make_renderer(folder, proxy),
+        tools=given,
+        reward=reward,
+        min_reward=min_reward,
+        held_out=held_out,
     )
     with Store.open(target) as store:
         done = write(read.episodes, store)
@@ -267,9 +285,11 @@ def import_episodes(
         f"imported {done.conversations} conversations into {target}: {done.replies} replies of "
         f"{done.tokens} tokens to learn; the longest conversation has {done.longest} tokens"
     )
-    if read.left_out:
+    if read.below:
+        _say(f"left out {read.below} episodes without a score of at least {min_reward:g}")
+    if read.held_out:
         _say(
-            f"left out {read.left_out} conversations of held-out tasks (split eval in the file); --held-out "
+            f"left out {read.held_out} conversations of held-out tasks (split eval in the file); --held-out "
             "imports them too, to train on"
         )
 

@@ -28,7 +28,7 @@ _AS_JSON = ("task", "rewards", "messages", "branches", "metadata")
 
 
 Format = Literal["jsonl", "parquet", "messages", "sft", "pairs", "atif", "openenv"]
-_DATA_SETS = ("sft", "pairs")  # rows to train on, which do not say of which split they are
+_UNNAMED = ("messages", "sft", "pairs")  # rows to train on, which do not say of which split they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def split_of(form: Format, asked: Literal["train", "eval", "all"] | None) -> Lit
     """Return the split of which an export writes episodes, None for both; training never sees the held-out
     tasks of a data set by default."""
     if asked is None:
-        return "train" if form in _DATA_SETS else None
+        return "train" if form in _UNNAMED else None
     return None if asked == "all" else asked
 
 

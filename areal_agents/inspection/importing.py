@@ -28,8 +28,9 @@ from areal_agents.errors import DataError, RenderingError, RequestError
 from areal_agents.inspection.formats.reading import (
     Conversation,
     ImportFormat,
-    conversations_in,
+    ReadEpisode,
     documents,
+    episodes_in,
     format_of,
 )
 from areal_agents.proxy.auth import key_hash, new_episode_key
@@ -69,10 +70,16 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class ReadFiles:
-    """What files have to import; `left_out` is the number of conversations of held-out tasks."""
+    """What files have to import.
+
+    Attributes:
+        held_out: how many episodes of held-out tasks were left out.
+        below: how many were left out because their score is not high enough, or not known.
+    """
 
     episodes: Sequence[EndedEpisode]
-    left_out: int
+    held_out: int
+    below: int
 
 
 def read_files(
@@ -81,7 +88,8 @@ def read_files(
     renderer: ChatRenderer,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
-    reward: float = 1.0,
+    reward: float | None = None,
+    min_reward: float | None = None,
     held_out: bool = False,
 ) -> ReadFiles:
     """Return the conversations of files as episodes, each of a task of its own.
@@ -89,7 +97,8 @@ def read_files(
     Args:
         form: None: by the ending of each file.
         tools: the tools of conversations that name none.
-        reward: the reward of every episode.
+        reward: the reward of every episode; None: the score that the file names, and 1 where it names none.
+        min_reward: the least score that the file must name for an episode; None: any, and none.
         held_out: whether conversations are read that their file names as of split eval.
 
     Raises:
@@ -97,19 +106,30 @@ def read_files(
             Or every conversation was left out.
     """
     reader = _Reader(renderer)
-    made, faults, left_out = [], [], 0
+    made, faults, left_out, below = [], [], 0, 0
     try:
         for file in files:
             chosen = form or format_of(file)
             metadata = {"source": SOURCE, "format": chosen, "sha256": _digest(file, chosen)}
             for where, text in documents(file, chosen):
                 try:
-                    for found in conversations_in(text, chosen, tools):
+                    for found in episodes_in(text, chosen, tools):
                         if found.is_held_out and not held_out:
                             left_out += 1
                             continue
+                        if min_reward is not None and (found.score is None or found.score < min_reward):
+                            below += 1
+                            continue
                         turns = asyncio.run(reader.turns(found))
-                        made.append(_episode(turns, {**metadata, "from": where}, reward))
+                        own = 1.0 if found.score is None else found.score
+                        of_file = {"episode": found.id} if found.id else {}
+                        made.append(
+                            _episode(
+                                turns,
+                                {**metadata, "from": where, **of_file},
+                                own if reward is None else reward,
+                            )
+                        )
                 except DataError as error:
                     faults.append(f"{where}: {error}")
     finally:
@@ -118,20 +138,32 @@ def read_files(
         more = len(faults) - _MOST_FAULTS
         rest = f"\nand {more} more" if more > 0 else ""
         raise DataError("nothing was imported:\n" + "\n".join(faults[:_MOST_FAULTS]) + rest)
-    if left_out and not made:
+    if left_out and not made and not below:
         raise DataError(
             f"nothing was imported: all {left_out} conversations are of held-out tasks (split eval in the "
             "file); --held-out imports them, to train on"
         )
-    return ReadFiles(made, left_out)
+    if not made:
+        raise DataError(
+            f"nothing was imported: no episode of the files has a score of at least {min_reward:g} "
+            f"(--min-reward); {below} have a lower one or name none"
+        )
+    return ReadFiles(made, left_out, below)
 
 
 def write(episodes: Sequence[EndedEpisode], store: Store) -> Imported:
     """Write episodes to a store, all or none.
 
     Raises:
-        DataError: the store already has the episodes of one of the files.
+        DataError: the store already has the episodes of one of the files, or one of the episodes.
     """
+    imported = store.episodes(metadata={"source": SOURCE})
+    before = {e.metadata["episode"] for e in imported if "episode" in e.metadata}
+    if again := [e.new.metadata["from"] for e in episodes if e.new.metadata.get("episode") in before]:
+        raise DataError(
+            f"{len(again)} of these episodes have been imported into {store.path} before, which would train "
+            f"on them twice; nothing was imported. Import into a new store. The first is {again[0]}"
+        )
     for digest, where in {str(e.new.metadata["sha256"]): e.new.metadata["from"] for e in episodes}.items():
         if known := store.episodes(metadata={"source": SOURCE, "sha256": digest}):
             raise DataError(
@@ -141,7 +173,7 @@ def write(episodes: Sequence[EndedEpisode], store: Store) -> Imported:
     store.add_ended(episodes).result()
     trained = [turn for e in episodes for turn in e.turns if not turn.discarded]
     return Imported(
-        conversations=len(episodes),
+        conversations=sum(len(Forest(e.turns).leaves()) for e in episodes),
         replies=len(trained),
         tokens=sum(len(turn.completion) for turn in trained),
         longest=max(_length(e) for e in episodes),
@@ -159,24 +191,38 @@ class _Reader:
     def close(self) -> None:
         self._prompts.close()
 
-    async def turns(self, found: Conversation) -> tuple[Turn, ...]:
+    async def turns(self, found: ReadEpisode) -> tuple[Turn, ...]:
         """Return a turn for each reply. Raises DataError with the place of what cannot be a turn."""
+        forest, recorded = Forest(), set[bytes]()
+        for conversation in found.conversations:
+            await self._record(conversation, forest, recorded)
+        if all(turn.discarded for turn in forest.turns):
+            raise DataError("it has no reply to learn")
+        return forest.turns
+
+    async def _record(self, found: Conversation, forest: Forest, recorded: set[bytes]) -> None:
+        """Add the turns of a conversation to a forest, except those that it has already.
+
+        Args:
+            recorded: a digest for each turn of the forest, of its conversation through its reply.
+        """
         request = self._request(found)
-        forest = Forest()
+        path = hashlib.sha256(request.tools_id.encode())
         for index, message in enumerate(request.messages):
+            path.update(message.digest + message.reasoning.encode("utf-8", "surrogatepass") + b"\0")
             if message.role != "assistant" or (index == 0 and found.untrained[0]):
                 continue
             if index == 0:
                 raise DataError(
                     f"{found.places[0]}: the conversation begins with a reply, which answers nothing"
                 )
+            if path.digest() in recorded:
+                continue
             try:
                 forest.record(await self._turn(forest, request, index, found))
             except (RenderingError, RequestError) as error:
                 raise DataError(f"{found.places[index]}: {error}") from None
-        if all(turn.discarded for turn in forest.turns):
-            raise DataError("it has no reply to learn")
-        return forest.turns
+            recorded.add(path.digest())
 
     def _request(self, found: Conversation) -> ModelRequest:
         """Return the conversation as the proxy reads it in a request of chat completions."""

@@ -1,6 +1,7 @@
 """`areal-agents eval`: starts what an evaluation needs, plays its episodes, and computes its results.
 
 What was played is in the folder of the evaluation, so one that was killed continues when it is started again.
+`areal-agents collect` is an evaluation on the tasks of training, whose episodes can be trained on.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 
 from areal_agents.config import Config, save_config
-from areal_agents.core.rollout import Task
+from areal_agents.core.rollout import Split, Task
 from areal_agents.errors import ConfigError, RewardError
-from areal_agents.evaluation.endpoint.play import ENDPOINT, JOURNAL, Endpoint
+from areal_agents.evaluation.endpoint.journal import JOURNAL
+from areal_agents.evaluation.endpoint.play import ENDPOINT, Endpoint
 from areal_agents.evaluation.folder import EvaluationFolder
 from areal_agents.evaluation.played import Played, played_in_journal, played_in_store
 from areal_agents.evaluation.policies import NamedPolicy
@@ -42,6 +45,7 @@ from areal_agents.launch.train import (
     without_trainer,
 )
 from areal_agents.launch.trial import run_trial
+from areal_agents.rollout.config import DifficultyConfig, EvalConfig
 from areal_agents.whole_files import write_whole
 
 LABEL = "eval"
@@ -58,6 +62,7 @@ def evaluate(
     out: Path | None = None,
     by: Sequence[str] = (),
     ablate_tool: bool = False,
+    split: Split = "eval",
 ) -> Results:
     """Evaluate weights, or the model of an endpoint, on the held-out tasks of a configuration.
 
@@ -68,6 +73,7 @@ def evaluate(
             beside that of the run, which is deleted at the end unless the evaluation fails.
         by: fields of the tasks by whose values the results are divided.
         ablate_tool: whether the agent's tool is switched off.
+        split: of the episodes; "train" if `eval.data` has tasks to train on, as `collecting` makes it.
 
     Raises:
         ConfigError: the configuration has no `eval`, or no `ablation` for `ablate_tool`; or `out` is the
@@ -90,22 +96,23 @@ def evaluate(
     config = without_trainer(config)
     folder = RunFolder((out or Path(config.run_dir + "-eval")).resolve())
     files = EvaluationFolder(folder.root)
-    with _played(policy, folder) as played:
+    with _played(policy, folder, split) as played:
         has_ended = out is not None and played.is_complete(files.read_tasks(), evaluation.attempts)
     # Planned before anything is written; results that are complete need no engine.
     plan = plan_of(config, trains=False) if isinstance(policy, NamedPolicy) and not has_ended else None
     if out is None:
         folder.set_aside()
-    files.begin(identity_of(config, model=model, ablate_tool=ablate_tool))
+    identity = identity_of(config, model=model, ablate_tool=ablate_tool)
+    files.begin(identity if split == "eval" else {**identity, "split": split})
     with folder.locked(), interruptible():
         if isinstance(policy, Endpoint) and not has_ended:
-            _play_endpoint(config, policy, folder, console, by, ablate_tool=ablate_tool)
+            _play_endpoint(config, policy, folder, console, by, ablate_tool=ablate_tool, split=split)
         elif isinstance(policy, NamedPolicy) and plan is not None:
             weights = policy.exported(folder.root / "model")
             served = config.model_copy(update={"model": str(weights)})
-            _play(served, policy, plan, folder, console, by, ablate_tool=ablate_tool)
+            _play(served, policy, plan, folder, console, by, ablate_tool=ablate_tool, split=split)
         name = policy.model if isinstance(policy, Endpoint) else policy.name
-        with _played(policy, folder) as played:
+        with _played(policy, folder, split) as played:
             results = _results(config, name, played, files.read_tasks(), by, console)
         results.write(files.results)
     if out is None:
@@ -113,10 +120,39 @@ def evaluate(
     return results
 
 
-def _played(policy: NamedPolicy | Endpoint, folder: RunFolder) -> AbstractContextManager[Played]:
+def collecting(config: Config, *, tasks: int, attempts: int, temperature: float) -> Config:
+    """Return the configuration with `eval` for a collection: tasks of `data`, each `attempts` times.
+
+    Raises:
+        ConfigError: `data` has recorded episodes instead of tasks, or the temperature gives equal attempts.
+    """
+    if config.data.episodes:
+        raise ConfigError(
+            "data.episodes has episodes that are recorded already, and collect plays tasks: name these in "
+            "data.path"
+        )
+    uniform: dict[str, Any] = {"sampler": "uniform", "difficulty": DifficultyConfig()}
+    by_difficulty = config.data.sampler == "difficulty"
+    given = config.eval.model_dump(include={"pass_score", "concurrency"}) if config.eval is not None else {}
+    try:
+        evaluation = EvalConfig(
+            data=config.data.model_copy(update=uniform) if by_difficulty else config.data,
+            episodes=tasks,
+            attempts=attempts,
+            temperature=temperature,
+            **given,
+        )
+    except ValidationError as error:
+        raise ConfigError(f"collect: {error.errors()[0]['msg']}") from None
+    return config.model_copy(update={"eval": evaluation})
+
+
+def _played(
+    policy: NamedPolicy | Endpoint, folder: RunFolder, split: Split
+) -> AbstractContextManager[Played]:
     if isinstance(policy, Endpoint):
         return played_in_journal(folder.root / JOURNAL)
-    return played_in_store(folder.store, LABEL)
+    return played_in_store(folder.store, LABEL, split)
 
 
 def identity_of(config: Config, *, model: Any, ablate_tool: bool) -> dict[str, Any]:
@@ -140,6 +176,7 @@ def _play(
     by: Sequence[str],
     *,
     ablate_tool: bool,
+    split: Split,
 ) -> None:
     """Play the episodes that are missing, with weights that engines of ours serve."""
     with chosen_endpoints(config) as endpoints:
@@ -149,8 +186,10 @@ def _play(
         with Children() as children:
             start_serving(config, folder, children, plan)
             wait_until_serving(config, endpoints, children, console.print)
-            name = start_evaluating(folder, children, LABEL, ablate_tool=ablate_tool)
-            _wait_for(name, children, policy, folder, console)
+            name = start_evaluating(
+                folder, children, LABEL, ablate_tool=ablate_tool, collects=split == "train"
+            )
+            _wait_for(name, children, policy, folder, console, split)
 
 
 def _play_endpoint(
@@ -161,18 +200,27 @@ def _play_endpoint(
     by: Sequence[str],
     *,
     ablate_tool: bool,
+    split: Split,
 ) -> None:
     """Play the episodes that are missing, with the model of an endpoint."""
     save_config(config, folder.config)
     write_whole(folder.root / ENDPOINT, json.dumps(endpoint.as_dict()) + "\n")
     run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True, by=by)
     with Children() as children:
-        name = start_evaluating(folder, children, LABEL, ablate_tool=ablate_tool, role="endpoint")
-        _wait_for(name, children, endpoint, folder, console)
+        collects = split == "train"
+        name = start_evaluating(
+            folder, children, LABEL, ablate_tool=ablate_tool, collects=collects, role="endpoint"
+        )
+        _wait_for(name, children, endpoint, folder, console, split)
 
 
 def _wait_for(
-    name: str, children: Children, policy: NamedPolicy | Endpoint, folder: RunFolder, console: Console
+    name: str,
+    children: Children,
+    policy: NamedPolicy | Endpoint,
+    folder: RunFolder,
+    console: Console,
+    split: Split,
 ) -> None:
     """Return when the process that plays has ended. Raises ChildDied if a process ended before."""
     shown = time.monotonic()
@@ -180,7 +228,7 @@ def _wait_for(
         children.check(may_finish=(name,))
         if time.monotonic() - shown > PROGRESS_S:
             shown = time.monotonic()
-            with _played(policy, folder) as played:
+            with _played(policy, folder, split) as played:
                 console.print(f"{len(played.attempts)} episodes have ended")
         time.sleep(REFRESH_S)
     children.check(may_finish=(name,))

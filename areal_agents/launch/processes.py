@@ -57,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="rollout, trial, endpoint: use the config's `ablation` agent",
     )
+    parser.add_argument(
+        "--collects", action="store_true", help="rollout, endpoint: the tasks of eval.data are trained on"
+    )
     parser.add_argument("--evaluates", action="store_true", help="trial: play no episode")
     parser.add_argument("--by", action="append", default=[], help="trial: a field of every held-out task")
     options = parser.parse_args(arguments)
@@ -351,6 +354,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             stop=stop,
             tasks=tasks,
             fingerprint=fingerprint.digest,
+            split="train" if options.collects else "eval",
         )
         if stop.is_set():
             raise SystemExit(EXIT_STOPPED)
@@ -379,6 +383,7 @@ async def _play_endpoint(config: Config, folder: RunFolder, options: argparse.Na
         reward=config.reward,
         seed=config.seed,
         logs=folder.episode_logs,
+        split="train" if options.collects else "eval",
     )
     await unless_stopped(playing, stop)
     if stop.is_set():

@@ -458,12 +458,23 @@ def _evaluate_once(
 
 
 def start_evaluating(
-    folder: RunFolder, children: Children, label: str, *, ablate_tool: bool, role: str = "rollout"
+    folder: RunFolder,
+    children: Children,
+    label: str,
+    *,
+    ablate_tool: bool = False,
+    collects: bool = False,
+    role: str = "rollout",
 ) -> str:
-    """Start the process that evaluates what is served, or an endpoint; return its name."""
+    """Start the process that evaluates what is served, or an endpoint; return its name.
+
+    Args:
+        collects: whether the tasks of `eval.data` are there to be trained on.
+    """
     extra = [
         *(["--evaluate", label] if role == "rollout" else []),
         *(["--ablate-tool"] if ablate_tool else []),
+        *(["--collects"] if collects else []),
     ]
     name = f"{role}-{label}"
     children.start(

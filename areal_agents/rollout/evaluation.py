@@ -1,4 +1,7 @@
-"""Evaluates the policy: plays each held-out task some times. These episodes are never trained on."""
+"""Evaluates the policy: plays each held-out task some times. These episodes are never trained on.
+
+A collection plays tasks of training in the same way, without a trainer: its episodes are of split train.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, Task
+from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, Split, Task
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.attempt import (
@@ -46,10 +49,11 @@ async def evaluate_tasks(
     agent_error_reward: float | None = None,
     function: RewardFunction | None = None,
     fingerprint: str = "",
+    split: Split = "eval",
 ) -> None:
     """Run every task until it has `attempts` scored episodes under this label and step in the store.
 
-    The episodes have split "eval" and metadata {"eval": label, "step": step, "attempt": index}. The seeds of
+    The episodes have metadata {"eval": label, "step": step, "attempt": index}. The seeds of
     sampling depend on `seed`, the task and the index and not on the label, so evaluations differ only by the
     weights. An attempt that still fails after `retries` repetitions stays failed; the last episode of an
     attempt is the one that counts.
@@ -61,11 +65,11 @@ async def evaluate_tasks(
     Raises:
         AgentError: too many attempts in a row failed.
     """
-    await abort_open(client, store, split="eval", label=label)
+    await abort_open(client, store, split=split, label=label)
     metadata: dict[str, Any] = {"eval": label, **({} if step is None else {"step": step})}
     if fingerprint:
         metadata[FINGERPRINT] = fingerprint
-    ended = store.episodes(split="eval", metadata=metadata)
+    ended = store.episodes(split=split, metadata=metadata)
     scored = {
         (episode.task_id, episode.metadata.get("attempt", 0))
         for episode in ended
@@ -88,6 +92,7 @@ async def evaluate_tasks(
         patience=patience,
         agent_error_reward=agent_error_reward,
         function=function,
+        split=split,
     )
 
 
@@ -105,6 +110,7 @@ async def play_attempts(
     patience: FailureStreak,
     agent_error_reward: float | None = None,
     function: RewardFunction | None = None,
+    split: Split = "eval",
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Play attempts, each a task and the index of the attempt; arguments as in `evaluate_tasks`.
@@ -121,7 +127,7 @@ async def play_attempts(
             "temperature": temperature,
             "base_seed": episode_seed(seed, "eval", task.id, index, tried),
         }
-        of_attempt = Attempt(task, "eval", metadata={**metadata, "attempt": index}, sampling=sampling)
+        of_attempt = Attempt(task, split, metadata={**metadata, "attempt": index}, sampling=sampling)
         try:
             opened = await open_attempt(client, of_attempt, limits=limits)
             outcome = await run_rollout(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, Task
+from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, Split, Task
 from areal_agents.errors import DataError, RequestError, TrainingError
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import FailureStreak
@@ -116,11 +116,13 @@ async def evaluate(
     stop: asyncio.Event | None = None,
     tasks: Sequence[Task] | None = None,
     fingerprint: str = "",
+    split: Split = "eval",
 ) -> None:
     """Evaluate the weights that are served now. Arguments and errors are those of `run`.
 
     Args:
         tasks: the held-out tasks, if they are loaded already.
+        split: of the episodes; "train" for tasks that are trained on.
     """
     tasks = held_out_tasks(evaluation) if tasks is None else tasks
     latest = store.latest_version()
@@ -128,7 +130,8 @@ async def evaluate(
         store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward, fingerprint
     ) as runner:
         await unless_stopped(
-            runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True), stop
+            runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True, split=split),
+            stop,
         )
 
 
@@ -240,7 +243,13 @@ class _RolloutRunner:
             raise
 
     async def evaluate(
-        self, tasks: Sequence[Task], label: str, *, step: int | None, alone: bool = False
+        self,
+        tasks: Sequence[Task],
+        label: str,
+        *,
+        step: int | None,
+        alone: bool = False,
+        split: Split = "eval",
     ) -> None:
         """Evaluate the weights of `step`; `alone` if no training episodes run at the same time."""
         assert self._evaluation is not None
@@ -263,6 +272,7 @@ class _RolloutRunner:
             agent_error_reward=self._rollout.reward_of_agent_errors,
             function=self._function,
             fingerprint=self._fingerprint,
+            split=split,
         )
         logger.info("evaluation %s has ended", label)
 

@@ -23,7 +23,7 @@ from areal_agents.rollout.agents.cli.seam import load_seam
 from areal_agents.store import Store
 
 LANGUAGES = {"bash", "python", "js", "yaml", "json", "toml", "console", "text", "mermaid"}
-CONFIGURED = ("train", "eval", "plan")  # the commands whose arguments are configuration keys
+CONFIGURED = ("train", "eval", "collect", "plan")  # the commands whose arguments are configuration keys
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +104,16 @@ def _check_overrides(words: list[str], parameters: dict[str, Any], store: str) -
     if words[1] not in CONFIGURED:
         return
     from_store = any(override.startswith("data.episodes=") for override in given)
-    tree: dict[str, Any] = {"model": str(quickstart_model()), "eval": {"data": {"path": "heldout.jsonl"}}}
+    tree: dict[str, Any] = {"eval": {"data": {"path": "heldout.jsonl"}}}
     if not from_store:
         tree |= {"agent": "agent.py:agent", "data": {"path": "tasks.jsonl"}}
     for override in given:
         override = f"data.episodes={store}" if override.startswith("data.episodes=") else override
         key, value = parse_override(override.replace("seed=n", "seed=0").replace("PORT", "30000"))
         set_in(tree, key, nested(key, value))
+    tree["model"] = str(quickstart_model())  # also for one that an earlier command makes
+    if "teacher_model" in tree.get("trainer", {}):
+        tree["trainer"]["teacher_model"] = tree["model"]
     validate_config(tree, source=" ".join(words))
 
 

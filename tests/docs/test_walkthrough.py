@@ -153,6 +153,14 @@ NOT_RUN = {
         "areal-agents episodes export runs/my_agent-seed0 good.jsonl --format",
     ): "tests/inspection/test_importing.py",
     ("docs/training.md", "areal-agents episodes import"): "tests/inspection/test_importing.py",
+    (
+        "docs/training.md",
+        "areal-agents collect config.yaml --endpoint",
+    ): "needs another server; tests/examples/test_distill.py",
+    (
+        "docs/training.md",
+        "areal-agents collect config.yaml --tasks",
+    ): "tests/evaluation/test_evaluation.py",
     ("docs/first-hour.md", "areal-agents init my_agent"): "as in the README",
     ("docs/first-hour.md", "areal-agents view runs/"): "tests/view",
     ("docs/first-hour.md", "areal-agents doctor --config config.yaml"): "tests/doctor",

@@ -50,6 +50,27 @@ async def streams_thrice(task: dict[str, Any], ep: Episode) -> float:
     return 1.0
 
 
+SEARCH: Any = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object", "properties": {"query": {}}}},
+}
+OPEN: Any = {**SEARCH, "function": {**SEARCH["function"], "name": "open"}}
+
+
+async def branching_agent(task: dict[str, Any], ep: Episode) -> float:
+    """Two continuations of one reply, and a last call with another tool; the score is the task's number."""
+    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
+
+    async def ask(messages: list[Any], tool: Any) -> list[Any]:
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[tool])
+        return [*messages, reply.choices[0].message.model_dump(exclude_none=True)]
+
+    asked = await ask([{"role": "user", "content": task["question"]}], SEARCH)
+    for question, tool in (("Sure?", SEARCH), ("Why?", SEARCH), ("Sure?", OPEN)):
+        await ask([*asked, {"role": "user", "content": question}], tool)
+    return float(task["question"][-2])
+
+
 async def responses_agent(task: dict[str, Any], ep: Episode) -> float:
     """Use another API."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)

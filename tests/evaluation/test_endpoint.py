@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -13,13 +14,17 @@ from typing import Any
 
 import pytest
 from scripted_sampler import ScriptedSampler
+from typer.testing import CliRunner
 
+from areal_agents.cli import app
 from areal_agents.core.rollout import Task
-from areal_agents.errors import ConfigError
-from areal_agents.evaluation.endpoint.play import JOURNAL, Endpoint, journal_of, play
+from areal_agents.errors import ConfigError, DataError
+from areal_agents.evaluation.endpoint.journal import JOURNAL
+from areal_agents.evaluation.endpoint.play import Endpoint, journal_of, play
 from areal_agents.evaluation.played import played_in_journal
 from areal_agents.rendering import ChatRenderer, Tokenizer
 from areal_agents.rollout.config import DataConfig, EvalConfig, LimitsConfig, RewardConfig, RolloutConfig
+from areal_agents.store import Store
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "proxy"))
 from proxy_support import MODEL, RunningProxy, running_proxy  # noqa: E402
@@ -79,6 +84,42 @@ async def test_attempts_are_counted_and_continue(
     with played_in_journal(tmp_path / JOURNAL) as found:
         assert found.is_complete(TASKS, 2) and not found.is_complete(TASKS, 3)
         assert [task.id for task in found.results(TASKS, 2, answers={}, by={})] == ["t0", "t1", "t2"]
+
+
+def test_what_an_endpoint_has_played_can_be_learned(server: RunningProxy, tmp_path: Path) -> None:
+    """Each reply once, in the tokens of the model that learns, with the tools that it was offered."""
+    asyncio.run(played(server, tmp_path, "branching_agent", TASKS, split="train"))
+    with open(tmp_path / JOURNAL, "ab") as file:
+        file.write(b'{"task": {"id": "t0"')  # another one is being written
+    config = {"model": str(MODEL), "proxy": {"template_options": {"enable_thinking": False}}}
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    command = ["episodes", "import", str(tmp_path), "--config", str(tmp_path / "c.yaml"), "--into"]
+    done = CliRunner().invoke(app, [*command, str(tmp_path / "s.db"), "--min-reward", "1"])
+    assert done.exit_code == 0, done.output
+    assert "imported 12 conversations" in done.stdout and "left out 2 episodes" in done.stderr
+    with Store.open(tmp_path / "s.db") as store:
+        episodes = store.load_episodes([found.id for found in store.episodes(split="train")])
+        with pytest.raises(DataError, match="4 of these episodes have been imported"):
+            CliRunner().invoke(app, [*command, str(tmp_path / "s.db")], catch_exceptions=False)
+    assert sorted(episode.score or 0 for episode in episodes) == [1, 1, 2, 2]
+    tokenizer = Tokenizer.from_folder(MODEL)
+    for episode in episodes:
+        assert [turn.discarded for turn in episode.turns] == ["", "", "", "a message of the request", ""]
+        assert {tokenizer.decode(t.completion.token_ids) for t in episode.turns} == {"Lyon<|im_end|>"}
+        first, *_, with_open = episode.turns
+        assert [turn.parent for turn in episode.turns[1:3]] == [first.id] * 2
+        assert "open" in tokenizer.decode(episode.forest.prompt_ids(with_open.id))
+        assert "open" not in tokenizer.decode(episode.forest.prompt_ids(first.id))
+
+
+def test_what_an_evaluation_has_played_is_imported_on_request_only(
+    server: RunningProxy, tmp_path: Path
+) -> None:
+    asyncio.run(played(server, tmp_path, "asks_once", TASKS[:1]))
+    command = ["episodes", "import", str(tmp_path), "--model", str(MODEL), "--into", str(tmp_path / "s.db")]
+    with pytest.raises(DataError, match="all 2 conversations are of held-out tasks"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
+    assert CliRunner().invoke(app, [*command, "--held-out"]).exit_code == 0
 
 
 async def test_limits_and_reward_functions_are_those_of_a_run(server: RunningProxy, tmp_path: Path) -> None:

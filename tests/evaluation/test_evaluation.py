@@ -20,6 +20,7 @@ from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.evaluation.comparison import compare
 from areal_agents.evaluation.results import AttemptResult, Results, TaskResult, field_of_tasks
 from areal_agents.store import Store
+from areal_agents.training.batches.recorded import RecordedGroups
 
 NAMES = ("Neon", "Tin", "Iron", "Zinc")
 START_S = 120.0
@@ -275,6 +276,33 @@ def test_what_cannot_be_rescored(evaluated: Path, arguments: list[str], message:
     given = [a.replace("agent.py", f"{evaluated.parent}/agent.py") for a in arguments]
     with pytest.raises(ArealAgentsError, match=message):
         CliRunner().invoke(app, ["rescore", str(evaluated), *given], catch_exceptions=False)
+
+
+def test_a_collection_of_weights_has_groups_to_train_on(project: Path, tmp_path: Path) -> None:
+    """Training episodes of the tasks of `data`, which an evaluation in the folder would not be."""
+    given = ["collect", str(project / "config.yaml"), "--out", str(tmp_path / "groups"), "--tasks", "2"]
+    collect = [sys.executable, "-m", "areal_agents", *given]
+    done = subprocess.run(
+        [*collect, "-k", "2"], cwd=project, check=True, timeout=START_S, capture_output=True, text=True
+    )
+    assert "4 episodes in" in done.stdout and f"data.episodes={tmp_path / 'groups'}" in done.stdout
+    with Store.open(tmp_path / "groups" / "store.db") as store:
+        groups = RecordedGroups.read(store, seed=0)
+        assert [len(group.episodes) for group in groups.groups] == [2, 2]
+        loaded = groups.load(groups.groups)
+        turns = [t for g in loaded for r in g.rollouts for t in r.episode.turns]  # type: ignore[union-attr]
+    assert turns and all(t.sampling.temperature == 1 and not t.constrained for t in turns)
+    with pytest.raises(ConfigError, match="is the evaluation of something else; it differs in .*split"):
+        arguments = [*command(project)[3:-1], str(tmp_path / "groups")]
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    for change, message in (
+        (["--temperature", "0.5"], "sampled at temperature 1, as in training"),
+        (["eval=null", f"data.episodes={tmp_path / 'groups'}"], "episodes that are recorded already"),
+        (["--endpoint", "http://x/v1"], "--endpoint needs --model"),
+        (["--endpoint", "http://x/v1", "--model", "m", "-k", "2", "--temperature", "0"], "above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            CliRunner().invoke(app, [*given, *change], catch_exceptions=False)
 
 
 def results(scores: dict[str, list[float]], **changes: Any) -> Results:

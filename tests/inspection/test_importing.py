@@ -169,6 +169,26 @@ def test_an_exported_trajectory_learns_what_conversations_share_once(talk: Path,
     ]  # fmt: skip
 
 
+def test_an_exported_row_has_all_branches_and_its_score(talk: Path, tmp_path: Path) -> None:
+    """What branches share is learned once; the score chooses."""
+    recorded = trained_tokens(episodes_in(talk)[0])
+    (again,) = exported_and_imported(talk, tmp_path, "jsonl", "e.jsonl")
+    assert sorted(trained_tokens(again)) == sorted(recorded)
+    assert again.score == 1 and len(again.turns) == 4
+    row = json.loads((tmp_path / "e.jsonl").read_text())
+    other = {**row, "id": "episode-2", "score": 0.25}
+    (tmp_path / "two.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(other)}\n")
+    more = ["--tools", str(tmp_path / "tools.json"), "--config", str(tmp_path / "c.yaml")]
+    chosen = imported(tmp_path, tmp_path / "two.jsonl", *more, "--min-reward", "0.5", into="some.db")
+    assert [episode.score for episode in episodes_in(chosen)] == [1.0]
+    every = imported(tmp_path, tmp_path / "two.jsonl", *more, into="all.db")
+    assert [episode.score for episode in episodes_in(every)] == [1.0, 0.25]
+    with pytest.raises(DataError, match="no episode of the files has a score of at least 2"):
+        imported(tmp_path, tmp_path / "two.jsonl", *more, "--min-reward", "2", into="none.db")
+    with pytest.raises(DataError, match="1 of these episodes have been imported into .* before"):
+        imported(tmp_path, tmp_path / "e.jsonl", *more, into="some.db")
+
+
 def test_recorded_tokens_are_taken_if_they_are_those_of_the_model(talk: Path, tmp_path: Path) -> None:
     """A reply that the policy sampled in other tokens than its template would write."""
     renderer = ChatRenderer.from_folder(MODEL)
@@ -300,7 +320,7 @@ def test_a_file_is_imported_once(tmp_path: Path) -> None:
 def test_held_out_episodes_of_an_export_are_not_trained_on_silently(
     recorded: Recorded, tmp_path: Path
 ) -> None:
-    """ATIF names the split; a file of messages cannot, so the export counts its held-out rows."""
+    """ATIF names the split; a file of messages cannot, so held-out rows are written on request only."""
 
     def run(*given: str) -> Result:
         return CliRunner().invoke(app, ["episodes", *given], catch_exceptions=False)
@@ -319,9 +339,9 @@ def test_held_out_episodes_of_an_export_are_not_trained_on_silently(
     with pytest.raises(DataError, match="all 1 conversations are of held-out tasks"):
         run("import", str(evaluated), "--into", str(tmp_path / "c.db"), *given)
     rows = [str(tmp_path / "m.jsonl"), "--format", "messages"]
-    assert "1 of these 4 conversations are of held-out tasks" in run("export", store, *rows).stderr
-    found = run("export", store, *rows, "--split", "train")
+    found = run("export", store, *rows)
     assert "wrote 3 conversations" in found.stdout and not found.stderr
+    assert "wrote 4 conversations" in run("export", store, *rows, "--split", "all").stdout
 
 
 def test_an_export_that_cannot_be_imported_is_named(recorded: Recorded, tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 import uvicorn
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import Task
+from areal_agents.core.rollout import Split, Task
 from areal_agents.direct_http import endpoint_client
 from areal_agents.errors import ConfigError
 from areal_agents.evaluation.endpoint.counting import TokenEstimates
-from areal_agents.evaluation.endpoint.journal import Journal
+from areal_agents.evaluation.endpoint.journal import JOURNAL, Journal
 from areal_agents.evaluation.endpoint.relay import Relay
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.attempt import FailureStreak
@@ -30,7 +30,6 @@ from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.sockets import listen, url_of
 
 DEFAULT_KEY_VARIABLE = "OPENAI_API_KEY"
-JOURNAL = "attempts.jsonl"  # the ended attempts, in the folder of an evaluation
 ENDPOINT = "endpoint.json"  # the endpoint, without its key
 _STOP_S = 30.0
 
@@ -82,6 +81,7 @@ async def play(
     reward: RewardConfig | None,
     seed: int,
     logs: Path,
+    split: Split = "eval",
 ) -> None:
     """Play every attempt at the tasks that has no scored entry in the journal of the folder.
 
@@ -129,6 +129,7 @@ async def play(
                 patience=FailureStreak(rollout.give_up_after, least_s=rollout.give_up_s),
                 agent_error_reward=rollout.reward_of_agent_errors,
                 function=function,
+                split=split,
                 check=check,
             )
         finally:

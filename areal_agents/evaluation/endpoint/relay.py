@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_agents.core.rollout import Reward
+from areal_agents.core.rollout import Reward, Split
 from areal_agents.errors import ConfigError, RequestError
 from areal_agents.evaluation.endpoint.counting import TokenEstimates
 from areal_agents.evaluation.endpoint.journal import JournalEntry
@@ -47,12 +47,14 @@ class RelayedEpisode:
     index: int
     limits: Mapping[str, Any]
     temperature: float | None
+    split: Split = "eval"
     opened_at: float = field(default_factory=time.time)
     status: str = "open"
     limit_reached: str | None = None
     rewards: dict[tuple[str, str, str], Reward] = field(default_factory=dict)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    conversations: list[list[Any]] = field(default_factory=list)  # messages with the reply, of each turn
+    # Of each turn: its messages with the reply, and the tools that it was offered.
+    conversations: list[tuple[list[Any], list[Any]]] = field(default_factory=list)
     sampled_tokens: int = 0
     prompt_tokens: int = 0
     tokens_estimated: bool = False
@@ -72,17 +74,22 @@ class RelayedEpisode:
             ],
         }
 
-    def record(self, messages: list[Any], reply: Mapping[str, Any], usage: Mapping[str, Any]) -> None:
-        """Add a call; it continues the longest earlier conversation that its messages begin with."""
+    def record(self, asked: Mapping[str, Any], reply: Mapping[str, Any], usage: Mapping[str, Any]) -> None:
+        """Add a call; it continues the longest earlier conversation, with the same tools, that its messages
+        begin with."""
+        messages, tools = asked["messages"], asked.get("tools") or []
         parent, shared = None, 0
-        for turn, conversation in zip(self.turns, self.conversations, strict=True):
+        for turn, (conversation, offered) in zip(self.turns, self.conversations, strict=True):
             count = len(conversation)
+            if offered != tools:
+                continue  # the proxy renders such a call anew, too
             if count > shared and [_same(m) for m in messages[:count]] == [_same(m) for m in conversation]:
                 parent, shared = turn["id"], count
         new = messages[shared:]
         turn_id = f"turn-{len(self.turns)}"
-        self.turns.append({"id": turn_id, "parent": parent, "new_messages": new, "reply": dict(reply)})
-        self.conversations.append([*messages, reply])
+        recorded = {"id": turn_id, "parent": parent, "new_messages": new, "reply": dict(reply)}
+        self.turns.append(recorded if parent or not tools else {**recorded, "tools": tools})
+        self.conversations.append(([*messages, reply], tools))
         self.prompt_tokens += usage.get("prompt_tokens") or 0
         self.sampled_tokens += usage.get("completion_tokens") or 0
 
@@ -102,7 +109,7 @@ class RelayedEpisode:
             error=error,
             tokens_estimated=self.tokens_estimated,
         )
-        return JournalEntry(dict(self.task), result, tuple(self.turns))
+        return JournalEntry(dict(self.task), result, tuple(self.turns), self.split)
 
 
 class Relay:
@@ -173,6 +180,7 @@ class Relay:
             index=body["metadata"]["attempt"],
             limits=body.get("limits") or {},
             temperature=body["sampling"]["temperature"],
+            split=body["split"],
         )
         self._by_id[episode.id] = self._by_key[episode.key] = episode
         root = f"http://127.0.0.1:{request.scope['server'][1]}/e/{episode.key}"
@@ -246,9 +254,9 @@ class Relay:
             ) from error
         self._has_answered = True
         if not sent.get("stream"):
-            await self._record(episode, messages, *_completion_of(answer))
+            await self._record(episode, body, *_completion_of(answer))
             return Response(answer.content, media_type="application/json")
-        streamed = self._streamed(answer, episode, messages, wants_usage=wants_usage)
+        streamed = self._streamed(answer, episode, body, wants_usage=wants_usage)
         return StreamingResponse(streamed, media_type="text/event-stream")
 
     async def _refusal(self, answer: httpx.Response) -> Response:
@@ -263,21 +271,23 @@ class Relay:
     async def _record(
         self,
         episode: RelayedEpisode,
-        messages: list[Any],
+        asked: Mapping[str, Any],
         reply: Mapping[str, Any],
         usage: Mapping[str, Any],
     ) -> None:
         """Record a call. Raises RequestError if its tokens are not reported and cannot be estimated."""
         try:
-            usage, estimated = await asyncio.to_thread(self._estimates.completed, usage, messages, reply)
+            usage, estimated = await asyncio.to_thread(
+                self._estimates.completed, usage, asked["messages"], reply
+            )
         except ConfigError as error:
             self.fault = f"reports no usage, and its tokens cannot be estimated: {error}"
             raise RequestError(f"the endpoint {self.fault}", status=502, code="not_a_completion") from error
         episode.tokens_estimated |= estimated
-        episode.record(messages, reply, usage)
+        episode.record(asked, reply, usage)
 
     async def _streamed(
-        self, answer: httpx.Response, episode: RelayedEpisode, messages: list[Any], *, wants_usage: bool
+        self, answer: httpx.Response, episode: RelayedEpisode, asked: Mapping[str, Any], *, wants_usage: bool
     ) -> AsyncIterator[bytes]:
         """Pass the events on, and record the reply before the end of the stream.
 
@@ -290,7 +300,7 @@ class Relay:
                     continue
                 data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
-                    await self._record(episode, messages, *_reply_of(reply))
+                    await self._record(episode, asked, *_reply_of(reply))
                     is_recorded = True
                 elif _added(reply, data) and not wants_usage:
                     continue  # the usage alone, which the client has not asked for
@@ -298,7 +308,7 @@ class Relay:
             if not is_recorded:
                 if not reply.has_ended:
                     raise _unreadable("it ended before the reply did")
-                await self._record(episode, messages, *_reply_of(reply))  # some servers leave out [DONE]
+                await self._record(episode, asked, *_reply_of(reply))  # some servers leave out [DONE]
         except RequestError as error:
             yield f"data: {json.dumps({'error': _as_error(error)})}\n\n".encode()
         except httpx.HTTPError as error:

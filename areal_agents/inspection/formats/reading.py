@@ -1,4 +1,6 @@
-"""Reads the conversations in files of other programs: OpenAI's messages for fine-tuning, and ATIF.
+"""Reads the conversations in files: OpenAI's messages for fine-tuning, ATIF, and what this project keeps.
+
+The latter are rows of an export, and the journal of what the model of an endpoint has played.
 
 Every message of a file is in the result, or the document is refused with the place of what cannot be read.
 """
@@ -7,15 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from areal_agents.errors import DataError, shown
+from areal_agents.evaluation.endpoint.journal import JOURNAL, read_journal
 
-ImportFormat = Literal["messages", "atif"]
+ImportFormat = Literal["messages", "atif", "collection"]
 Tools = Sequence[Mapping[str, Any]]
 _IMPORTABLE = "export with --format messages or --format atif, both of which can be"
+_OF_REPLIES = ("role", "content", "reasoning_content", "reasoning", "tool_calls", "refusal", "function_call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,6 @@ class Conversation:
         places: where a message is in its document, for errors.
         recorded: of a reply the ids of its prompt and its own, if the document has them.
         tools: function tools in the form of chat completions.
-        is_held_out: whether an export of this project says that it is of split eval.
     """
 
     messages: list[dict[str, Any]]
@@ -36,12 +39,30 @@ class Conversation:
     places: list[str]
     recorded: list[tuple[list[int], list[int]] | None]
     tools: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEpisode:
+    """The conversations that belong together.
+
+    Attributes:
+        conversations: those of one episode; what two of them begin with was said once.
+        score: the score that the document names, None if it names none.
+        id: of the episode that the document was made of, "" if it does not say.
+        is_held_out: whether the document says that it is of split eval.
+    """
+
+    conversations: Sequence[Conversation]
+    score: float | None = None
+    id: str = ""
     is_held_out: bool = False
 
 
 def format_of(path: Path) -> ImportFormat:
     """Return the format that the name of a file implies. Raises DataError if it implies none."""
     _refuse_data_set(path)
+    if path.name == JOURNAL or (path / JOURNAL).is_file():
+        return "collection"
     if path.is_dir() or path.suffix == ".json":
         return "atif"
     if path.suffix == ".jsonl":
@@ -53,6 +74,8 @@ def _refuse_data_set(path: Path) -> None:
     """Raise DataError for a data set, which other trainers read, and for Parquet."""
     if (path / "dataset_info.json").is_file():
         what = f"{path} is a data set, as export --format sft and pairs write it"
+    elif (path / "store.db").is_file():
+        raise DataError(f"{path} has episodes that can be trained on as they are: data.episodes={path}")
     elif path.suffix == ".parquet":
         what = f"{path} is Parquet, as export --format parquet writes it"
     else:
@@ -63,12 +86,16 @@ def _refuse_data_set(path: Path) -> None:
 def documents(path: Path, form: ImportFormat) -> Iterator[tuple[str, str]]:
     """Yield the JSON documents of a file, or of the .json files of a folder: where each is, and its text.
 
-    A file of ATIF that ends in .jsonl, and every file of messages, has one on each line that is not empty.
+    A file of ATIF that ends in .jsonl, and every file of messages, has one on each line that is not empty. A
+    collection has one for each attempt that has not failed, the last one of each.
 
     Raises:
         DataError: the file cannot be read, or has no document.
     """
     _refuse_data_set(path)
+    if form == "collection":
+        yield from _attempts(path)
+        return
     files = sorted(path.glob("*.json")) if path.is_dir() and form == "atif" else [path]
     if not files:
         raise DataError(f"{path} has no .json file")
@@ -86,8 +113,24 @@ def documents(path: Path, form: ImportFormat) -> Iterator[tuple[str, str]]:
         yield from ((f"{file}:{number}", line) for number, line in lines)
 
 
-def conversations_in(text: str, form: ImportFormat, tools: Tools) -> list[Conversation]:
-    """Return the conversations of a document; an ATIF trajectory may contain those of sub-agents.
+def _attempts(path: Path) -> Iterator[tuple[str, str]]:
+    file = path / JOURNAL if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f"{file} cannot be read: there is no such file")
+    try:
+        entries = read_journal(file).values()
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} is not what an endpoint has played: {error}") from None
+    played = [entry for entry in entries if entry.result.status != "failed"]
+    if not played:
+        raise DataError(f"{file} has no attempt that has not failed")
+    for entry in played:
+        task, attempt = entry.key
+        yield f"{file}: task {task}, attempt {attempt}", json.dumps(asdict(entry))
+
+
+def episodes_in(text: str, form: ImportFormat, tools: Tools) -> list[ReadEpisode]:
+    """Return what a document has to learn from; an ATIF trajectory may contain those of sub-agents.
 
     Args:
         tools: the tools of a document that names none.
@@ -100,13 +143,74 @@ def conversations_in(text: str, form: ImportFormat, tools: Tools) -> list[Conver
     except (ValueError, RecursionError) as error:
         raise DataError(f"it is not valid JSON: {error}") from None
     document = _object(document, "a document")
-    return [_of_openai(document, tools)] if form == "messages" else list(_of_atif(document, tools))
+    if form == "atif":
+        return list(_of_atif(document, tools))
+    if form == "collection":
+        return [_of_attempt(document, tools)]
+    if "branches" in document:
+        return [_of_row(document, tools)]
+    return [ReadEpisode([_of_openai(document, tools)])]
+
+
+# What this project has kept
+
+
+def _of_row(document: Mapping[str, Any], tools: Tools) -> ReadEpisode:
+    """Return an episode of export --format jsonl. Which of its replies were sampled is not in the row."""
+    branches = document["branches"]
+    if not isinstance(branches, list) or not branches:
+        raise DataError(f"branches must be a list with at least one conversation, got {shown(branches)}")
+    conversations = [
+        _conversation(_list(branch, f"branches[{number}]"), tools, f"branches[{number}]")
+        for number, branch in enumerate(branches)
+    ]
+    return ReadEpisode(
+        conversations,
+        score=_score(document.get("score")),
+        id=str(document.get("id") or ""),
+        is_held_out=document.get("split") == "eval",
+    )
+
+
+def _of_attempt(entry: Mapping[str, Any], tools: Tools) -> ReadEpisode:
+    """Return an attempt with the model of an endpoint: a conversation for each turn that none continues."""
+    turns = {turn["id"]: turn for turn in entry["turns"]}
+    parents = {turn["parent"] for turn in entry["turns"]}
+    conversations = []
+    for leaf in entry["turns"]:
+        if leaf["id"] in parents:
+            continue
+        path = [leaf]
+        while path[-1]["parent"] is not None:
+            path.append(turns[path[-1]["parent"]])
+        made = Conversation([], [], [], [], path[-1].get("tools") or tools)
+        for turn in reversed(path):
+            for message in turn["new_messages"]:
+                place = f"{turn['id']}, message {len(made.messages)}"
+                is_reply = isinstance(message, dict) and message.get("role") == "assistant"
+                _add(made, message, place, "a message of the request" if is_reply else "")
+            reply = {name: turn["reply"][name] for name in _OF_REPLIES if turn["reply"].get(name)}
+            _refuse_fields(reply, f"{turn['id']}, reply")
+            _add(made, {**reply, "role": "assistant"}, f"{turn['id']}, reply")
+        conversations.append(made)
+    result = entry["result"]
+    return ReadEpisode(
+        conversations,
+        score=_score(result["score"]),
+        id=result["episode"],
+        is_held_out=entry["split"] == "eval",
+    )
+
+
+def _score(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 # OpenAI
 
 
 def _of_openai(document: Mapping[str, Any], tools: Tools) -> Conversation:
+    """Return a line of a file for fine-tuning. Raises DataError."""
     if "preferred_output" in document:
         raise DataError("it has preferred_output: a preference, and not a conversation to imitate")
     if document.get("functions"):
@@ -115,26 +219,34 @@ def _of_openai(document: Mapping[str, Any], tools: Tools) -> Conversation:
         raise DataError(
             f"it is a trace, as export --format openenv writes it, which cannot be imported; {_IMPORTABLE}"
         )
+    given = document.get("tools")
     messages = _list(document.get("messages"), "messages")
+    return _conversation(messages, tools if given is None else _list(given, "tools"), "messages")
+
+
+def _conversation(messages: list[dict[str, Any]], tools: Tools, where_all: str) -> Conversation:
     untrained = []
     for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        for name in ("function_call", "audio", "refusal"):  # none of them may be dropped silently
-            if message.get(name):
-                raise DataError(f"{where}.{name} is not supported")
+        where = f"{where_all}[{index}]"
+        _refuse_fields(message, where)
         weight = message.get("weight")
         if weight is not None and (weight not in (0, 1) or message.get("role") != "assistant"):
             raise DataError(f"{where}.weight must be 0 or 1, in a message of the assistant only")
         untrained.append("weight 0" if weight == 0 else "")
-    given = document.get("tools")
     return Conversation(
         messages=messages,
         untrained=untrained,
-        places=[f"messages[{index}]" for index in range(len(messages))],
+        places=[f"{where_all}[{index}]" for index in range(len(messages))],
         recorded=[None] * len(messages),
-        tools=tools if given is None else _list(given, "tools"),
-        is_held_out="branches" in document and document.get("split") == "eval",  # export --format jsonl
+        tools=tools,
     )
+
+
+def _refuse_fields(message: Mapping[str, Any], where: str) -> None:
+    """Raise DataError for what would be lost."""
+    for name in ("function_call", "audio", "refusal"):
+        if message.get(name):
+            raise DataError(f"{where}.{name} is not supported")
 
 
 # ATIF
@@ -142,7 +254,7 @@ def _of_openai(document: Mapping[str, Any], tools: Tools) -> Conversation:
 
 def _of_atif(
     document: Mapping[str, Any], tools: Tools, where: str = "", *, in_held_out: bool = False
-) -> Iterator[Conversation]:
+) -> Iterator[ReadEpisode]:
     version = document.get("schema_version")
     if not isinstance(version, str) or not version.startswith("ATIF-v1."):
         raise DataError(f"{where}schema_version must be ATIF-v1.x, got {shown(version)}")
@@ -151,10 +263,11 @@ def _of_atif(
     offered = tools if given is None else _list(given, f"{where}agent.tool_definitions")
     extra = document.get("extra")
     is_held_out = in_held_out or (isinstance(extra, dict) and extra.get("split") == "eval")
-    made = Conversation([], [], [], [], offered, is_held_out)
+    made = Conversation([], [], [], [], offered)
     for number, step in enumerate(_list(document.get("steps"), f"{where}steps"), start=1):
         _add_step(made, step, f"{where}step {number}")
-    yield made
+    score = _score(extra.get("score")) if isinstance(extra, dict) else None
+    yield ReadEpisode([made], score, is_held_out=is_held_out)
     agents = _list(document.get("subagent_trajectories") or [], f"{where}subagent_trajectories")
     for number, one in enumerate(agents, start=1):
         yield from _of_atif(one, tools, f"{where}sub-agent {number}, ", in_held_out=is_held_out)
