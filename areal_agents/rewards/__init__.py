@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_agents.rewards.code import code_tests
+from areal_agents.rewards.code import ProgramRunner, code_tests, read_tests
 from areal_agents.rewards.combining import clipped, gated, per_turn, potential, weighted
 from areal_agents.rewards.finished import FinishedEpisode
 from areal_agents.rewards.forms import (
@@ -21,6 +21,7 @@ from areal_agents.rewards.qa import best_of, exact_match, f1, normalise
 
 __all__ = [
     "FinishedEpisode",
+    "ProgramRunner",
     "best_of",
     "citation_f1",
     "cited",
@@ -41,5 +42,6 @@ __all__ = [
     "overlong",
     "per_turn",
     "potential",
+    "read_tests",
     "weighted",
 ]

@@ -15,7 +15,7 @@ from areal_agents.errors import RewardError, SandboxError
 from areal_agents.rewards.finished import FinishedEpisode
 from areal_agents.rewards.forms import fenced
 from areal_agents.sandbox.isolations import IsolationOnFirstUse
-from areal_agents.sandbox.sandbox import Limits, Sandbox, SandboxSpec
+from areal_agents.sandbox.sandbox import Finished, Limits, Sandbox, SandboxSpec
 
 _OUTPUT_BYTES = 1 << 22  # a longer output fails the test
 _FILE = "solution.py"
@@ -75,9 +75,87 @@ class CodeTest:
         if not self.function:
             return _lines(printed) == _lines(self.output)
         try:
-            return bool(json.loads(printed.rstrip().rpartition("\n")[2]) == json.loads(self.output))
+            return bool(json.loads(_last_line(printed)) == json.loads(self.output))
         except (ValueError, RecursionError):  # the program printed it
             return False
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRun:
+    """What a program did on a test.
+
+    Attributes:
+        passed: whether it passed.
+        output: what it printed, at most the last 4 MiB; of a functional test the line with the result.
+        error: why it did not end well, such as the end of its standard error; "" if it did.
+    """
+
+    passed: bool
+    output: str
+    error: str
+
+
+class ProgramRunner:
+    """Runs Python programs on tests, each program in a sandbox of its own.
+
+    An agent uses it to show a policy what its program did, and `code_tests` to reward the program.
+    """
+
+    def __init__(
+        self,
+        *,
+        time_s: float = 10.0,
+        memory_mb: int = 512,
+        isolation: Literal["process", "bubblewrap", "docker"] = "bubblewrap",
+        image: str = "",
+        python: str = "python3",
+    ) -> None:
+        """Args:
+        time_s: time limit of a test in seconds.
+        memory_mb: memory limit of a test in MiB.
+        isolation: the kind of sandbox (docs/sandboxes.md).
+        image: with docker, the image that has the interpreter.
+        python: the interpreter in the sandbox.
+        """
+        self._time_s = time_s
+        self._python = python
+        self._sandboxes = IsolationOnFirstUse(isolation)
+        self._spec = SandboxSpec(image=image, limits=Limits(memory_mb=memory_mb, processes=64, disk_mb=64))
+
+    async def run(
+        self, program: str, tests: Sequence[CodeTest], *, until_failure: bool = False
+    ) -> list[ProgramRun]:
+        """Run a program on each test, or up to the first that it fails.
+
+        Raises RewardError if no sandbox can be started.
+        """
+        runs: list[ProgramRun] = []
+        try:
+            sandbox = await self._sandboxes.start(self._spec)
+            try:
+                await sandbox.write(_FILE, program.encode(errors="replace"))
+                for test in tests:
+                    runs.append(await self._run_test(sandbox, test))
+                    if until_failure and not runs[-1].passed:
+                        break
+            finally:
+                await sandbox.end()
+        except SandboxError as error:
+            raise RewardError(f"the sandbox of the tests: {error}") from error
+        return runs
+
+    async def _run_test(self, sandbox: Sandbox, test: CodeTest) -> ProgramRun:
+        argv = [self._python, _FILE]
+        if test.function:
+            argv = [self._python, "-c", _CALL, test.function]
+        finished = await sandbox.run(
+            argv, timeout_s=self._time_s, stdin=test.input.encode(), kept_bytes=_OUTPUT_BYTES
+        )
+        output = finished.stdout.text()
+        error = _why_not_well(finished, self._time_s)
+        if test.function:
+            output = "" if error else _last_line(output)
+        return ProgramRun(not error and test.passes(output), output, error)
 
 
 def code_tests(
@@ -96,58 +174,41 @@ def code_tests(
     The program is the last block between ``` fences. It is run as Python.
 
     Args:
-        field: the field of the task with the tests, a list or the JSON of one; `func_name` of the task, or
-            of the task's `metadata`, names the function of functional tests.
+        field: the field of the task with the tests (see `read_tests`).
         partial: the reward is the share of the tests that pass; otherwise the first failure ends it.
         most: only the first `most` tests are run; None: all.
-        time_s: time limit of a test in seconds.
-        memory_mb: memory limit of a test in MiB.
-        isolation: the kind of sandbox (docs/sandboxes.md).
-        image: with docker, the image that has the interpreter.
-        python: the interpreter in the sandbox.
+        time_s, memory_mb, isolation, image, python: as in `ProgramRunner`.
 
     Raises ValueError if `most` is less than 1. The returned function raises RewardError if the tests cannot
     be read, or no sandbox can be started.
     """
     if most is not None and most < 1:
         raise ValueError(f"most must be at least 1, got {most}")
-    sandboxes = IsolationOnFirstUse(isolation)
-    spec = SandboxSpec(image=image, limits=Limits(memory_mb=memory_mb, processes=64, disk_mb=64))
+    runner = ProgramRunner(
+        time_s=time_s, memory_mb=memory_mb, isolation=isolation, image=image, python=python
+    )
 
     async def score(episode: FinishedEpisode) -> float:
-        tests = _tests(episode.task, field)[:most]
+        tests = read_tests(episode.task, field)[:most]
         program = fenced(episode.answer)
         if program is None:
             return 0.0
-        try:
-            sandbox = await sandboxes.start(spec)
-            try:
-                await sandbox.write(_FILE, program.encode(errors="replace"))
-                passed = 0
-                for test in tests:
-                    if await _passes(sandbox, test, python, time_s):
-                        passed += 1
-                    elif not partial:
-                        return 0.0
-                return passed / len(tests)
-            finally:
-                await sandbox.end()
-        except SandboxError as error:
-            raise RewardError(f"the sandbox of the tests: {error}") from error
+        runs = await runner.run(program, tests, until_failure=not partial)
+        passed = sum(run.passed for run in runs) / len(tests)
+        return passed if partial else float(passed == 1)
 
     return score
 
 
-async def _passes(sandbox: Sandbox, test: CodeTest, python: str, time_s: float) -> bool:
-    argv = [python, "-c", _CALL, test.function] if test.function else [python, _FILE]
-    finished = await sandbox.run(argv, timeout_s=time_s, stdin=test.input.encode(), kept_bytes=_OUTPUT_BYTES)
-    if finished.status != 0 or finished.timed_out or finished.stdout.is_cut:
-        return False
-    return test.passes(finished.stdout.text())
+def read_tests(task: Mapping[str, Any], field: str = "tests") -> list[CodeTest]:
+    """Return the tests of a task.
 
+    Args:
+        field: the field with the tests, a list or the JSON of one; `func_name` of the task, or of the task's
+            `metadata`, names the function of functional tests.
 
-def _tests(task: Mapping[str, Any], field: str) -> list[CodeTest]:
-    """Return the tests of a task. Raises RewardError if the field has none."""
+    Raises RewardError if the field has none, or one in another form.
+    """
     given = task.get(field)
     if isinstance(given, str):
         try:
@@ -169,6 +230,21 @@ def _function(task: Mapping[str, Any]) -> str:
             metadata = None  # another data set's own
     named = task.get("func_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
     return str(named or "")
+
+
+def _why_not_well(finished: Finished, time_s: float) -> str:
+    """Return why a program did not end well, or printed more than is kept; "" if it did neither."""
+    if finished.timed_out:
+        return f"it was ended after {time_s:g} s"
+    if finished.out_of_memory:
+        return "it was ended because it used too much memory"
+    if finished.status != 0:
+        return finished.stderr.text().strip() or f"exit status {finished.status}"
+    return "it printed too much" if finished.stdout.is_cut else ""
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
 
 
 def _lines(text: str) -> list[str]:

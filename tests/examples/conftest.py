@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SEARCH_AGENT, REPAIR_TASKS = EXAMPLES / "search_agent", EXAMPLES / "repair_tasks"
-CONVERSATION = EXAMPLES / "conversation"
+FOLDERS = (
+    "search_agent",
+    "repair_tasks",
+    "conversation",
+    "deep_search",
+    "code",
+    "",
+)
 
-sys.path[:0] = map(str, (SEARCH_AGENT, REPAIR_TASKS, CONVERSATION, EXAMPLES))
-DEEP_SEARCH = EXAMPLES / "deep_search"
-
-sys.path[:0] = map(str, (SEARCH_AGENT, REPAIR_TASKS, DEEP_SEARCH, EXAMPLES))
+sys.path[:0] = [str(EXAMPLES / name) for name in FOLDERS]
 
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
-    return SEARCH_AGENT / "model"
+    return EXAMPLES / "search_agent" / "model"

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from areal_agents.errors import RewardError
-from areal_agents.rewards import FinishedEpisode, code_tests
+from areal_agents.rewards import FinishedEpisode, ProgramRunner, code_tests, read_tests
 
 ISOLATION = "bubblewrap" if shutil.which("bwrap") else "process"
+# The interpreter of the tests may lie outside of what bubblewrap shows; /usr/bin has one.
+PYTHON = "python3" if ISOLATION == "bubblewrap" else sys.executable
 STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, {"input": "5 5", "output": "10"}]
 CALLS = [{"input": "[3, 1, 2]\n2", "output": "[1, 2]", "testtype": "functional"}]
 ADDS = "a, b = map(int, input().split())\nprint(a + b, ' ')\n\n"
@@ -41,9 +43,7 @@ def episode(program: str | None, **task: Any) -> FinishedEpisode:
 
 
 def scoring(**settings: Any) -> Callable[[FinishedEpisode], Any]:
-    # The interpreter of the tests may lie outside of what bubblewrap shows; /usr/bin has one.
-    python = "python3" if ISOLATION == "bubblewrap" else sys.executable
-    return code_tests(isolation=ISOLATION, python=python, **{"time_s": 20, **settings})
+    return code_tests(isolation=ISOLATION, python=PYTHON, **{"time_s": 20, **settings})
 
 
 async def test_programs_pass_all_tests_or_none() -> None:
@@ -66,6 +66,22 @@ async def test_functions_are_called_with_the_arguments() -> None:
     assert await score(episode("def least(xs, n): return sorted(xs)[:n]", tests=CALLS, metadata=named)) == 1.0
     assert await score(episode("def least(xs, n): return xs", tests=CALLS, func_name="least")) == 0.0
     assert await score(episode("def other(xs, n): return xs", tests=CALLS, func_name="least")) == 0.0
+
+
+async def test_what_a_program_did_is_told() -> None:
+    """As an agent shows it to a policy: output, error, and the result of a function alone."""
+    runner = ProgramRunner(isolation=ISOLATION, python=PYTHON, time_s=20)
+    right, wrong = await runner.run("print(3)", read_tests({"tests": STDIN}))
+    assert (right.passed, wrong.passed) == (True, False)
+    assert (wrong.output, wrong.error) == ("3\n", "")
+    (fails,) = await runner.run("x", read_tests({"tests": STDIN}), until_failure=True)
+    assert not fails.passed and fails.error.endswith("NameError: name 'x' is not defined")
+    called = read_tests({"tests": CALLS, "func_name": "least"})
+    (run,) = await runner.run("def least(xs, n):\n    print('noise')\n    return xs", called)
+    assert (run.passed, run.output) == (False, "[3, 1, 2]")
+    quick = ProgramRunner(isolation=ISOLATION, python=PYTHON, time_s=1)
+    (endless,) = await quick.run("while True: pass", read_tests({"tests": STDIN[:1]}))
+    assert endless.error == "it was ended after 1 s"
 
 
 async def test_a_program_cannot_read_what_is_expected() -> None:

@@ -1,0 +1,223 @@
+"""The example of programs: its problems can be solved, nothing else earns their reward, and it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import json
+import pickle
+import random
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coder import NO_PROGRAM, PROGRAMS, coder, one_shot, solved
+from integration_support import Stack, running_stack
+from lists import draw_problem, heldout_tasks, reply_with, train_tasks
+from problems import LARGEST_TEST, of_deepcoder, of_livecodebench, own, read_cases
+from scripted_runs import trained_step
+from tokenizers import Tokenizer
+
+from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.episode import Episode
+from areal_agents.proxy import ProxyConfig
+from areal_agents.rewards import FinishedEpisode
+from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
+from areal_agents.testing import ScriptedCall
+from integrations.conversations import call
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "code"
+MODEL = EXAMPLE.parent / "search_agent" / "model"
+EPISODE_S = 60
+
+one_loop = pytest.mark.asyncio(loop_scope="module")  # the agent and its reward keep sandboxes for one loop
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="make sandbox-tools installs bwrap")
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    store = tmp_path_factory.mktemp("code") / "store.db"
+    with running_stack(MODEL, store, ProxyConfig(reasoning="keep")) as stack:
+        yield stack
+
+
+def answered(task: dict[str, Any], reply: str) -> FinishedEpisode:
+    return FinishedEpisode("e", task, [[{"role": "assistant", "content": reply}]], "finished", {})
+
+
+async def rewards_of(replies: Sequence[tuple[dict[str, Any], str]]) -> list[float]:
+    places = asyncio.Semaphore(4)
+
+    async def reward(task: dict[str, Any], reply: str) -> float:
+        async with places:
+            return await solved(answered(task, reply))
+
+    return list(await asyncio.gather(*(reward(*given) for given in replies)))
+
+
+@one_loop
+async def test_every_own_problem_is_solved_by_its_solution() -> None:
+    problems = own()
+    assert len({problem["id"] for problem in problems}) == 20
+    assert {test["testtype"] for problem in problems for test in problem["tests"]} == {"stdin", "functional"}
+    assert await rewards_of([(problem, problem["solution"]) for problem in problems]) == [1.0] * 20
+    # A program that knows the public tests by heart fails the others.
+    stdin = next(problem for problem in problems if not problem["func_name"])
+    known = {test["input"]: test["output"] for test in stdin["public_tests"]}
+    by_heart = reply_with(f"import sys\nprint({known}.get(sys.stdin.read(), ''))\n")
+    assert await rewards_of([(stdin, by_heart), (stdin, "It is solved.")]) == [0.0, 0.0]
+
+
+@one_loop
+async def test_generated_problems_are_solved_by_their_solution_and_by_no_mutant() -> None:
+    heldout, train = heldout_tasks(), train_tasks()
+    assert (len(heldout), len(train)) == (256, 1000) and heldout == heldout_tasks()
+    assert not {task["question"] for task in heldout} & {task["question"] for task in train}
+    task = heldout[0]
+    rng = random.Random("heldout/0")  # the same task
+    problem = draw_problem(rng, held_out=True)
+    assert problem.question == task["question"]
+    replies = [task["solution"], *(reply_with(m.program) for m in rng.sample(list(problem.mutants()), 5))]
+    assert await rewards_of([(task, reply) for reply in replies]) == [1.0] + [0.0] * 5
+
+
+def test_rows_of_livecodebench_are_read_in_both_of_its_forms() -> None:
+    tests = [{"input": "1", "output": "2", "testtype": "functional", "more": None}]
+    packed = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
+    row = {
+        "question_id": "3", "question_content": " Add one.\n", "difficulty": "easy", "platform": "leetcode",
+        "starter_code": "class Solution:", "metadata": '{"func_name": "add"}',
+        "public_test_cases": json.dumps(tests), "private_test_cases": packed,
+    }  # fmt: skip
+    test = {"input": "1", "output": "2", "testtype": "functional"}
+    assert of_livecodebench(row) == {
+        "id": "3", "question": "Add one.", "starter_code": "class Solution:", "func_name": "add",
+        "public_tests": [test], "tests": [test, test], "difficulty": "easy",
+    }  # fmt: skip
+    harmful = base64.b64encode(zlib.compress(pickle.dumps(shutil.rmtree))).decode()
+    with pytest.raises(pickle.UnpicklingError, match=r"must not import shutil\.rmtree"):
+        read_cases(harmful)
+
+
+def test_rows_of_every_subset_of_deepcoder_are_read() -> None:
+    pairs = [(f"{n}\n", f"{n + 1}\n") for n in range(6)]
+    tests = [{"input": given, "output": wanted, "testtype": "stdin"} for given, wanted in pairs]
+    forms: dict[str, Any] = {
+        "primeintellect": [{"type": "stdin_stdout", "input": given, "output": out} for given, out in pairs],
+        "taco": {"inputs": [given for given, _ in pairs], "outputs": [out for _, out in pairs]},
+        "lcbv5": [{**test, "metadata": {"func_name": None}} for test in tests],
+        "codeforces": [{"input": given, "output": out} for given, out in pairs],
+    }
+    for name, form in forms.items():
+        task = of_deepcoder({"problem": "Add one. ", "tests": json.dumps(form)}, name)
+        assert task is not None
+        assert (task["id"], task["question"], task["func_name"]) == (name, "Add one.", "")
+        assert (task["public_tests"], task["tests"]) == (tests[:2], tests)
+    called = [{**test, "testtype": "functional", "metadata": {"func_name": "add"}} for test in tests]
+    task = of_deepcoder({"problem": "p", "starter_code": "def add(n):", "tests": json.dumps(called)}, "f")
+    assert task is not None and (task["func_name"], task["starter_code"]) == ("add", "def add(n):")
+
+    wrapped = {"fn_name": "add", "inputs": [[1]] * 6, "outputs": [[2]] * 6}
+    large = [{"input": "1" * LARGEST_TEST, "output": "1"}] * 9
+    for form in (wrapped, large, forms["codeforces"][:4]):
+        assert of_deepcoder({"problem": "p", "tests": json.dumps(form)}, "x") is None
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return Tokenizer.from_file(str(MODEL / "tokenizer.json")).decode(list(ids), skip_special_tokens=False)
+
+
+async def played(
+    stack: Stack, task: dict[str, Any], replies: Sequence[str], agent: Any = coder
+) -> list[dict[str, Any]]:
+    """The recorded turns of an episode in which the model gives these replies."""
+    opened = stack.open_episode(replies)
+    async with asyncio.timeout(EPISODE_S):
+        await agent(task, Episode(opened["id"], opened["base_url"], opened["key"]))
+    return stack.turns(opened)
+
+
+@one_loop
+async def test_a_program_is_repaired_in_one_branch(stack: Stack) -> None:
+    """The policy sees the test that fails, or that there is no program; the last reply is not tried."""
+    task = heldout_tasks()[0]
+    wrong, right = reply_with(f"{task['starter_code']} return 0"), task["solution"]
+    first = task["public_tests"][0]
+    failed = f"It fails test 1. Input:\n{first['input']}\nExpected:\n{first['output']}\nGot:\n0"
+    turns = await played(stack, task, [wrong, "I give up.", right])
+    assert len(turns) == PROGRAMS and [turn["forked_from"] for turn in turns] == [None] * PROGRAMS
+    seen = text_of(turns[-1]["prompt_ids"])
+    assert failed in seen and NO_PROGRAM in seen and task["question"] in seen
+    assert len(await played(stack, task, [right])) == 1
+
+
+@one_loop
+async def test_a_program_that_raises_shows_its_error_and_one_shot_shows_nothing(stack: Stack) -> None:
+    task = next(problem for problem in own() if problem["id"] == "tram-fare")
+    fails = reply_with("1 / 0\n")
+    turns = await played(stack, task, [fails, task["solution"]])
+    text = text_of(turns[-1]["prompt_ids"])
+    assert "Error:" in text and "ZeroDivisionError: division by zero" in text and len(turns) == 2
+    assert len(await played(stack, task, [fails], one_shot)) == 1
+
+
+HARBOR = f"harbor:{EXAMPLE / 'folders'}?held_out=0&isolation=bubblewrap"
+ANALYSIS = """
+import collections
+errors, sent = collections.Counter(), collections.Counter()
+for line in open('access.log'):
+    _, client, _, status, size = line.split()
+    errors[client] += int(status) >= 500
+    sent[client] += int(size)
+with open('report.txt', 'w') as report:
+    for client in sorted(errors, key=lambda c: (-errors[c], c)):
+        if errors[client]:
+            print(client, errors[client], sent[client], file=report)
+"""
+SORTED = "sed -i 's/key=lambda item: item.1., reverse=True/key=lambda item: (-item[1], item[0])/' budget.py"
+SUMMED = "sed -i 's/abs(int(cents))/int(cents)/' budget.py"
+PRINTED = (
+    'sed -i \'s/return f.*/sign = "-" if cents < 0 else ""\\n    '
+    'return f"{sign}{abs(cents) \\/\\/ 100}.{abs(cents) % 100:02}"/\' budget.py'
+)
+
+
+@pytest.mark.parametrize(
+    ("id", "work"),
+    [("access-log", [f"python3 - <<'E'{ANALYSIS}E"]), ("broken-budget", [SORTED, SUMMED, PRINTED])],
+)
+async def test_task_folders_of_harbor_are_solved_by_work(stack: Stack, id: str, work: list[str]) -> None:
+    environment = EnvironmentConfig(use=HARBOR)
+    task = next(task for task in environment_tasks(environment, "train") if task["id"] == id)
+    agent = environment_agent(environment)
+    rewards = []
+    try:
+        for commands in (work, work[:-1]):
+            calls = [call("bash", json.dumps({"command": command})) for command in commands]
+            opened = stack.open_episode([*calls, "It is done."])
+            async with asyncio.timeout(EPISODE_S):
+                ep = Episode(opened["id"], opened["base_url"], opened["key"])
+                rewards.append(await agent.run(task, ep))
+    finally:
+        await agent.close()
+    assert rewards[0] == 1.0 > rewards[1]
+
+
+def test_the_example_trains_on_what_its_reward_says(tmp_path: Path) -> None:
+    """One step on a group in which half of the episodes solve their problem, played by a scripted engine."""
+    problems = {task["question"]: task for task in train_tasks()}
+    solves = itertools.cycle([True, False])
+
+    def programs(call: ScriptedCall) -> str:
+        (task,) = [task for question, task in problems.items() if f"\n{question}\n" in call.prompt_text]
+        if NO_PROGRAM in call.prompt_text:
+            return reply_with("pass\n")
+        return str(task["solution"]) if next(solves) else "I give up."
+
+    row = trained_step(EXAMPLE / "config.yaml", MODEL, programs, tmp_path / "run", ["rollout.group_size=4"])
+    assert (row["version"], row["groups_bad"], row["reward_mean"]) == (1, 0, 0.5)
+    assert row["tokens"] > 0 and row["grad_norm"] > 0
