@@ -197,6 +197,18 @@ class ProxyConfig(Settings):
         description="Split of implicit episodes: eval uses the sampling parameters of the request, train "
         "pins them.",
     )
+    implicit_groups: bool = Field(
+        default=False,
+        description="Each implicit episode is a group of one, which a trainer can lease once it has ended "
+        "and has a reward; a run with data.traffic sets it.",
+    )
+    canary_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the episodes that the last engines serve, with the candidate version; 0: there "
+        "is no canary. A run sets it from rollout.canary.",
+    )
 
     @property
     def max_body_bytes(self) -> int:

@@ -16,6 +16,7 @@ from areal_agents.inference.pool import (
     EnginePool,
     PoolLimits,
     RouterEngine,
+    canary_engines,
     refuse_other_models,
 )
 from areal_agents.rendering import ChatRenderer
@@ -56,8 +57,12 @@ def make_pool(
     renderer: ChatRenderer,
     request_timeout_s: float,
     limits: PoolLimits | None = None,
+    canary_share: float = 0.0,
 ) -> EnginePool:
-    """Return the pool of engines of a proxy; the caller closes it."""
+    """Return the pool of engines of a proxy; the caller closes it.
+
+    With a `canary_share` above 0, the last engines serve the candidate to that share of the episodes.
+    """
     engines = [
         SGLangEngine(
             url,
@@ -74,8 +79,13 @@ def make_pool(
     )
 
     def current() -> CurrentVersion | None:
-        row = store.latest_version()
-        return None if row is None else CurrentVersion(row.version, row.path, row.folder_pending)
+        served = store.served_versions()
+        if served is None:
+            return None
+        row, candidate = served.stable, served.candidate
+        # Without replicas of its own a candidate is served by none.
+        beside = CurrentVersion(candidate.version, candidate.path) if candidate and canary_share else None
+        return CurrentVersion(row.version, row.path, row.folder_pending, beside)
 
     return EnginePool(
         engines,
@@ -86,6 +96,8 @@ def make_pool(
         router=router,
         vocab_size=urls.vocab_size,
         limits=limits,
+        canary=canary_engines(urls.engines, canary_share) if canary_share else (),
+        canary_share=canary_share,
     )
 
 

@@ -177,7 +177,13 @@ def serve_with_engines(
     `worker` is None unless this is one of several processes; `on_ready` is called once requests are answered.
     """
     allow_many_connections()
-    pool = make_pool(engines, store=store, renderer=renderer, request_timeout_s=config.generate_timeout_s)
+    pool = make_pool(
+        engines,
+        store=store,
+        renderer=renderer,
+        request_timeout_s=config.generate_timeout_s,
+        canary_share=config.canary_share,
+    )
     parts: dict[str, Any] = {
         "store": store, "engine": pool, "renderer": renderer, "config": config, "traces": traces,
     }  # fmt: skip

@@ -10,6 +10,7 @@ from areal_agents.core.rollout import EpisodeStatus, Reward, Split, Task
 from areal_agents.core.trajectory import Turn
 
 GroupState = Literal["pending", "complete", "leased", "trained", "dropped"]
+CanaryState = Literal["candidate", "promoted", "rolled_back"]
 GROUP_STATES: tuple[GroupState, ...] = ("pending", "complete", "leased", "trained", "dropped")
 
 
@@ -290,6 +291,10 @@ class VersionRow:
 
     `folder_pending` is set while the folder at `path` is not complete: the weights were sent to the engines
     first, and the folder is written behind them, or not at all.
+
+    With `rollout.canary`, `canary` is the state of a version that was published for a `share` of the
+    conversations. Those opened after the one with number `canary_after` are compared, and `verdict` says why
+    it was promoted or rolled back; these are None before that.
     """
 
     version: int
@@ -298,6 +303,27 @@ class VersionRow:
     checksum: str | None
     published_at: float
     folder_pending: bool = False
+    canary: CanaryState | None = None
+    share: float | None = None
+    canary_after: int | None = None
+    verdict: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVersions:
+    """What replicas serve: `stable`, and those of the canary `candidate`, if there is one."""
+
+    stable: VersionRow
+    candidate: VersionRow | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredConversation:
+    """A rewarded implicit episode that has ended; `version_min` is the oldest version of its tokens."""
+
+    id: str
+    score: float
+    version_min: int
 
 
 LIVE: tuple[EpisodeStatus, ...] = ("open", "finished", "truncated")

@@ -137,6 +137,11 @@ versions = sa.Table(
     sa.Column("checksum", sa.Text),
     sa.Column("published_at", sa.Float, nullable=False),
     sa.Column("folder_pending", sa.Integer),  # 1: the folder at `path` is not complete yet; null: it is
+    # candidate | promoted | rolled_back; null: it was never a candidate, and is for every replica
+    sa.Column("canary", sa.Text),
+    sa.Column("share", sa.Float),  # of the conversations that a candidate serves
+    sa.Column("canary_after", sa.Integer),  # episodes.seq: those after it are compared; null: not served yet
+    sa.Column("verdict", sa.JSON),  # why a candidate was promoted or rolled back, see canary.py
 )
 
 checkpoints = sa.Table(

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from areal_agents.core.rollout import RecordedEpisode, Reward, RolloutGroup, Split
 from areal_agents.core.trajectory import Turn
-from areal_agents.store import episodes, groups, leases, reads, retention, rewards, versions, waiting
+from areal_agents.store import canary, episodes, groups, leases, reads, retention, rewards, versions, waiting
 from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
 from areal_agents.store.database import Database, store_path, store_url
@@ -33,6 +33,8 @@ from areal_agents.store.rows import (
     NewEpisode,
     OpenEpisode,
     OpenGroup,
+    ScoredConversation,
+    ServedVersions,
     TaskGroup,
     TurnTime,
     UntrainedGroup,
@@ -302,7 +304,65 @@ class Store:
         """Record that the folder of a published version is complete."""
         self._database.submit(lambda c: versions.mark_folder_written(c, version)).result()
 
+    def publish_candidate(self, version: int, *, step: int, path: str | Path, share: float) -> None:
+        """Publish a version for the replicas of the canary only. Conflict if there is a candidate."""
+        self._database.submit(
+            lambda c: canary.insert_candidate(c, version, step=step, path=str(path), share=share)
+        ).result()
+
+    def begin_comparison(self, version: int) -> None:
+        """Compare the conversations that are opened from now on; has no effect if that was called before."""
+        self._database.submit(lambda c: canary.begin_comparison(c, version)).result()
+
+    def promote_candidate(self, version: int, verdict: Mapping[str, Any]) -> None:
+        """Make the candidate the version of all replicas. Conflict if it is not the candidate."""
+        self._database.submit(lambda c: canary.promote_candidate(c, version, verdict)).result()
+
+    def roll_back_candidate(
+        self, version: int, verdict: Mapping[str, Any], *, restored: int, step: int, path: str | Path
+    ) -> None:
+        """End the candidate, and publish the weights before it as version `restored`.
+
+        Conflict if it is not the candidate.
+        """
+        self._database.submit(
+            lambda c: canary.roll_back_candidate(
+                c, version, verdict, restored=restored, step=step, path=str(path)
+            )
+        ).result()
+
+    # -- the operator's command writes --------------------------------------------------------
+
+    def freeze(self, frozen: bool) -> None:
+        """Order that nothing is trained, published or decided, until it is taken back with False."""
+        self._database.submit(lambda c: canary.freeze(c, frozen)).result()
+
+    def give_order(self, version: int, order: canary.Order) -> None:
+        """Order what becomes of the candidate. Conflict if `version` is not the candidate."""
+        self._database.submit(lambda c: canary.give_order(c, version, order)).result()
+
     # -- everybody reads ----------------------------------------------------------------------
+
+    def served_versions(self) -> ServedVersions | None:
+        """Return what replicas serve, or None before the first version."""
+        with self._database.read() as connection:
+            return canary.served_versions(connection)
+
+    def scored_conversations(self, *, after: int, settle_s: float) -> list[ScoredConversation]:
+        """Return the rewarded implicit training episodes that were opened after the one with number `after`,
+        in the order in which they ended, once `settle_s` seconds have passed since."""
+        with self._database.read() as connection:
+            return canary.scored_conversations(connection, after=after, settle_s=settle_s, now=time.time())
+
+    def is_frozen(self) -> bool:
+        """Whether the operator has frozen the run."""
+        with self._database.read() as connection:
+            return canary.is_frozen(connection)
+
+    def order_for(self, version: int) -> canary.Order | None:
+        """Return the operator's order for a candidate; None if there is none."""
+        with self._database.read() as connection:
+            return canary.order_for(connection, version)
 
     def latest_version(self) -> VersionRow | None:
         """Return the current policy version, or None before the first."""

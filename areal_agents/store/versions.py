@@ -7,8 +7,11 @@ import time
 import sqlalchemy as sa
 
 from areal_agents.store.errors import Conflict
-from areal_agents.store.rows import VersionRow
+from areal_agents.store.rows import CanaryState, VersionRow
 from areal_agents.store.schema import leases, versions
+
+# Versions for every replica: all but candidates, unless they were promoted.
+IS_STABLE = sa.or_(versions.c.canary.is_(None), versions.c.canary == "promoted")
 
 
 def insert_version(
@@ -19,6 +22,8 @@ def insert_version(
     path: str,
     checksum: str | None,
     folder_pending: bool,
+    canary: CanaryState | None = None,
+    share: float | None = None,
 ) -> None:
     """Publish a version. Raises Conflict unless its number is above every published one."""
     largest = max_version(connection)
@@ -34,6 +39,8 @@ def insert_version(
             checksum=checksum,
             published_at=time.time(),
             folder_pending=1 if folder_pending else None,
+            canary=canary,
+            share=share,
         )
     )
 
@@ -46,15 +53,18 @@ def mark_folder_written(connection: sa.Connection, version: int) -> None:
 def latest_version(connection: sa.Connection) -> VersionRow | None:
     """Return the version that was published last, or None before the first."""
     row = connection.execute(sa.select(versions).order_by(versions.c.version.desc()).limit(1)).one_or_none()
-    if row is None:
-        return None
+    return None if row is None else version_row(row)
+
+
+def version_row(row: sa.Row) -> VersionRow:
+    """Return a row of the table."""
     return VersionRow(**{**row._mapping, "folder_pending": bool(row.folder_pending)})
 
 
 def published_versions(connection: sa.Connection) -> list[VersionRow]:
     """Return every published version, oldest first."""
     rows = connection.execute(sa.select(versions).order_by(versions.c.version))
-    return [VersionRow(**{**row._mapping, "folder_pending": bool(row.folder_pending)}) for row in rows]
+    return [version_row(row) for row in rows]
 
 
 def max_version(connection: sa.Connection) -> int:
@@ -88,7 +98,8 @@ def oldest_served(connection: sa.Connection) -> int:
     The row of a version is written before the version is swapped in, and the groups trained into it are
     marked after the swap, so the newest version may not be served yet while no group is marked as trained
     into it. The bound is exact from the first trained batch after a start or resume, and at most one too low
-    before. It is 0 before the first version.
+    before. It is 0 before the first version. With a canary the stable version is served for as long as
+    candidates are trained, compared and rolled back.
     """
     first, newest = connection.execute(
         sa.select(sa.func.min(versions.c.version), sa.func.max(versions.c.version))
@@ -98,4 +109,13 @@ def oldest_served(connection: sa.Connection) -> int:
     trained = connection.execute(
         sa.select(sa.func.max(leases.c.version)).where(leases.c.state == "trained")
     ).scalar_one()
-    return max(first, newest - 1, -1 if trained is None else trained)
+    bound = max(first, newest - 1, -1 if trained is None else trained)
+    had_canary = sa.select(sa.func.count()).where(versions.c.canary.is_not(None))
+    if not connection.execute(had_canary).scalar_one():
+        return bound
+    stable = sa.select(sa.func.max(versions.c.version)).where(IS_STABLE)
+    # The row of a new stable version is written before its swap.
+    before = sa.select(sa.func.max(versions.c.version)).where(
+        IS_STABLE, versions.c.version < stable.scalar_subquery()
+    )
+    return min(bound, connection.execute(sa.func.coalesce(before.scalar_subquery(), first)).scalar_one())

@@ -5,6 +5,7 @@ from areal_agents.inference.pool.external_router import RouterEngine
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.inference.pool.pool import EnginePool, PoolCounts
 from areal_agents.inference.pool.replica import CurrentVersion, Replica
+from areal_agents.inference.pool.sides import canary_engines, is_of_canary
 
 __all__ = [
     "CurrentVersion",
@@ -13,5 +14,7 @@ __all__ = [
     "PoolLimits",
     "Replica",
     "RouterEngine",
+    "canary_engines",
+    "is_of_canary",
     "refuse_other_models",
 ]

@@ -3,7 +3,8 @@
 Invariant: a replica is `serving` only while it reports the current version, or while it served when that was
 published and the trainer that swaps it in is running. The trainer limits how long a swap may take; a replica
 that it left out remains its responsibility until the next version is published. A paused replica answers
-health checks, so a swap is never mistaken for a death.
+health checks, so a swap is never mistaken for a death. For a replica of the canary, the current version is
+the candidate, as long as there is one.
 
 Engines do not report whether they are paused. While a trainer runs, only the trainer resumes engines, at the
 end of each publication. If no trainer runs or can start meanwhile, a replica that may have been left paused
@@ -118,7 +119,8 @@ class ReplicaMonitor:
         except EngineError as error:
             self._missed(replica, str(error))
         else:
-            is_read, goal = await self.refresh(), self.current
+            is_read = await self.refresh()
+            goal = replica.goal(self.current)
             # A newer version than the known one may be correct: decide only after the store has been read.
             if is_read or goal is None or info.version <= goal.version:
                 other_model = await self._other_model(replica, info)
@@ -141,11 +143,13 @@ class ReplicaMonitor:
             logger.warning("the current version could not be read: %s", error)
             return False
         known, self.current = self.current, found or self.current
-        if found is None or (known is not None and found.version == known.version):
+        if found is None or found == known:
             return True
         for replica in self._replicas:
-            if replica.state in ("serving", "doubtful") and replica.due is None:
-                replica.due = found.version
+            before, goal = replica.goal(known), replica.goal(found)
+            is_new = goal is not None and (before is None or goal.version != before.version)
+            if goal is not None and is_new and replica.state in ("serving", "doubtful"):
+                replica.due = goal.version if replica.due is None else replica.due
         return True
 
     async def _keep_checking(self, replica: Replica) -> None:
@@ -196,14 +200,15 @@ class ReplicaMonitor:
         if started_again := info.version < replica.version:
             replica.gone_at = now
         replica.version = info.version
-        goal = self.current
+        goal = replica.goal(self.current)
         if goal is None or info.version == goal.version:
             replica.due, replica.load_error = None, ""
             self._admit(replica, now)
         elif started_again or not is_swapped:
             replica.state = "late"
             replica.may_be_paused, replica.due = replica.may_be_paused or replica.due is not None, None
-            replica.reason = f"it serves version {info.version}, and {goal.version} is current" + (
+            what = "the candidate" if goal is not self.current else "current"
+            replica.reason = f"it serves version {info.version}, and {goal.version} is {what}" + (
                 f"; {replica.load_error}" if replica.load_error else ""
             )
             if replica.name not in self._loads:
@@ -219,7 +224,7 @@ class ReplicaMonitor:
 
     async def _is_swapped(self, replica: Replica, version: int) -> bool:
         """Whether the trainer is about to swap the current version into a replica that reports `version`."""
-        goal = self.current
+        goal = replica.goal(self.current)
         if goal is None or replica.due is None or version == goal.version:
             return False
         if version >= replica.due:
@@ -231,7 +236,7 @@ class ReplicaMonitor:
 
     async def _resume_left(self, replica: Replica) -> None:
         """Resume a replica that was left paused, if no trainer is running that would resume it."""
-        goal = self.current
+        goal = replica.goal(self.current)
         if not (replica.may_be_paused and replica.is_serving and goal and replica.version == goal.version):
             return
         async with self._without_trainer() as alone:
@@ -254,7 +259,7 @@ class ReplicaMonitor:
             await asyncio.sleep(random.uniform(0, _SPREAD_S))
             while replica.state == "late":
                 await self.check(replica)
-                goal = self.current
+                goal = replica.goal(self.current)
                 if replica.state != "late" or goal is None:
                     return
                 if goal.folder_pending:

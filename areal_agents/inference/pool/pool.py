@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from areal_agents.inference.pool.external_router import is_routable
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.inference.pool.monitor import ReplicaMonitor, WithoutTrainer, unavailable
 from areal_agents.inference.pool.replica import CurrentVersion, Replica, Unanswered
+from areal_agents.inference.pool.sides import is_of_canary
 from areal_agents.inference.pool.suspects import (
     Suspect,
     Suspects,
@@ -72,6 +73,9 @@ class EnginePool:
         router: the client of a router in front of all replicas. If given, it chooses the replica, and the
             pool only monitors them.
         limits: see PoolLimits.
+        canary: the names of the replicas of the canary; () if there is none. They serve the episodes of
+            `canary_share`, see `sides`, and the other replicas serve the others, also while a side waits for
+            its replicas.
     """
 
     def __init__(
@@ -85,13 +89,18 @@ class EnginePool:
         router: Sampler | None = None,
         vocab_size: int | None = None,
         limits: PoolLimits | None = None,
+        canary: Collection[str] = (),
+        canary_share: float = 0.0,
     ) -> None:
         if not engines:
             raise ValueError("a pool needs an engine")
         names = names or [f"engine {index}" for index in range(len(engines))]
         self.replicas = tuple(
-            Replica(name, engine, engine) for name, engine in zip(names, engines, strict=True)
+            Replica(name, engine, engine, is_canary=name in canary)
+            for name, engine in zip(names, engines, strict=True)
         )
+        if canary and router is not None:
+            raise ValueError("a router chooses replicas, so their episodes cannot have sides; leave one out")
         if len({replica.name for replica in self.replicas}) < len(self.replicas):
             raise ValueError(f"an engine is named twice: {', '.join(names)}")
         self.counts = PoolCounts()
@@ -100,6 +109,9 @@ class EnginePool:
         self._router = None if router is None else Replica("the router", engines[0], router, "serving")
         self._streams = len(engines) > 1
         self._affinities = Affinities()
+        self._canary_share = canary_share if canary else None
+        self._stable = tuple(replica for replica in self.replicas if not replica.is_canary)
+        self._canary = tuple(replica for replica in self.replicas if replica.is_canary)
         self._suspects = Suspects(self._limits)
         self._unfinished: dict[str, tuple[PartialCompletion, Replica | None]] = {}
         self._changed = asyncio.Event()
@@ -335,10 +347,10 @@ class EnginePool:
         oldest, newest = int(versions[0]), int(versions[-1])
         if oldest < least:
             raise OldVersion(f"{replica.name} sampled with version {oldest} after version {least}")
-        current = self._monitor.current
+        current = replica.goal(self._monitor.current)
         if current is not None and newest > current.version:
             await self._monitor.refresh()
-            current = self._monitor.current
+            current = replica.goal(self._monitor.current)
             if current is not None and newest > current.version:
                 raise EngineError(
                     f"{replica.name} samples with version {newest}, and {current.version} is the newest that "
@@ -372,7 +384,10 @@ class EnginePool:
         """Return a replica of the pool that serves, or None; see Affinities.route."""
         if len(self.replicas) == 1:
             return self.replicas[0] if self.replicas[0].is_serving else None
-        return self._affinities.route(self.replicas, affinity, newest=newest, avoid=avoid)
+        replicas = self.replicas
+        if self._canary_share is not None:
+            replicas = self._canary if is_of_canary(affinity, self._canary_share) else self._stable
+        return self._affinities.route(replicas, affinity, newest=newest, avoid=avoid)
 
     async def _serving(self, route: Callable[[], Replica | None]) -> Replica:
         """Wait until `route` returns a replica. Raises EngineUnavailable if none serves in time."""

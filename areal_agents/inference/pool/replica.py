@@ -27,12 +27,14 @@ class CurrentVersion:
     """The latest published version, and the folder of its weights or adapter.
 
     `folder_pending`: the folder is not complete yet, so that a replica without the version waits for it, or
-    for the trainer, which may send it the next version directly.
+    for the trainer, which may send it the next version directly. `candidate`: the version that the replicas
+    of the canary serve instead; None: they serve this one, too.
     """
 
     version: int
     path: str
     folder_pending: bool = False
+    candidate: CurrentVersion | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +65,7 @@ class Replica:
             it was found, or its swap was not finished, and it has sampled nothing with the current version
             since.
         load_error: why the last attempt to bring it to the current version failed.
+        is_canary: whether it serves the candidate, if there is one, and the episodes of the canary only.
         wake: set to request a health check now.
     """
 
@@ -84,6 +87,7 @@ class Replica:
     due: int | None = None
     may_be_paused: bool = True
     load_error: str = ""
+    is_canary: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     _attempts: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -96,6 +100,12 @@ class Replica:
     def is_healthy(self) -> bool:
         """Whether it answered the last health check."""
         return self.state in ("serving", "late", "refused")
+
+    def goal(self, current: CurrentVersion | None) -> CurrentVersion | None:
+        """Return the version that it must serve; None before the first."""
+        if current is not None and self.is_canary and current.candidate is not None:
+            return current.candidate
+        return current
 
     def saw(self, version: int) -> None:
         """Note that a token or a health check showed that it serves `version`."""

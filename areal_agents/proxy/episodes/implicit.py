@@ -74,16 +74,24 @@ def home_key_of(row: EpisodeRow, turns: Sequence[Turn]) -> bytes:
 class ImplicitEpisodes:
     """The open implicit episodes, found by session name or by conversation.
 
-    Each caller has its own episodes: the same session name with another API key is another episode.
+    Each caller has its own episodes: the same session name with another API key is another episode. With
+    `in_groups` each is a group of one, with its own id.
     """
 
     def __init__(
-        self, store: Store, sessions: Sessions, *, split: Split, ownership: Ownership | None = None
+        self,
+        store: Store,
+        sessions: Sessions,
+        *,
+        split: Split,
+        in_groups: bool = False,
+        ownership: Ownership | None = None,
     ) -> None:
         self._store = store
         self._ownership = ownership
         self._sessions = sessions
         self._split = split
+        self._in_groups = in_groups
         self._index = EpisodeIndex()
         self._unanswered: LruCache[Hashable, int] = LruCache(
             _UNANSWERED_KEPT
@@ -164,9 +172,12 @@ class ImplicitEpisodes:
 
     def _open(self, caller: Caller, name: str | None, request: ModelRequest, task: Task | None) -> Session:
         key = implicit_key(caller, name)
+        episode_id = f"implicit-{secrets.token_hex(8)}"
         session = self._sessions.begin(
             NewEpisode(
-                id=f"implicit-{secrets.token_hex(8)}",
+                id=episode_id,
+                group_id=episode_id if self._in_groups else None,
+                group_size=1 if self._in_groups else None,
                 key_hash=key_hash(new_episode_key()),
                 task=task,
                 split=self._split,

@@ -248,7 +248,7 @@ class Sessions:
         return self.add(Session(row, []))
 
     def begin(self, new: NewEpisode) -> Session:
-        """Open an episode without a group, in memory only; it is written to the store with its first turn."""
+        """Open an implicit episode in memory only; it is written to the store with its first turn."""
         new = replace(new, owner=self._owner)
         task_id = new.task.id if new.task is not None else new.id
         row = opened_row(new, index=0, task_id=task_id, created_at=time.time())

@@ -1,0 +1,167 @@
+"""The two sides of a canary through the proxy: who is served by which engine, and what is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from openai import APITimeoutError, OpenAI
+from proxy_support import MODEL
+from record_support import until as wait_until
+
+from areal_agents.inference.pool import PoolLimits, canary_engines, is_of_canary
+from areal_agents.proxy import ProxyConfig, create_app
+from areal_agents.proxy.engines import EngineUrls, make_pool
+from areal_agents.proxy.server import build_server
+from areal_agents.rendering import ChatRenderer
+from areal_agents.sockets import listen, url_of
+from areal_agents.store import Store
+from areal_agents.testing import ScriptedApp, ScriptedReply, running
+
+SHARE = 0.4
+
+
+@contextmanager
+def proxy_of(urls: list[str], renderer: ChatRenderer, store: Store, **config: Any) -> Iterator[str]:
+    servers: list[Any] = []
+    with listen("127.0.0.1", 0) as listener:
+
+        async def run() -> None:
+            pool = make_pool(
+                EngineUrls(tuple(urls)),
+                store=store,
+                renderer=renderer,
+                request_timeout_s=20,
+                limits=PoolLimits(probe_every_s=0.05, load_again_s=0.05, wait_s=20),
+                canary_share=SHARE,
+            )
+            settings = ProxyConfig(implicit_split="train", implicit_groups=True, **config)
+            app = create_app(store=store, engine=pool, renderer=renderer, config=settings)
+            servers.append(build_server(app))
+            try:
+                await servers[0].serve(sockets=[listener])
+            finally:
+                await pool.aclose()
+
+        thread = threading.Thread(
+            target=lambda: asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run()), daemon=True
+        )
+        thread.start()
+        url = url_of(listener)
+        try:
+            wait_until(lambda: httpx.get(f"{url}/ready", timeout=20).json().get("serving") == len(urls))
+            yield url
+        finally:
+            servers[0].should_exit = True
+            thread.join(20)
+
+
+def versions_of(store: Store) -> dict[str, tuple[int | None, int | None]]:
+    return {e.id: (e.version_min, e.version_max) for e in store.episodes()}
+
+
+def talk(client: OpenAI, session: str, turns: int = 1) -> list[str]:
+    """One conversation; return the ids of its completions."""
+    messages: list[Any] = []
+    ids = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"{session}, {turn}"})
+        said = client.chat.completions.create(
+            model="policy", messages=messages, extra_headers={"session-id": session}
+        )
+        messages.append({"role": "assistant", "content": said.choices[0].message.content})
+        ids.append(said.id)
+    return ids
+
+
+def test_each_side_is_served_by_its_engines_and_the_verdict_is_for_both(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    apps = [ScriptedApp.from_folder(MODEL, lambda call: ScriptedReply("fine")) for _ in range(3)]
+    with (
+        Store.open(tmp_path / "store.db") as store,
+        running(apps[0]) as one,
+        running(apps[1]) as two,
+        running(apps[2]) as canary,
+    ):
+        store.publish_version(0, step=0, path=str(MODEL))
+        store.publish_candidate(3, step=3, path=str(MODEL), share=0.4)
+        urls = [one, two, canary]
+        assert canary_engines(urls, SHARE) == (canary,)
+        with proxy_of(urls, renderer, store) as url, OpenAI(base_url=f"{url}/v1", api_key="user") as client:
+            for number in range(12):
+                talk(client, f"first {number}", turns=2)
+            seen = versions_of(store)
+            sides = {episode_id: is_of_canary(episode_id, SHARE) for episode_id in seen}
+            assert len(seen) == 12 and 0 < sum(sides.values()) < 12
+            assert seen == {i: (3, 3) if is_canary else (0, 0) for i, is_canary in sides.items()}
+            assert len(apps[2].exchanges) == 2 * sum(sides.values())
+            # A group of one each, of the split that is trained on, complete with its end and its reward.
+            assert store.group_counts()["pending"] == 12
+            (completion_id, *_) = talk(client, "first 0", turns=1)
+            rewarded = httpx.post(f"{url}/rewards", json={"completion_id": completion_id, "reward": 1.0})
+            httpx.post(f"{url}/episodes/{rewarded.json()['id']}/finish", json={})
+            assert store.group_counts()["complete"] == 1
+
+            store.roll_back_candidate(3, {}, restored=4, step=4, path=str(MODEL))
+            wait_until(lambda: [app._gate.version for app in apps] == ["4"] * 3)
+            for number in range(1, 12):
+                talk(client, f"first {number}", turns=3)  # a conversation goes on, on its side
+            later = versions_of(store)
+            assert len(later) == 12 and [newest for _, newest in later.values()].count(4) == 11
+
+            store.publish_candidate(5, step=5, path=str(MODEL), share=0.4)
+            wait_until(lambda: [app._gate.version for app in apps] == ["4", "4", "5"])
+            store.promote_candidate(5, {})
+            wait_until(lambda: [app._gate.version for app in apps] == ["5"] * 3)
+
+
+def test_a_side_waits_for_its_own_engine(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """No conversation of the canary is moved to the others, whose scores it would dilute."""
+    apps = [ScriptedApp.from_folder(MODEL, lambda call: ScriptedReply("fine")) for _ in range(2)]
+    with (
+        Store.open(tmp_path / "store.db") as store,
+        running(apps[0]) as one,
+        ExitStack() as dies,
+    ):
+        canary = dies.enter_context(running(apps[1]))
+        with proxy_of([one, canary], renderer, store) as url:
+            dies.close()
+            wait_until(lambda: httpx.get(f"{url}/ready").json()["serving"] == 1)
+            with OpenAI(base_url=f"{url}/v1", api_key="user", max_retries=0, timeout=1) as client:
+                answered = waited = 0
+                for number in itertools.count():
+                    try:
+                        talk(client, f"while it is dead {number}")
+                        answered += 1
+                    except APITimeoutError:
+                        waited += 1
+                    if answered and waited:
+                        break
+            assert len(apps[0].exchanges) == answered and not apps[1].exchanges
+
+
+def test_the_share_of_the_canary() -> None:
+    ids = [f"implicit-{number:016x}" for number in range(20_000)]
+    for share in (0.01, 0.1, 0.5):
+        of_canary = {i for i in ids if is_of_canary(i, share)}
+        assert len(of_canary) == pytest.approx(share * len(ids), abs=4 * (share * len(ids)) ** 0.5)
+        assert of_canary <= {i for i in ids if is_of_canary(i, 2 * share)}, "a larger share moves none back"
+    assert not is_of_canary("", 0.99)
+    urls = [f"http://e:{n}" for n in range(8)]
+    assert [len(canary_engines(urls[:n], s)) for n, s in ((2, 0.1), (8, 0.1), (8, 0.5), (2, 0.9))] == [
+        1,
+        1,
+        4,
+        1,
+    ]
+    with pytest.raises(ValueError, match="engine of its own"):
+        canary_engines(urls[:1], 0.1)
