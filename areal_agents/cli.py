@@ -18,6 +18,7 @@ from areal_agents.evaluation import commands as evaluation_commands
 from areal_agents.extras import require
 from areal_agents.inspection import commands as inspection_commands
 from areal_agents.launch.signals import Interrupted
+from areal_agents.online import commands as online_commands
 from areal_agents.rerun import commands as rerun_commands
 from areal_agents.view import commands as view_commands
 
@@ -34,6 +35,7 @@ inspection_commands.add_commands(app)
 evaluation_commands.add_commands(app)
 rerun_commands.add_commands(app)
 view_commands.add_commands(app)
+online_commands.add_commands(app)
 
 
 def _print_version(wanted: bool) -> None:

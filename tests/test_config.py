@@ -139,7 +139,7 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("data.path=null", "data.path"),
         (
             "data={seed: 1}",
-            "data: path (of tasks), sources (several) or episodes (a store of recorded ones) is required",
+            "data: path (of tasks), sources (several), episodes (a store of recorded ones) or traffic",
         ),
         ("agent=''", "'agent' is required"),
         ("algorithm=grop", "did you mean 'grpo'?"),
@@ -381,3 +381,39 @@ def test_the_sandbox_of_a_command_is_read_saved_and_read_again(minimal: Path, tm
     plain = load_config(minimal, ["agent={command: python -m work}"])
     save_config(plain, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml", []).agent == plain.agent
+
+
+ONLINE = [
+    "agent=''", "data={traffic: true}", "rollout.group_size=1", "rollout.max_staleness=inf",
+    "algorithm.advantage_mean=batch", "algorithm.advantage_std=batch", "engine.replicas=2",
+    "trainer.lora={rank: 4}", "rollout.canary={steps: 3}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("agent=agent.py:agent", "agent: with data.traffic, users call the model"),
+        ("data.traffic=false", "traffic (the conversations of users) is required"),
+        ("data={path: x.jsonl, traffic: true}", "traffic takes the place of tasks"),
+        ("rollout.group_size=2", "a group is one conversation; got 2, use 1"),
+        ("rollout.on_stale=wait", "users do not wait for training"),
+        ("rollout.max_staleness=6", "up to 7 versions old"),
+        ("rollout.canary.scores=[1, 0]", "the lowest score must be below the highest"),
+        ("engine.replicas=1", "set engine.replicas to at least 2"),
+        ("trainer.publish={transport: disk}", "rollout.canary needs lora"),
+        ("trainer.keep_checkpoints=1", "rollout.canary needs those of both versions"),
+    ],
+)
+def test_faults_of_a_run_that_trains_on_its_traffic_are_named(
+    minimal: Path, override: str, message: str
+) -> None:
+    assert load_config(minimal, ONLINE).rollout.canary is not None
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, [*ONLINE, override])
+    assert message in str(caught.value)
+
+
+def test_a_canary_needs_traffic(minimal: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.canary: it compares users' conversations"):
+        load_config(minimal, ["rollout.canary={}"])

@@ -31,6 +31,7 @@ from areal_agents.model_folder import folder_fault, read_object
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.config import (
+    CanaryConfig,
     CommandAgentConfig,
     DataConfig,
     EvalConfig,
@@ -191,6 +192,7 @@ def faults_between_parts(config: Config) -> Iterator[str]:
     yield from _routing_faults(config)
     yield from _publish_faults(config)
     yield from _loop_faults(config)
+    yield from _traffic_faults(config)
 
 
 def _episode_faults(config: Config) -> Iterator[str]:
@@ -230,9 +232,9 @@ def _episode_faults(config: Config) -> Iterator[str]:
         )
     if config.reward is not None and recorded:
         yield "reward: recorded episodes have their rewards; leave reward out, or reward them over HTTP"
-    if not recorded and not config.agent:
+    if not recorded and not config.data.traffic and not config.agent:
         yield "'agent' is required, unless data.episodes names recorded episodes to train on"
-    if config.eval is not None and config.eval.data.episodes:
+    if config.eval is not None and (config.eval.data.episodes or config.eval.data.traffic):
         yield "eval.data: evaluation runs tasks and not recorded episodes; give the tasks in eval.data.path"
     if not recorded:
         return
@@ -247,6 +249,56 @@ def _episode_faults(config: Config) -> Iterator[str]:
         yield f"data.episodes: there is no store {recorded}; give a store.db, a run's folder, or a URL"
     elif Path(recorded).is_dir() and not (Path(recorded) / "store.db").is_file():
         yield f"data.episodes: {recorded} is a folder without a store.db; give a run's folder, or a store.db"
+
+
+def _traffic_faults(config: Config) -> Iterator[str]:
+    """Yield the faults of a run that trains on the conversations of users."""
+    rollout, canary = config.rollout, config.rollout.canary
+    if not config.data.traffic:
+        if canary is not None:
+            yield "rollout.canary: it compares users' conversations; set data.traffic: true, or leave it out"
+        return
+    for name, used, instead in (
+        ("agent", bool(config.agent), "users call the model"),
+        ("eval", config.eval is not None, "evaluate with areal-agents eval"),
+        ("reward", config.reward is not None, "rewards come over HTTP, from users or from a judge"),
+        ("loop", config.loop != "async", "serving does not wait for training"),
+        ("rollout.lag", rollout.lag is not None, "users do not wait for training"),
+        ("rollout.on_stale", rollout.on_stale == "wait", "users do not wait for training; use mask"),
+        ("rollout.over_sample", bool(rollout.over_sample), "each conversation is alone"),
+        ("engine.colocate", config.engine.colocate == "sleep", "engines that sleep serve no user; use split"),
+    ):
+        if used:
+            yield f"{name}: with data.traffic, {instead}; leave {name} out"
+    if rollout.group_size != 1:
+        yield (
+            f"rollout.group_size: with data.traffic a group is one conversation; got {rollout.group_size}, "
+            "use 1"
+        )
+    if canary is not None:
+        yield from _canary_faults(config, canary)
+
+
+def _canary_faults(config: Config, canary: CanaryConfig) -> Iterator[str]:
+    """Yield what a canary needs and the configuration does not provide."""
+    if (len(config.engine.urls) or config.engine.replicas) < 2:
+        yield "rollout.canary: it needs an engine of its own; set engine.replicas to at least 2"
+    if config.engine.router:
+        yield "engine.router: with rollout.canary, conversations stay on their side; leave the router out"
+    if config.trainer.publish.transport != "lora":
+        yield (
+            "trainer.publish.transport: rollout.canary needs lora, with which an engine changes its version "
+            f"without a pause; got {config.trainer.publish.transport}; set trainer.lora"
+        )
+    if config.trainer.keep_checkpoints < 2:
+        yield "trainer.keep_checkpoints: rollout.canary needs those of both versions; use at least 2"
+    bound, oldest = config.rollout.max_staleness, 2 * canary.steps + 1
+    if bound is not None and bound < oldest:
+        yield (
+            f"rollout.max_staleness: {bound}: users go on with the stable version while a candidate is "
+            f"trained, compared and rolled back, so tokens are up to {oldest} versions old; use at least "
+            f"{oldest}, or inf"
+        )
 
 
 def _environment_faults(config: Config, environment: EnvironmentConfig) -> Iterator[str]:

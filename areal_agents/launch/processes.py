@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import AgentError, ArealAgentsError, ConfigError, DataError, RewardError
@@ -34,6 +35,9 @@ from areal_agents.sockets import allow_many_connections
 from areal_agents.stacks import answer_with_stacks
 from areal_agents.telemetry import exporting
 from areal_agents.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from areal_agents.inference.engine import Engine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,6 +105,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
             "group_size": config.rollout.group_size,
             "reward_timeout_s": _reward_timeout_s(config),
             "routed_experts": config.engine.routed_experts or config.proxy.routed_experts,
+            **_of_traffic(config),
         }
     )
     store = folder.store_at(config.store.url)
@@ -117,6 +122,24 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         telemetry=config.telemetry,
         run=config.name,
     )
+
+
+def _of_traffic(config: Config) -> dict[str, object]:
+    """Return the settings of a proxy whose users' conversations are trained on; empty for other runs."""
+    if not config.data.traffic:
+        return {}
+    canary = config.rollout.canary
+    share = 0.0 if canary is None else canary.share
+    return {"implicit_split": "train", "implicit_groups": True, "canary_share": share}
+
+
+def _canary_engines(config: Config, engines: Sequence[Engine]) -> tuple[str, ...]:
+    """Return the URLs of the engines that serve candidates; () without a canary, and on other ranks."""
+    from areal_agents.inference.pool import canary_engines
+
+    canary = config.rollout.canary
+    urls = [engine.base_url for engine in engines]
+    return canary_engines(urls, canary.share) if canary is not None and urls else ()
 
 
 def _reward_timeout_s(config: Config) -> float:
@@ -143,6 +166,7 @@ def _vocab_size(model: Path) -> int | None:
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.inference import SGLangEngine
     from areal_agents.inference.sglang.server import nccl_environment
+    from areal_agents.launch.canary_rules import canary_rules
     from areal_agents.launch.context_length import longest_sequence
     from areal_agents.launch.dtypes import with_trainer_dtype
     from areal_agents.launch.engine_memory import engine_bytes_in_training, engine_gpus
@@ -217,6 +241,9 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             seed=config.seed,
             recorded=recorded,
             evaluates=config.eval is not None and config.eval.every is not None,
+            of_traffic=config.data.traffic,
+            canary=canary_rules(config.rollout.canary),
+            canary_engines=_canary_engines(config, engines),
         )
     if not result.finished:
         raise SystemExit(EXIT_STOPPED)

@@ -116,7 +116,8 @@ def train(
         has_changed = _report_resume(config, folder, report)
         save_config(config, folder.config)
         _report_plan(config, folder, report, plan, nodes)
-        if config.trial and plan is not None and (has_changed or not folder.metrics.exists()):
+        has_trial = config.trial and bool(config.agent) and plan is not None
+        if has_trial and (has_changed or not folder.metrics.exists()):
             run_trial(folder, say=report.say, ablate_tool=ablate_tool)
         with Children(say=report.event, events=folder.process_events) as children:
             begun = time.monotonic()
@@ -124,6 +125,9 @@ def train(
                 with report:
                     if plan is None:
                         _run_recorded(config, folder, children, report, nodes)
+                        idle = None
+                    elif config.data.traffic:
+                        _run_traffic(config, endpoints, folder, children, report, plan, nodes)
                         idle = None
                     else:
                         idle = _run(config, endpoints, folder, children, report, plan, nodes)
@@ -191,7 +195,7 @@ def _report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
         with Store.open(folder.store_at(config.store.url)) as store:
             labels = [evaluation.label for evaluation in read_held_out(store)]
     report.resume(metrics.rows, labels)
-    if config.data.episodes:
+    if not config.agent:
         return False
     changes = FingerprintFile(folder.fingerprint).record(Fingerprint.of(config), step=step)
     if changes:
@@ -201,7 +205,7 @@ def _report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
 
 def _report_change_since_end(config: Config, folder: RunFolder, report: Report) -> None:
     """Say what of the agent of a finished run has changed since its last start."""
-    earlier = None if config.data.episodes else FingerprintFile(folder.fingerprint).last()
+    earlier = None if not config.agent else FingerprintFile(folder.fingerprint).last()
     if earlier is not None and (changes := Fingerprint.of(config).changes_since(earlier)):
         report.event(f"{changes} changed since then: these results are from before the change")
 
@@ -383,6 +387,60 @@ def _run_recorded(
         report.update(metrics.rows, read_progress(store), memory)
 
 
+def _run_traffic(
+    config: Config,
+    endpoints: Endpoints,
+    folder: RunFolder,
+    children: Children,
+    report: Report,
+    plan: EnginePlan,
+    nodes: Nodes,
+) -> None:
+    """Serve users, and train on their conversations beside that. A trainer that dies is started again."""
+    folder.write_endpoints(endpoints)
+    with Store.open(folder.store_at(config.store.url)) as store:
+        _check_share(config, store)
+        start_serving(config, folder, children, plan)
+        start_trainer(config, folder, children, nodes, restarts=True)
+        wait_until_serving(config, endpoints, children, report.stage, report.event)
+        report.say(f"users call {endpoints.local_url}/v1; rewards: POST {endpoints.local_url}/rewards")
+        link = link_of_page(endpoints.local_url, endpoints.view_key)
+        report.say(f"the run in a browser: {link}")
+        metrics = MetricsFile(folder.metrics)
+        memory = MemoryUse(children.pids)
+        ended = _trainer_ended(config, folder, children, store)
+        look_for_trainer = _looking(config, folder, store, report, ended)
+        while not ended():
+            children.check(may_finish=("trainer",))
+            look_for_trainer()
+            metrics.update()
+            memory.update()
+            report.update(metrics.rows, read_progress(store), memory)
+            time.sleep(REFRESH_S)
+        children.check(may_finish=("trainer",))
+        metrics.update()
+        report.update(metrics.rows, read_progress(store), memory)
+
+
+def _check_share(config: Config, store: Store) -> None:
+    """Refuse another share of the canary while a candidate is compared: conversations would change sides."""
+    served = store.served_versions()
+    candidate, canary = None if served is None else served.candidate, config.rollout.canary
+    if candidate is None:
+        return
+    if canary is None:
+        raise ConfigError(
+            f"rollout.canary: version {candidate.version} is a candidate without a verdict; keep "
+            "rollout.canary until there is one; areal-agents online orders one"
+        )
+    if candidate.share != canary.share:
+        raise ConfigError(
+            f"rollout.canary.share: version {candidate.version} is compared with a share of "
+            f"{candidate.share}, and with {canary.share} conversations would change their sides; use "
+            f"{candidate.share} until there is a verdict"
+        )
+
+
 def _trainer_ended(config: Config, folder: RunFolder, children: Children, store: Store) -> Callable[[], bool]:
     """Return a function that says whether the trainer has ended.
 
@@ -511,8 +569,9 @@ def start_trainer(
     *,
     alone: bool = False,
     role: Literal["trainer", "rerun"] = "trainer",
+    restarts: bool = False,
 ) -> None:
-    """Start this node's ranks of the trainer. They are not restarted: their death loses steps."""
+    """Start this node's ranks of the trainer. By default their death, which loses steps, ends the run."""
     if not config.trainer.start:
         return
     ranks = config.trainer.ranks
@@ -527,6 +586,7 @@ def start_trainer(
         environment=threads_for("trainer", alone=alone),
         module="areal_agents.launch.local_ranks" if ranks > 1 else "",
         stop_timeout_s=stop_timeout_s(config),
+        restarts=restarts,
     )
 
 

@@ -65,6 +65,54 @@ class ContextStage(Settings):
     max_tokens: int = Field(ge=2, description="Most tokens of a prompt plus its completion, in every call.")
 
 
+class CanaryConfig(Settings):
+    """How versions are compared before all engines serve them; docs/serve-and-train.md."""
+
+    share: float = Field(
+        default=0.1, gt=0, lt=1, description="Share of the new conversations that the candidate serves."
+    )
+    steps: int = Field(default=1, ge=1, description="Batches that are trained for each candidate.")
+    alpha: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="For each candidate: the probability of promoting one that is no better than the stable "
+        "version, and that of rolling back one that is no worse, however often they are compared.",
+    )
+    scores: tuple[float, float] = Field(
+        default=(0.0, 1.0),
+        description="Lowest and highest score of a conversation; others count as the nearest of the two.",
+    )
+    least_gain: float = Field(
+        default=0.0,
+        allow_inf_nan=False,
+        description="By how much the candidate's mean score must exceed that of the stable version. Below 0: "
+        "the loss that is tolerated.",
+    )
+    most_conversations: int = Field(
+        default=10_000,
+        ge=1,
+        description="Rewarded conversations of both sides together after which `undecided` applies.",
+    )
+    undecided: Literal["roll_back", "promote"] = Field(
+        default="roll_back", description="What becomes of a candidate if they did not decide."
+    )
+    settle_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds after the end of a conversation in which rewards count for the comparison. A "
+        "conversation is counted when they are over, so that quick rewards have no more weight than slow "
+        "ones.",
+    )
+
+    @field_validator("scores")
+    @classmethod
+    def _has_range(cls, scores: tuple[float, float]) -> tuple[float, float]:
+        if not -math.inf < scores[0] < scores[1] < math.inf:
+            raise ValueError(f"the lowest score must be below the highest, got {list(scores)}")
+        return scores
+
+
 class RolloutConfig(Settings):
     """How training episodes are collected."""
 
@@ -135,6 +183,11 @@ class RolloutConfig(Settings):
         default=60.0,
         ge=0,
         description="Shortest time in seconds that such failures must last to end the run.",
+    )
+    canary: CanaryConfig | None = Field(
+        default=None,
+        description="With data.traffic: new versions serve a share of the conversations first, and are "
+        "promoted or rolled back by their rewards; absent: all engines get each version at once.",
     )
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     context_stages: tuple[ContextStage, ...] = Field(
@@ -326,6 +379,11 @@ class DataConfig(TasksConfig):
         description="A store of recorded episodes (a file, a run's folder or a URL) to train on instead of "
         "rollouts of tasks; no engine is started.",
     )
+    traffic: bool = Field(
+        default=False,
+        description="Serve the model at proxy.port, and train on the conversations of its users as soon as "
+        "they have ended and have a reward; no agent is run. docs/serve-and-train.md.",
+    )
     sampler: Literal["uniform", "difficulty", "mixture"] = Field(
         default="uniform",
         description="The order in which training takes tasks. uniform: each once in an epoch, shuffled. "
@@ -354,10 +412,16 @@ class DataConfig(TasksConfig):
             )
         if self.sampler == "mixture" and not self.sources:
             raise ValueError("sampler: mixture needs sources")
-        if not self.path and not self.episodes and not self.sources and self.environment is None:
+        tasks = bool(self.path or self.sources) or self.environment is not None
+        if self.traffic and (tasks or self.episodes):
+            raise ValueError("traffic takes the place of tasks and of recorded episodes; give one of them")
+        if not tasks and not self.episodes and not self.traffic:
             raise ValueError(
-                "path (of tasks), sources (several) or episodes (a store of recorded ones) is required"
+                "path (of tasks), sources (several), episodes (a store of recorded ones) or traffic (the "
+                "conversations of users) is required"
             )
+        if self.traffic and (self.split is not None or self.sampler != "uniform" or self.epochs is not None):
+            raise ValueError("traffic is taken as it comes; leave split, sampler and epochs out")
         if self.environment is not None and (self.path or self.episodes):
             raise ValueError("environment has tasks of its own; give it, or path, or episodes")
         if self.episodes and self.split not in (None, "train", "eval"):

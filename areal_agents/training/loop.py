@@ -20,6 +20,7 @@ from areal_agents.errors import TeacherError, TrainingError
 from areal_agents.inference.engine import MemoryKind
 from areal_agents.training.batches.leasing import Batch
 from areal_agents.training.batches.source import BatchSource
+from areal_agents.training.canary.controller import Canary
 from areal_agents.training.checkpoint.best import BestMetric
 from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress
 from areal_agents.training.config import TrainerConfig
@@ -74,6 +75,8 @@ class TrainingLoop:
         progress: the last step, whose version is published.
         until: the last step to train; the learning rate's schedule follows `config.steps`.
         spans: exports the spans of steps, on the first rank; None: they are not exported.
+        canary: publishes the weights of every few steps as a candidate, and then says from which weights
+            training continues; None: the weights of each step are published to all engines.
         saved_step: the step of the newest checkpoint, or the initial step.
         last: metrics of the last step of this process run, on the first rank.
     """
@@ -96,6 +99,7 @@ class TrainingLoop:
     progress: TrainingProgress
     until: int
     spans: Spans | None
+    canary: Canary | None = None
     saved_step: int = field(init=False)
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -109,14 +113,25 @@ class TrainingLoop:
         checkpoint.
         Raises the errors of `training.run`.
         """
-        finished = True
+        if self.canary is not None:
+            self.canary.save_stable(self.progress)
+        finished = self._decide()
         while finished and self.progress.step < self.until:
-            finished = self._step()
+            finished = self._step() and self._decide()
         self._save()
         self.checkpoints.finish()
         if not finished:
             logger.info("stopped after step %d", self.progress.step)
         return finished
+
+    def _decide(self) -> bool:
+        """With a canary, do what is due for a candidate; return False if a stop is requested before."""
+        if self.canary is None:
+            return True
+        progress = self.canary.decide(self.progress, is_last=self.progress.step >= self.until)
+        if progress is not None:
+            self.progress = progress
+        return progress is not None
 
     def _step(self) -> bool:
         """Train one batch; return False if a stop is requested before it was trained."""
@@ -177,7 +192,7 @@ class TrainingLoop:
         progress = TrainingProgress(self.progress.step + 1, self.progress.version + 1, announced.position)
         published = None
         published_s = None
-        if self.publisher is not None:
+        if self.publisher is not None and self.canary is None:
             publishing_s = time.time()
             published = self.publisher.publish(version=progress.version, step=progress.step)
             published_s = (publishing_s, time.time())
@@ -270,7 +285,8 @@ class TrainingLoop:
         return time.monotonic() - started
 
     def _save(self) -> None:
-        if self.saved_step != self.progress.step:
+        """Write a checkpoint of the last step; a canary writes those that a run can resume from by itself."""
+        if self.canary is None and self.saved_step != self.progress.step:
             if self.records is not None:
                 self.records.wait()  # every step that a checkpoint contains has its records
             score = self.last.get(self.best.name)

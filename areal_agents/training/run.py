@@ -7,8 +7,9 @@ under a version above every earlier one.
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.recorded import RecordedGroups
 from areal_agents.training.batches.source import BatchSource, Recorded, RolledOut
 from areal_agents.training.batches.stored_steps import RerunBatches, StoredSteps
+from areal_agents.training.canary.controller import Canary
+from areal_agents.training.canary.judging import CanaryRules
+from areal_agents.training.canary.resuming import resume_canary
 from areal_agents.training.checkpoint.best import BestMetric, metric_name
 from areal_agents.training.checkpoint.checkpoint import Checkpoints
 from areal_agents.training.checkpoint.export import facts_of, write_final
@@ -86,6 +90,9 @@ def run(
     stored: StoredSteps | None = None,
     evaluates: bool = False,
     data_ended: Callable[[], bool] = lambda: False,
+    of_traffic: bool = False,
+    canary: CanaryRules | None = None,
+    canary_engines: Collection[str] = (),
     spans: Spans | None = None,
 ) -> RunResult:
     """Train until `config.steps` batches are done, or `stop` is set. An interrupted run is resumed
@@ -119,6 +126,10 @@ def run(
         evaluates: whether held-out evaluations are written to the store during training.
         data_ended: returns whether all groups of the data have started, so that with `swap_between_batches`
             an incomplete last batch is not waited for.
+        of_traffic: whether the groups are conversations of users, which come at any time or never: no batch
+            is late then, and none is taken while the operator has frozen the run.
+        canary: how versions are compared before all engines serve them; None: they are not.
+        canary_engines: with `canary`, the URLs of the engines that serve candidates.
         spans: exports a span for each step and each publication; None: they are not exported.
 
     Raises:
@@ -174,10 +185,16 @@ def run(
             publisher = Publisher(
                 config.publish, models.policy, group,
                 store=store, engines=engines, run_dir=run_dir, model_path=model_path,
-                keep=config.keep_weights, engine_gpus=engine_gpus,
+                keep=config.keep_weights, engine_gpus=engine_gpus, canary=canary_engines,
             )  # fmt: skip
             at_the_end.callback(publisher.close)
-        if start is not None:
+        judged = None
+        if canary is not None:
+            if publisher is None:
+                raise ValueError("a canary needs engines")
+            judged = resume_canary(run_dir / "checkpoints", models.parts, group, store)
+            progress = judged.progress
+        elif start is not None:
             progress = start.load(models.parts, group)
         else:
             progress = resume(
@@ -189,8 +206,17 @@ def run(
         if config.record_tokens != "none":
             records = RecordWriter(run_dir, rank=group.rank, keep=config.record_tokens, prunes=group.is_first)
             at_the_end.callback(records.close)
-        if publisher is not None:
+        controller = None
+        if publisher is not None and (judged is None or judged.is_new):
             publisher.publish(version=progress.version, step=progress.step)
+        if canary is not None and judged is not None and publisher is not None:
+            controller = Canary(
+                canary, group, store, publisher, checkpoints, run_dir / "checkpoints", models.parts, stop,
+                stable_step=judged.stable_step, candidate=judged.candidate,
+                is_comparing=judged.candidate is not None, is_saved=judged.is_saved,
+            )  # fmt: skip
+            if not judged.is_new:
+                controller.serve_again()
         source: BatchSource | None = None
         longest = None
         if isinstance(models.teacher, EngineTeacher):
@@ -204,7 +230,8 @@ def run(
             source = RolledOut(
                 store, algorithm, groups=groups, max_staleness=max_staleness, on_stale=on_stale, lag=lag,
                 swap_between_batches=swap_between_batches, data_ended=data_ended, limits=limits,
-                timeout_s=config.batch_timeout_s, stop=stop,
+                timeout_s=math.inf if of_traffic else config.batch_timeout_s, stop=stop,
+                of_traffic=of_traffic,
             )  # fmt: skip
         metrics = None
         if group.is_first:
@@ -216,7 +243,7 @@ def run(
             parking=models.parking(group.device) if parks else None, checkpoints=checkpoints, best=best,
             metrics=metrics, records=records, stop=stop, seed=seed, progress=progress,
             until=config.steps if start is None else start.until,
-            spans=spans if group.is_first else None,
+            spans=spans if group.is_first else None, canary=controller,
         )  # fmt: skip
         finished = loop.run()
         if publisher is not None:

@@ -56,6 +56,8 @@ def test_a_configuration_is_valid(found: Block, store: str) -> None:
     tree = {"agent": "agent.py:agent", "data": {"path": "tasks.jsonl"}, "ablation": None, **given}
     if "environment" in given or "environments" in given:
         del tree["agent"], tree["data"]
+    elif tree["data"].get("traffic"):
+        del tree["agent"]
     elif "episodes" in tree["data"]:
         tree |= {"data": {"episodes": store}}
         del tree["agent"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_agents.algorithms.config import AlgorithmConfig
@@ -159,6 +159,7 @@ def next_batch(
     stop: threading.Event,
     on_stale: OnStale = "mask",
     ahead: int = 0,
+    held: Callable[[], bool] = lambda: False,
 ) -> Batch | None:
     """Lease the groups of batch `step` and build their training data; None if a stop is requested.
 
@@ -168,7 +169,8 @@ def next_batch(
     group is dropped. The oldest complete groups are always taken; with `wait` only once every group that they
     leave behind can still be trained in time, or if they are the oldest of all.
 
-    With `ahead`, a batch is taken only while so many further groups are complete.
+    With `ahead`, a batch is taken only while so many further groups are complete, and with `held` only while
+    it returns False.
 
     With `replay: recent` groups that earlier batches were trained on, and whose tokens are all within the
     bound, are added; the gate does not count them, and the trainer does not wait for them.
@@ -185,8 +187,9 @@ def next_batch(
     while True:
         while len(taken) < groups:
             ids = _lease(
-                store, groups - len(taken), ahead, step=step, bound=bound, timeout_s=timeout_s, stop=stop
-            )
+                store, groups - len(taken), ahead, step=step, bound=bound, timeout_s=timeout_s, stop=stop,
+                held=held,
+            )  # fmt: skip
             if ids is None:
                 return None
             for group_id, group in zip(ids, _prepare(store, ids, algorithm, lineage, bound), strict=True):
@@ -335,6 +338,7 @@ def _lease(
     bound: StalenessBound,
     timeout_s: float,
     stop: threading.Event,
+    held: Callable[[], bool],
 ) -> list[str] | None:
     deadline = time.monotonic() + timeout_s
     seen = None
@@ -346,7 +350,7 @@ def _lease(
         seen = cursor
         enough = counts["complete"] >= count + ahead
         # counting takes no lock, whereas a lease blocks every writer
-        if enough and bound.allows(store, count):
+        if enough and not held() and bound.allows(store, count):
             ids = store.lease_group_ids(count, step=step)
             if ids:
                 return ids

@@ -49,6 +49,7 @@ class RolledOut:
             versions old.
         timeout_s: the longest wait for a batch, and, with swaps between batches only, for the next one to be
             complete.
+        of_traffic: whether the groups are conversations of users; the operator may freeze the run then.
     """
 
     store: Store
@@ -62,6 +63,7 @@ class RolledOut:
     limits: SampleLimits
     timeout_s: float
     stop: threading.Event
+    of_traffic: bool = False
 
     def next(self, progress: TrainingProgress) -> Batch | None:
         """Lease the groups of the batch."""
@@ -77,6 +79,7 @@ class RolledOut:
             limits=self.limits,
             timeout_s=self.timeout_s,
             stop=self.stop,
+            held=lambda: self.of_traffic and self.store.is_frozen(),
         )
 
     def wait_for_swap(self) -> None:

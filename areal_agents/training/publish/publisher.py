@@ -11,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from areal_agents.errors import EngineError
 from areal_agents.inference.engine import Engine, MemoryKind
-from areal_agents.store import Store
+from areal_agents.store import Store, VersionRow
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.folder import remove_unfinished
 from areal_agents.training.model.gathering import published_shapes
@@ -93,6 +93,8 @@ class Publisher:
         keep: number of version folders to keep.
         engine_gpus: the GPUs of each engine, on the machine whose GPU r is that of rank r; empty if they are
             not known.
+        canary: the URLs of the engines that serve candidates; empty without a canary, which needs a
+            transport that writes the folder first.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Publisher:
         model_path: Path,
         keep: int,
         engine_gpus: Sequence[Sequence[int]] = (),
+        canary: Collection[str] = (),
     ) -> None:
         if (store is None) == ranks.is_first or bool(engines) != ranks.is_first:
             raise ValueError(
@@ -114,6 +117,8 @@ class Publisher:
             )
         self._config, self._policy, self._ranks = config, policy, ranks
         self._store, self._engines = store, tuple(engines)
+        self._of_canary = tuple(engine for engine in engines if engine.base_url in canary)
+        self._of_stable = tuple(engine for engine in engines if engine.base_url not in canary)
         self._model_path, self._keep = model_path, keep
         self._weights = versions_folder(config.folder, run_dir)
         self._verified: set[str] = set()  # engines, by base URL
@@ -160,8 +165,11 @@ class Publisher:
         started = time.monotonic()
         path = version_folder(self._weights, version)
         self._count += 1
-        publish = self._from_folder if self._transport.folder_first else self._directly
-        fleet, checks, delivered, size = publish(version, step, path)
+        if self._transport.folder_first:
+            outcome = self._from_folder(version, path, lambda store: self._record(store, version, step, path))
+        else:
+            outcome = self._directly(version, step, path)
+        fleet, checks, delivered, size = outcome
         self._note(fleet, checks)
         if self._loop is None or size is None:
             return None
@@ -179,6 +187,58 @@ class Publisher:
             busy_s=self._loop.run(self._busy_s(fleet)),
             publish_s=time.monotonic() - started,
         )
+
+    def publish_candidate(self, *, version: int, step: int, share: float) -> None:
+        """Write and record a version as candidate, and swap it into the engines of the canary. Collective.
+
+        Raises what `publish` raises.
+        """
+        path = version_folder(self._weights, version)
+
+        def record(store: Store) -> None:
+            store.publish_candidate(version, step=step, path=str(path), share=share)
+
+        self._count += 1
+        fleet, checks, *_ = self._from_folder(version, path, record, self._of_canary)
+        self._note(fleet, checks)
+
+    def promote(self, candidate: VersionRow, verdict: Mapping[str, Any]) -> None:
+        """Make the candidate the version of all engines, and swap it into the others. Collective.
+
+        Raises what `publish` raises.
+        """
+
+        def record() -> None:
+            if self._store is not None:
+                self._store.promote_candidate(candidate.version, verdict)
+
+        self._on_every_rank(record)
+        self._deliver(candidate, self._of_stable, again=False)
+
+    def roll_back(
+        self, candidate: VersionRow, verdict: Mapping[str, Any], *, version: int, step: int
+    ) -> None:
+        """End the candidate, publish the policy's weights, which are those before it, and swap them into all
+        engines. Collective.
+
+        Raises what `publish` raises.
+        """
+        path = version_folder(self._weights, version)
+
+        def record(store: Store) -> None:
+            store.roll_back_candidate(candidate.version, verdict, restored=version, step=step, path=str(path))
+
+        self._count += 1
+        fleet, checks, *_ = self._from_folder(version, path, record)
+        self._note(fleet, checks)
+
+    def deliver_again(self, row: VersionRow, to: Literal["all", "stable", "canary"]) -> None:
+        """Swap a recorded version into engines that may have it already. Collective.
+
+        Raises what `publish` raises.
+        """
+        engines = {"all": self._engines, "stable": self._of_stable, "canary": self._of_canary}[to]
+        self._deliver(row, engines, again=True)
 
     def finish(self) -> None:
         """Make the folder of the last version complete, so that engines can be restarted when no trainer is
@@ -230,14 +290,31 @@ class Publisher:
         self._loop.run(_close(self._engines))
         self._loop.close()
 
-    def _from_folder(self, version: int, step: int, path: Path) -> _Outcome:
-        """Write the folder, record the row, and have the engines load the folder."""
+    def _deliver(self, row: VersionRow, engines: Sequence[Engine], *, again: bool) -> None:
+        path = Path(row.path)
+        checks = self._on_every_rank(lambda: self._comparison(path))
+        fleet, _ = self._swapper.swap(row.version, path, checks, engines=engines, again=again)
+        self._note(fleet, checks)
+
+    def _from_folder(
+        self,
+        version: int,
+        path: Path,
+        record: Callable[[Store], None],
+        engines: Sequence[Engine] | None = None,
+    ) -> _Outcome:
+        """Write the folder, record the row, and have `engines`, by default all, load the folder."""
+
+        def record_once() -> None:
+            if self._store is not None:
+                record(self._store)
+
         started = time.monotonic()
         written = self._on_every_rank(lambda: self._write(version))
         assemble_s = time.monotonic() - started
         checks = self._on_every_rank(lambda: self._comparison(path))
-        self._on_every_rank(lambda: self._record(version, step, path))
-        fleet, delivered = self._swapper.swap(version, path, checks)
+        self._on_every_rank(record_once)
+        fleet, delivered = self._swapper.swap(version, path, checks, engines=engines)
         if self._loop is not None:
             forgotten = forget_before(self._weights, version, keep=self._keep)
             self._loop.run(self._forget_adapters(forgotten))
@@ -245,10 +322,15 @@ class Publisher:
 
     def _directly(self, version: int, step: int, path: Path) -> _Outcome:
         """Record the row, send the weights to the engines, and start to write the folder."""
+
+        def record() -> None:
+            if self._store is not None:
+                self._record(self._store, version, step, path, folder_pending=True)
+
         copied = self._on_every_rank(self._needs_copy)
         copy = self._on_every_rank(lambda: self._folders.begin(version, copied=copied))
         checks = self._on_every_rank(lambda: self._comparison(copy) if copy is not None else None)
-        self._on_every_rank(lambda: self._record(version, step, path, folder_pending=True))
+        self._on_every_rank(record)
         fleet, delivered = self._swapper.swap(version, path, checks, copy)
         self._on_every_rank(self._folders.start)
         if self._loop is None:
@@ -327,10 +409,11 @@ class Publisher:
             writes=self._ranks.is_first,
         )
 
-    def _record(self, version: int, step: int, path: Path, *, folder_pending: bool = False) -> None:
+    def _record(
+        self, store: Store, version: int, step: int, path: Path, *, folder_pending: bool = False
+    ) -> None:
         """Record the current version. From then on, engines that come back are updated to it."""
-        if self._store is not None:
-            self._store.publish_version(version, step=step, path=str(path), folder_pending=folder_pending)
+        store.publish_version(version, step=step, path=str(path), folder_pending=folder_pending)
 
     def _folder_written(self, version: int) -> None:
         if self._store is not None:

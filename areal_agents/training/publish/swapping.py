@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -50,13 +51,22 @@ class Swapper:
         self._engines, self._trained, self._wait_s = tuple(engines), trained, wait_s
 
     def swap(
-        self, version: int, path: Path, checks: EngineComparison | None, copy: HostCopy | None = None
+        self,
+        version: int,
+        path: Path,
+        checks: EngineComparison | None,
+        copy: HostCopy | None = None,
+        *,
+        engines: Sequence[Engine] | None = None,
+        again: bool = False,
     ) -> tuple[Fleet, Delivered]:
         """Swap in the version whose folder is `path`; return the engines that serve it and the result of the
         delivery. Collective.
 
         Args:
             checks: compares engines with the version. copy: see Transport.deliver.
+            engines: the engines to swap it into; None: all.
+            again: whether engines may have the version already.
 
         Raises:
             EngineError: no engine took the version, or the weights of one differ from those that `checks`
@@ -65,9 +75,9 @@ class Swapper:
         """
         wait_limit, pause_s = WaitLimit(self._wait_s), _FIRST_PAUSE_S
         while True:
-            fleet = Fleet(self._engines, version)
+            fleet = Fleet(self._engines if engines is None else engines, version)
             try:
-                delivered = self._attempt(fleet, path, wait_limit, checks, copy)
+                delivered = self._attempt(fleet, path, wait_limit, checks, copy, again=again)
             except (EngineUnavailable, EnginesLost) as error:
                 self._wait(wait_limit, pause_s, checks, error)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -85,6 +95,8 @@ class Swapper:
         wait_limit: WaitLimit,
         checks: EngineComparison | None,
         copy: HostCopy | None,
+        *,
+        again: bool,
     ) -> Delivered:
         reachable = on_every_rank(
             self._ranks,
@@ -92,6 +104,8 @@ class Swapper:
                 self._loop.run(check_engines(fleet, self._trained, wait_limit)) if self._loop else Reachable()
             ),
         )
+        if again:
+            reachable = replace(reachable, were_lost=True)
         fleet.were_lost = reachable.were_lost
         return self._transport.deliver(fleet, path, reachable, checks, copy)
 
