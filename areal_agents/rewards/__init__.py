@@ -16,11 +16,12 @@ from areal_agents.rewards.forms import (
     overlong,
 )
 from areal_agents.rewards.judges import group_judge, judge
-from areal_agents.rewards.mathematics import math_answer
+from areal_agents.rewards.mathematics import MathChecks, math_answer
 from areal_agents.rewards.qa import best_of, exact_match, f1, normalise
 
 __all__ = [
     "FinishedEpisode",
+    "MathChecks",
     "ProgramRunner",
     "best_of",
     "citation_f1",

@@ -53,9 +53,14 @@ def math_answer(
 
 
 class MathChecks:
-    """Processes that compare answers, each started when it is first needed. Thread-safe."""
+    """Processes that compare answers, each started when it is first needed. Thread-safe.
 
-    def __init__(self, *, processes: int, time_s: float) -> None:
+    It is for agents that look at an answer before the episode ends; `equal` waits, so an async agent calls
+    it by `asyncio.to_thread`.
+    """
+
+    def __init__(self, *, processes: int = 2, time_s: float = 5.0) -> None:
+        """Args are those of `math_answer`. Raises ValueError if one is not above 0."""
         if processes < 1 or not time_s > 0:
             raise ValueError(f"processes and time_s must be above 0, got {processes} and {time_s}")
         self._time_s = time_s

@@ -14,6 +14,9 @@ FOLDERS = (
     "conversation",
     "deep_search",
     "code",
+    "multi_turn_math",
+    "math",
+    "tool_math",
     "",
 )
 

@@ -1,0 +1,99 @@
+"""Mathematics with Python: what programs may do, how episodes are played, and a training step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from integration_support import running_stack
+from python_tool import OUTPUT_BYTES, TIME_S, PythonTool
+from recipe_runs import train
+from tokenizers import Tokenizer
+
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError
+from areal_agents.user_functions import load_function
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_math"
+MODEL = EXAMPLE.parent / "search_agent" / "model"
+
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+
+CASES = {
+    "print(347 + 58 * 24)": "1739",
+    "x = 1": "It printed nothing.",
+    "1 / 0": "ZeroDivisionError: division by zero\nError: exit status 1.",
+    "print('x' * 100_000)": f"[{100_001 - OUTPUT_BYTES} bytes before this are left out]\nxxx",
+    "x = []\nwhile True: x.append(bytearray(10**7))": "Error: it needs more than 512 MiB of memory.",
+    "while True: pass": f"Error: stopped after {TIME_S:g} seconds.",
+    "import os\nwhile True: os.fork()": "Error: ",
+    "import subprocess, time\nsubprocess.Popen(['sleep', '60'])\nprint(1)": "1",
+    f"print(open({str(EXAMPLE / 'agent.py')!r}).read())": "FileNotFoundError",
+    "import socket\nsocket.create_connection(('1.1.1.1', 80), 2)": "Network is unreachable",
+    "import os\nprint([n for n in os.environ if 'AREAL' in n or 'OPENAI' in n])": "[]",
+    "import os, signal\nos.kill(1, signal.SIGKILL)\nprint('alive')": "alive",
+    "open('kept', 'w').write('1')\nprint(open('kept').read())": "1",
+    "print(open('kept').read())": "1",
+}
+
+
+@needs_bubblewrap
+async def test_whatever_a_program_does_the_model_is_told_and_the_next_one_runs() -> None:
+    tool = PythonTool()
+    try:
+        for code, expected in CASES.items():
+            began = time.monotonic()
+            told = await tool.run(code)
+            assert expected in told, (code, told)
+            assert len(told) < 3 * OUTPUT_BYTES
+            assert time.monotonic() - began < 60, code  # generous: what is bounded is the program's time
+        assert await tool.run(None) == "Error: python needs code, a string."
+    finally:
+        await tool.end()
+    other = PythonTool()
+    try:
+        assert "FileNotFoundError" in await other.run("print(open('kept').read())")
+    finally:
+        await other.end()
+
+
+def call(code: str, name: str = "python") -> str:
+    arguments = json.dumps({"name": name, "arguments": {"code": code}})
+    return f"<tool_call>\n{arguments}\n</tool_call>"
+
+
+@needs_bubblewrap
+def test_episodes_are_played_and_recorded_as_one_sequence(tmp_path: Path) -> None:
+    agent = load_function(f"{EXAMPLE / 'agent.py'}:calculating_agent", AgentError)
+    cases: list[tuple[list[str], list[str], float]] = [
+        ([call("print(6 * 7)"), r"It is \boxed{42}."], ["42"], 1.0),
+        ([call("6 * 7"), r"It is \boxed{41}."], ["It printed nothing."], 0.0),
+        ([call("a", name="bash"), r"\boxed{42}"], ["Error: there is no tool bash; the tool is python."], 1.0),
+        ([r"\boxed{84/2}"], [], 1.0),
+        ([call("print(1)")] * 5, ["1"] * 3, 0.0),  # the fourth call is not answered any more
+    ]
+    task = {"question": "What is 6 times 7?", "answer": "42"}
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    with running_stack(MODEL, tmp_path / "store.db") as stack, asyncio.Runner() as runner:
+        for replies, results, reward in cases:
+            opened = stack.open_episode(replies)
+            given = runner.run(agent(task, Episode(opened["id"], opened["base_url"], opened["key"])))
+            turns = stack.turns(opened)
+            assert given == reward, replies
+            assert len(turns) == min(len(replies), 4)
+            assert [turn["forked_from"] for turn in turns] == [None] * len(turns)
+            shown = tokenizer.decode(turns[-1]["prompt_ids"], skip_special_tokens=False)
+            assert re.findall(r"<tool_response>\n(.*?)\n</tool_response>", shown) == results
+
+
+@needs_bubblewrap
+def test_it_trains(tmp_path: Path) -> None:
+    run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=1")
+    assert [row["version"] for row in run.metrics] == [1]
+    assert run.summary["heldout_after"] == 0.0
