@@ -2,8 +2,8 @@
 
     PYTHONPATH=examples/search_agent python examples/deep_search/multihop.py
 
-The facts, the wordings and the split are those of the quick start; the third hop, from a country to its capital
-and what the capital's page says, is new. The same packages and seed always give the same files.
+The facts, the wordings and the split are those of the quick start; the third hop, from a country to its
+capital and what the capital's page says, is new. The same packages and seed always give the same files.
 """
 
 from __future__ import annotations

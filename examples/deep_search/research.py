@@ -101,7 +101,7 @@ class Style:
     Attributes:
         system_prompt: the instructions.
         tools: "search", and "access" where pages can be opened.
-        last_turn: the message before an answer that a limit asks for; "" for none.
+        last_turn: what the last result ends with, before an answer that a limit asks for; "" for nothing.
     """
 
     system_prompt: str = SYSTEM_PROMPT
@@ -146,7 +146,9 @@ async def research(
         # Besides this reply, results and a last reply have to fit.
         is_last = turn == limits.turns or context.room < 2 * limits.reply_tokens + 2 * _MESSAGE_TOKENS
         if is_last and turn > 1 and style.last_turn:
-            messages.append({"role": "user", "content": style.last_turn})
+            # A message of its own would begin a new branch: Qwen's template shows the replies before the last
+            # message of a user in another way than those after it.
+            messages[-1]["content"] += f"\n\n{style.last_turn}"
         response = await client.chat.completions.create(
             model="policy",
             messages=messages,  # type: ignore[arg-type]
@@ -157,13 +159,13 @@ async def research(
         reply = response.choices[0].message
         messages.append(reply.model_dump(exclude_none=True))
         if is_last or not reply.tool_calls:
-            return reply.content
+            return reply.content or None
         if response.usage is not None:
             context.measure(response.usage.total_tokens, _characters(messages, style))
         for call in reply.tool_calls:
             room = context.room - limits.reply_tokens - 2 * _MESSAGE_TOKENS
             text = await _result(client, question, call.function, backend, limits, style)
-            text = context.fitted(text + "", room)
+            text = context.fitted(text, room)
             context.add(text)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
     raise AssertionError("the last turn returns")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cache
 from typing import Any
 
 from areal_agents.rewards import FinishedEpisode, best_of, exact_match, gated, judge
@@ -42,9 +43,9 @@ exact_in_form = gated(form, exact)
 f1_in_form = gated(form, f1)
 
 
-def judged(episode: FinishedEpisode) -> Awaitable[float]:
+async def judged(episode: FinishedEpisode) -> float:
     """Return the verdict of a model (JUDGE_MODEL) on an answer in the right form; others get 0.0."""
-    return gated(form, _judge(os.environ.get("JUDGE_MODEL", "gpt-5-mini")))(episode)
+    return await gated(form, _judge(os.environ.get("JUDGE_MODEL", "gpt-5-mini")))(episode)
 
 
 def expected(task: Mapping[str, Any]) -> list[str]:
@@ -53,9 +54,10 @@ def expected(task: Mapping[str, Any]) -> list[str]:
     return [*([given] if isinstance(given, str) else given), *(task.get("answer_aliases") or ())]
 
 
+@cache
 def _judge(model: str) -> Callable[[FinishedEpisode], Awaitable[float]]:
     return judge(
-        "The last reply answers the question of the task with the same meaning as one of the expected answers: "
+        "The last reply answers the question of the task with the meaning of one of the expected answers: "
         "1 if it does, 0 if it does not or if it gives several answers.",
         model=model,
     )

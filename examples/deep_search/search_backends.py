@@ -169,7 +169,7 @@ def backend_of(environment: Mapping[str, str] = os.environ) -> Backend:
     if all(keys):
         return Web(*keys)
     raise ConfigError(
-        "the agent has nowhere to search: set RETRIEVAL_URL to a server that `python -m retrieval serve INDEX` "
+        "the agent has nowhere to search: set RETRIEVAL_URL to a server that `python -m retrieval serve` "
         "started, or SERPER_API_KEY and JINA_API_KEY for the web"
     )
 

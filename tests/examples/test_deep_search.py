@@ -1,0 +1,41 @@
+"""The laptop configuration of the deep-search agent trains, over the corpus and the tasks of its folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_logs import ends_of_logs
+
+from areal_agents.config.files import load_config
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "deep_search"
+SMALL = [
+    "trainer.steps=2", "trainer.warmup_steps=0", "trainer.trackers=[]", "rollout.groups=2",
+    "rollout.group_size=4", "rollout.concurrency=8", "eval.episodes=6", "eval.every=null",
+]  # fmt: skip
+
+
+def test_the_laptop_configuration_trains(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE / "config.yaml"), *SMALL]
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [*command, f"run_dir={run}"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + ends_of_logs(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["branches_mean"] == 1 and 1 <= row["turns_mean"] <= 5 and row["tool_calls_mean"] > 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0 <= summary["heldout_before"] <= 1 and "heldout_after" in summary
+
+
+@pytest.mark.parametrize("name", ["config.24gb.yaml", "config.node.yaml"])
+def test_the_configurations_for_gpus_are_valid(name: str, model_folder: Path) -> None:
+    given = [f"model={model_folder}", "engine.python=/sglang/bin/python"]  # the real ones are not here
+    config = load_config(EXAMPLE / name, given)
+    assert config.profile == name.split(".")[1] and config.reward.episode.startswith("scoring.py")
