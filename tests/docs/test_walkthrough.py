@@ -175,6 +175,11 @@ NOT_RUN = {
     ("examples/search_agent/README.md", "PYTHONPATH=examples python"): "25 minutes",
     (
         "examples/deep_search/README.md",
+        "areal-agents train examples/deep_search/config.yaml",
+    ): "tests/examples/test_deep_search.py",
+    ("examples/deep_search/README.md", "export RETRIEVAL_URL"): "needs GPUs; its configuration is tested",
+    (
+        "examples/deep_search/README.md",
         "cd examples/deep_search",
     ): "tests/examples/test_deep_search_retrieval.py",
     ("examples/repair_tasks/README.md", "def pick(grants, limit):"): "a task; tests/examples has others",

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from run_logs import ends_of_logs
 
-from areal_agents.config.files import load_config
+from areal_agents.config import load_config
+from areal_agents.user_functions import load_function
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "deep_search"
 SMALL = [
@@ -34,8 +35,12 @@ def test_the_laptop_configuration_trains(tmp_path: Path) -> None:
     assert 0 <= summary["heldout_before"] <= 1 and "heldout_after" in summary
 
 
-@pytest.mark.parametrize("name", ["config.24gb.yaml", "config.node.yaml"])
-def test_the_configurations_for_gpus_are_valid(name: str, model_folder: Path) -> None:
+@pytest.mark.parametrize(("name", "limits"), [("24gb", "ONE_GPU"), ("node", "LONG")])
+def test_the_configurations_for_gpus_fit_their_engines(name: str, limits: str, model_folder: Path) -> None:
     given = [f"model={model_folder}", "engine.python=/sglang/bin/python"]  # the real ones are not here
-    config = load_config(EXAMPLE / name, given)
-    assert config.profile == name.split(".")[1] and config.reward.episode.startswith("scoring.py")
+    config = load_config(EXAMPLE / f"config.{name}.yaml", given)
+    agent = load_function(str(config.agent), ValueError)
+    assert agent.__wrapped__.__globals__[limits].context_tokens <= config.engine.max_context
+    data = config.data.sources or [config.data]
+    for function in (config.reward.episode, config.eval.answer, *(source.path for source in data)):
+        assert load_function(str(function), ValueError)
