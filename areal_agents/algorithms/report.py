@@ -7,8 +7,8 @@ changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from areal_agents.core.rollout import DATA_SOURCE, RecordedEpisode, RolloutGroup
 from areal_agents.core.trajectory import ForkReason, Turn
 
 _NEW: ForkReason = "new conversation"
+_SHOWN_TOOLS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ class BatchReport:
             those that were left out.
         tool_calls: number of tool calls in the episodes whose requests offered tools; None if there are none.
         with_tools: number of these episodes.
+        tool_calls_by_name: by the tool's name, the mean number of calls of these episodes; the most frequent
+            names, and the calls of all others as "other", because a model may call tools that there are not.
         rewarded_without_tools: of these episodes with a positive score, the share that called no tool; None
             if there are none.
     """
@@ -70,6 +73,7 @@ class BatchReport:
     equal_groups: tuple[str, ...]
     tool_calls: int | None = None
     with_tools: int = 0
+    tool_calls_by_name: Mapping[str, float] = field(default_factory=dict)
     rewarded_without_tools: float | None = None
 
 
@@ -116,11 +120,16 @@ def batch_report(
 def _tool_use(episodes: Sequence[RecordedEpisode]) -> dict[str, Any]:
     """Return the fields of the report about tools. Tools that are written into a prompt are not known."""
     offered = [episode for episode in episodes if any(turn.tools_id for turn in episode.turns)]
-    calls = [sum(len(turn.reply.tool_calls) for turn in episode.turns) for episode in offered]
-    rewarded = [count for episode, count in zip(offered, calls, strict=True) if episode.score > 0]
+    calls = [episode.tool_calls for episode in offered]
+    rewarded = [of.total() for episode, of in zip(offered, calls, strict=True) if episode.score > 0]
+    by_name = sum(calls, Counter[str]())
+    frequent = by_name.most_common(_SHOWN_TOOLS)
+    if others := by_name.total() - sum(count for _, count in frequent):
+        frequent.append(("other", others))
     return {
-        "tool_calls": sum(calls) if offered else None,
+        "tool_calls": by_name.total() if offered else None,
         "with_tools": len(offered),
+        "tool_calls_by_name": {name: count / len(offered) for name, count in sorted(frequent)},
         "rewarded_without_tools": rewarded.count(0) / len(rewarded) if rewarded else None,
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -80,6 +81,11 @@ class RecordedEpisode:
     def score(self) -> float:
         """The sum of all its rewards, undiscounted, each once."""
         return math.fsum(reward.value for reward in self.rewards)
+
+    @property
+    def tool_calls(self) -> Counter[str]:
+        """The number of tool calls that the model made, by the name of the tool."""
+        return Counter(call.name for turn in self.turns for call in turn.reply.tool_calls)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ reported as failed. The file is written whole, so what can be read is complete.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ class AttemptResult:
         turns: the number of model calls.
         sampled_tokens, prompt_tokens: the tokens of all its calls, as an API would bill them.
         tokens_estimated: whether an endpoint did not report some of these, so that they are estimates.
+        tool_calls: the number of its tool calls, by the name of the tool.
         seconds: the time from its opening to its end.
         versions: the smallest and the largest policy version of its tokens; None if they are not known.
     """
@@ -50,6 +52,7 @@ class AttemptResult:
     error: str | None = None
     versions: tuple[int, int] | None = None
     tokens_estimated: bool = False
+    tool_calls: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class Metrics:
         scores: by name, those of `Results.metric_names`.
         costs: means over the episodes that have not failed, by the names of COSTS.
         tokens_estimated: in how many of these the tokens are estimates.
+        tool_calls: the mean number of tool calls in these, by the name of the tool, the most frequent first.
     """
 
     tasks: int
@@ -114,6 +118,7 @@ class Metrics:
     scores: Mapping[str, Estimate]
     costs: Mapping[str, float]
     tokens_estimated: int = 0
+    tool_calls: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,10 @@ class Results:
             },
             costs={name: fmean(getattr(a, name) for a in counted) if counted else 0.0 for name in COSTS},
             tokens_estimated=sum(attempt.tokens_estimated for attempt in counted),
+            tool_calls={
+                name: count / len(counted)
+                for name, count in sum((Counter(a.tool_calls) for a in counted), Counter[str]()).most_common()
+            },
         )
 
     def slices(self) -> dict[str, dict[str, Metrics]]:

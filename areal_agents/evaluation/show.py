@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +16,7 @@ from areal_agents.evaluation.results import COSTS, Estimate, Metrics, Results
 from areal_agents.inspection.show import printable
 
 _SHOWN_IDS = 5
+_SHOWN_TOOLS = 4
 COST_NAMES = {
     "turns": "turns",
     "sampled_tokens": "sampled tokens",
@@ -33,6 +35,11 @@ def show_results(results: Results, console: Console) -> None:
     console.print(table)
     costs = ", ".join(f"{found.costs[name]:,.1f} {COST_NAMES[name]}" for name in COSTS)
     console.print(f"{_counts(found)}; mean of an episode: {costs}", soft_wrap=True, highlight=False)
+    if found.tool_calls:
+        calls = ", ".join(f"{count:,.1f} {name}" for name, count in _shown_tools(found).items())
+        more = len(found.tool_calls) - len(_shown_tools(found))
+        text = f"tool calls: {calls}" + (f", and {more} more tools" if more else "")
+        console.print(printable(text), soft_wrap=True, highlight=False, markup=False)
     if found.tokens_estimated:
         console.print(
             f"the endpoint reported no usage in {found.tokens_estimated} of these episodes: their tokens are "
@@ -46,12 +53,20 @@ def show_results(results: Results, console: Console) -> None:
         console.print(printable(text), soft_wrap=True, highlight=False, markup=False)
     shown = [name for name in names if not name.startswith("pass") or name[5:] == str(results.attempts)]
     for field, slices in results.slices().items():
-        table = Table(field, "tasks", *shown, "failed", *COST_NAMES.values())
+        tools = _shown_tools(found)
+        names_of_tools = [escape(printable(tool)) for tool in tools]
+        table = Table(field, "tasks", *shown, "failed", *COST_NAMES.values(), *names_of_tools)
         for value, metrics in slices.items():
             cells = [_short(metrics.scores[name]) for name in shown]
             of_costs = [f"{metrics.costs[name]:,.1f}" for name in COSTS]
-            table.add_row(Text(value), str(metrics.tasks), *cells, str(metrics.failed), *of_costs)
+            of_tools = [f"{metrics.tool_calls.get(name, 0.0):,.1f}" for name in tools]
+            table.add_row(Text(value), str(metrics.tasks), *cells, str(metrics.failed), *of_costs, *of_tools)
         console.print(table)
+
+
+def _shown_tools(metrics: Metrics) -> dict[str, float]:
+    """Return the tools that are called most, with their calls in an episode."""
+    return dict([*metrics.tool_calls.items()][:_SHOWN_TOOLS])
 
 
 def show_comparison(first: Results, second: Results, found: Comparison, console: Console) -> None:

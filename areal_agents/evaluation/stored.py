@@ -43,6 +43,7 @@ def _attempt(store: Store, summary: EpisodeSummary, index: int) -> AttemptResult
         prompt_tokens=sum(prompt_lengths(episode.turns)),
         seconds=round((summary.ended_at or summary.created_at) - summary.created_at, 3),
         error=summary.error,
+        tool_calls=dict(episode.tool_calls),
         versions=None if versions[0] is None or versions[1] is None else (versions[0], versions[1]),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from algorithms_support import episode, group, turn
@@ -12,9 +13,11 @@ from areal_agents.core.messages import Message, ToolCall
 from areal_agents.core.rollout import RecordedEpisode
 
 
-def played(id: str, reward: float, *, calls: int, tools_id: str = "digest") -> RecordedEpisode:
-    """An episode of two turns, the first of which calls the tool so many times."""
-    called = tuple(ToolCall(f"{id}-{n}", "search", "{}") for n in range(calls))
+def played(
+    id: str, reward: float, *, calls: int, tools_id: str = "digest", names: Sequence[str] = ("search",)
+) -> RecordedEpisode:
+    """An episode of two turns, the first of which calls each of the tools so many times."""
+    called = tuple(ToolCall(f"{id}-{n}-{name}", name, "{}") for n in range(calls) for name in names)
     first = replace(turn(f"{id}-1", tools_id=tools_id), reply=Message("assistant", "", tool_calls=called))
     return episode([first, turn(f"{id}-2", f"{id}-1", tools_id=tools_id)], reward, id=id)
 
@@ -29,10 +32,20 @@ def test_the_use_of_tools_is_that_of_the_episodes_that_were_offered_some() -> No
     ]
     report = batch_report([group(episodes)], (), AlgorithmConfig())
     assert (report.tool_calls, report.with_tools, report.rewarded_without_tools) == (3, 4, 1 / 3)
+    assert report.tool_calls_by_name == {"search": 3 / 4}
+
+
+def test_tools_that_a_model_makes_up_are_counted_together() -> None:
+    made_up = [f"tool{n}" for n in range(25)]
+    episodes = [played("a", 1.0, calls=1, names=made_up), played("b", 0.0, calls=4, names=["search"])]
+    report = batch_report([group(episodes)], (), AlgorithmConfig())
+    assert report.tool_calls == 29 and len(report.tool_calls_by_name) == 21
+    assert (report.tool_calls_by_name["search"], report.tool_calls_by_name["other"]) == (2.0, 3.0)
 
 
 def test_a_batch_without_tools_says_nothing_about_them() -> None:
     without = batch_report([group([played("e", 1.0, calls=0, tools_id="")])], (), AlgorithmConfig())
     assert (without.tool_calls, without.rewarded_without_tools) == (None, None)
+    assert without.tool_calls_by_name == {}
     unrewarded = batch_report([group([played("c", 0.0, calls=1)])], (), AlgorithmConfig())
     assert (unrewarded.tool_calls, unrewarded.rewarded_without_tools) == (1, None)

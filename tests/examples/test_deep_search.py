@@ -11,6 +11,9 @@ import pytest
 from run_logs import ends_of_logs
 
 from areal_agents.config import load_config
+from areal_agents.evaluation.stored import results_in
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.store import Store
 from areal_agents.user_functions import load_function
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "deep_search"
@@ -30,9 +33,13 @@ def test_the_laptop_configuration_trains(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
-        assert row["branches_mean"] == 1 and 1 <= row["turns_mean"] <= 5 and row["tool_calls_mean"] > 0
+        assert row["branches_mean"] == 1 and 1 <= row["turns_mean"] <= 5
+        assert 0 < row["tool_calls_by_name"]["search"] <= row["tool_calls_mean"]
     summary = json.loads((run / "summary.json").read_text())
     assert 0 <= summary["heldout_before"] <= 1 and "heldout_after" in summary
+    with Store.open(RunFolder(run).store) as store:
+        attempts = results_in(store, "after").values()
+    assert len(attempts) == 6 and sum(attempt.tool_calls.get("search", 0) for attempt in attempts) > 0
 
 
 @pytest.mark.parametrize(("name", "limits"), [("24gb", "ONE_GPU"), ("node", "LONG")])

@@ -11,7 +11,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +109,7 @@ class RelayedEpisode:
             seconds=round(time.time() - self.opened_at, 3),
             error=error,
             tokens_estimated=self.tokens_estimated,
+            tool_calls=dict(Counter(name for turn in self.turns for name in _called(turn["reply"]))),
         )
         return JournalEntry(dict(self.task), result, tuple(self.turns), self.split)
 
@@ -391,6 +393,14 @@ def _refuse_over_limit(episode: RelayedEpisode) -> None:
         status=403,
         code="episode_limit",
     )
+
+
+def _called(reply: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the tools that a reply calls; what is no call of a function is left out."""
+    for call in reply.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+            yield function["name"]
 
 
 def _give(episode: RelayedEpisode, rewards: list[Reward]) -> None:

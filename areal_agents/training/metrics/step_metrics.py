@@ -50,7 +50,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "episodes", "failed_episodes", "truncated", "truncated_share", "overlong",
         "sampled_tokens", "untrained_tokens", "routed_tokens", "tokens_per_episode", "tokens_per_episode_max",
         "turns_mean", "branches_mean", "forks",
-        "tool_calls_mean", "rewarded_without_tools",
+        "tool_calls_mean", "tool_calls_by_name", "rewarded_without_tools",
         "queue_groups", "queue_pending_groups", "queue_age_mean_s", "queue_age_max_s",
     ),
     "system": (
@@ -143,6 +143,7 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
         "truncated_share": report.truncated / episodes,
         "forks": report.forks,
         "tool_calls_mean": None if report.tool_calls is None else report.tool_calls / report.with_tools,
+        "tool_calls_by_name": dict(report.tool_calls_by_name),
         "rewarded_without_tools": report.rewarded_without_tools,
         "versions_per_rollout": report.versions_per_rollout,
         "staleness_mean": float(ages.mean()),
