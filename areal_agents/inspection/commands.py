@@ -256,6 +256,10 @@ def import_episodes(
         bool,
         typer.Option("--held-out", help="Also import, for training, what the file names as of split eval."),
     ] = False,
+    without_reasoning: Annotated[
+        bool,
+        typer.Option("--without-reasoning", help="Leave out reasoning, for a chat template that has none."),
+    ] = False,
 ) -> None:
     """Import conversations as episodes for supervised training (algorithm: sft), all or none."""
     import math
@@ -278,6 +282,7 @@ def import_episodes(
         reward=reward,
         min_reward=min_reward,
         held_out=held_out,
+        reasoning=not without_reasoning,
     )
     with Store.open(target) as store:
         done = write(read.episodes, store)

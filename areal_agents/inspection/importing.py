@@ -91,6 +91,7 @@ def read_files(
     reward: float | None = None,
     min_reward: float | None = None,
     held_out: bool = False,
+    reasoning: bool = True,
 ) -> ReadFiles:
     """Return the conversations of files as episodes, each of a task of its own.
 
@@ -100,12 +101,13 @@ def read_files(
         reward: the reward of every episode; None: the score that the file names, and 1 where it names none.
         min_reward: the least score that the file must name for an episode; None: any, and none.
         held_out: whether conversations are read that their file names as of split eval.
+        reasoning: whether the reasoning of messages is read; a template that has none cannot express it.
 
     Raises:
         DataError: a document cannot be read, or the template cannot express it; the message names up to ten.
             Or every conversation was left out.
     """
-    reader = _Reader(renderer)
+    reader = _Reader(renderer, reasoning=reasoning)
     made, faults, left_out, below = [], [], 0, 0
     try:
         for file in files:
@@ -183,7 +185,8 @@ def write(episodes: Sequence[EndedEpisode], store: Store) -> Imported:
 class _Reader:
     """Makes turns of conversations, as the proxy makes them of calls."""
 
-    def __init__(self, renderer: ChatRenderer) -> None:
+    def __init__(self, renderer: ChatRenderer, *, reasoning: bool) -> None:
+        self._left_out = () if reasoning else ("reasoning_content", "reasoning")
         self._prompts = Prompts(renderer)
         self._dialect = ChatDialect()
         self._vocab_size = renderer.vocab_size
@@ -227,8 +230,9 @@ class _Reader:
     def _request(self, found: Conversation) -> ModelRequest:
         """Return the conversation as the proxy reads it in a request of chat completions."""
         context = ReadContext(max_messages=_MOST_MESSAGES, label="", forest=Forest())
+        messages = [{k: v for k, v in m.items() if k not in self._left_out} for m in found.messages]
         try:
-            request = self._dialect.read({"messages": found.messages, "tools": found.tools}, context)
+            request = self._dialect.read({"messages": messages, "tools": found.tools}, context)
             refuse_unknown_results(request.messages)
         except RequestError as error:
             place = _PLACE.match(error.param or "")

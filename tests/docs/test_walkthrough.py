@@ -152,7 +152,10 @@ NOT_RUN = {
         "docs/inspecting.md",
         "areal-agents episodes export runs/my_agent-seed0 good.jsonl --format",
     ): "tests/inspection/test_importing.py",
-    ("docs/training.md", "areal-agents episodes import"): "tests/inspection/test_importing.py",
+    (
+        "docs/training.md",
+        "areal-agents episodes import demonstrations.jsonl",
+    ): "tests/inspection/test_importing.py",
     (
         "docs/training.md",
         "areal-agents collect config.yaml --endpoint",

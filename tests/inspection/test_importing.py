@@ -271,6 +271,9 @@ def test_reasoning_is_learned_where_the_template_writes_it(tmp_path: Path) -> No
         DataError, match=r"messages\[1\]: family \S+ does not write this reply after the prompt"
     ):
         imported(tmp_path, lines, "--config", str(tmp_path / "c.yaml"), into="other.db")
+    without = ["--config", str(tmp_path / "c.yaml"), "--without-reasoning"]
+    (episode,) = episodes_in(imported(tmp_path, lines, *without, into="other.db"))
+    assert learned(trained_tokens(episode)[0]) == "In France<|im_end|>"
 
 
 FAULTS = {
@@ -467,7 +470,7 @@ def test_the_example_of_the_documentation_learns(tmp_path: Path) -> None:
         "steps: 20, lr: 1.0e-5", "steps: 5, lr: 1.0e-3"
     )
     (tmp_path / "sft.yaml").write_text(config)
-    bash(block("docs/training.md", "areal-agents episodes import").text, tmp_path)
+    bash(block("docs/training.md", "areal-agents episodes import demonstrations.jsonl").text, tmp_path)
     rows = [json.loads(row) for row in (tmp_path / "runs/sft/metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows]
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.6 * losses[0]
