@@ -1,6 +1,7 @@
 """Clerks, who know the solution of a scenario and take only steps for which the conversation gives reason.
 
-The careful one solves every scenario. The warm-up imitates it, and then a careless one.
+The careful one solves every scenario; one with other habits makes the mistakes that must earn nothing. The tests
+let them play.
 """
 
 from __future__ import annotations

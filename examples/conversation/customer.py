@@ -48,14 +48,18 @@ ASKS = {
     "ride": r"\b(which|what) ride|\bride (number|id)\b|number of (the|your|that) ride",
     "bike": r"\b(which|what) bike|\bbike (number|id)\b|number (of|on) (the|your|that) bike",
     "plan": r"\b(which|what) plan",
-    "close_lock": r"\b(clos|push|press|shut)(e|ing|e it)?\b",
-    "restart_app": r"\b(restart|re-?open|relaunch)(ing)?\b",
+    "close_lock": r"\b(clos|push|press|shut|secur)(e|ing|e it)?\b|\block (the|your|that) bike|\blever\b",
+    "restart_app": r"\b(restart|re-?open|relaunch|reboot)(ing)?\b|\b(open|start) (it|the app|your app) again",
     "accept_offer": r"\b(accept|confirm|approv)(e|ing)?\b",
 }
 _REFUSES = (
-    r"\b(can ?not|can't|unable|not (possible|allowed|able|eligible)|declin\w*|forbid\w*|unfortunately)\b"
+    r"\b(can ?not|can't|won't|unable|forbid\w*|declin\w*|unfortunately)\b"
+    r"|(\bnot|n't) (be )?(possible|allowed|able|eligible|permitted)\b"
 )
-_YES_OR_NO = r"\b(shall i|should i|would you like|do you want|is (that|this) (right|correct|ok))\b"
+_YES_OR_NO = (
+    r"\b(shall|should|may|can) (i|we)\b|\b(would|do) you (like|want)\b|\bcan you confirm\b"
+    r"|\bis (that|this) (right|correct|ok)"
+)
 
 
 class ScriptedCustomer:

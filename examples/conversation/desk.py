@@ -58,14 +58,14 @@ _FEE = Tool("receipt", "Look up the fee of a ride.", ("rider", "ride"))
 
 SERVICES: Mapping[str, Service] = {
     "end": Service(
-        "A ride ends only while the lock is closed: ask the rider to close it. "
-        "If they cannot, decline (lock_open).",
+        "End a ride only if its lock is closed. Ask the rider to close it; if they cannot, decline "
+        "(lock_open).",
         (_END,),
         ("lock_open",),
     ),
     "refund": Service(
-        f"Refund rides of {LONGEST_FREE} minutes or less; decline longer ones (too_long). "
-        "Decline if the rider has had a refund (had_refund).",
+        f"Refund a ride of {LONGEST_FREE} minutes or less, not a longer one (too_long), and not if the "
+        "rider has had a refund (had_refund).",
         (_REFUND,),
         ("too_long", "had_refund"),
     ),
@@ -90,9 +90,9 @@ SERVICES: Mapping[str, Service] = {
 }
 
 _INTRODUCTION = (
-    "You are the help desk of a bicycle hire. Ask for the rider number if you do not know it, and look the "
-    "rider up before you do anything. If the rules forbid what a rider wants, call decline with the "
-    "reason, change nothing else, tell the rider, and stay with it. Otherwise do it and tell them."
+    "You are the help desk of a bicycle hire. Ask for the rider number, and look the rider up first. If a "
+    "rule forbids what the rider wants, call decline with the reason, change nothing, and stay with it. "
+    "Otherwise do it. Then tell the rider."
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from clerks import CAREFUL, Clerk, Habits, tool_message
-from customer import INSISTS, ScriptedCustomer
+from customer import ASKS, INSISTS, ScriptedCustomer
 from desk import SERVICES, Desk, amounts
 from desk_agent import MAX_MODEL_CALLS, Ask, converse, desk_agent_with_model, reward
 from integration_support import running_stack
@@ -183,6 +184,26 @@ def test_the_customer_does_what_only_it_can_do_and_only_if_it_is_asked() -> None
     assert bike["lock"] == "closed"
 
 
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [
+        ("Happy to help! Could you give me your rider number, please?", {"rider"}),
+        ("May I have your ID, and the number of the ride?", {"rider", "ride"}),
+        ("Which ride would you like refunded? Please share the ride ID.", {"ride"}),
+        ("What is the number on the bike?", {"bike"}),
+        ("Please lock the bike first, then I can end it.", {"close_lock"}),
+        ("I can't end it while the lock is open. Could you push the lever until it clicks?", {"close_lock"}),
+        ("Please close the app, and open it again.", {"close_lock", "restart_app"}),
+        ("Try restarting your phone's app.", {"restart_app"}),
+        ("I've sent you the offer. Please confirm it in the app.", {"accept_offer"}),
+        ("I'm sorry, but a refund isn't possible here.", set()),
+        ("Your ride has ended.", set()),
+    ],
+)
+def test_the_customer_understands_other_words_than_those_of_the_clerks(said: str, asked: set[str]) -> None:
+    assert {name for name, pattern in ASKS.items() if re.search(pattern, said, re.IGNORECASE)} == asked
+
+
 def test_a_refused_customer_insists_as_often_as_it_is_told_and_ends_the_conversation() -> None:
     for task in heldout_tasks():
         (goal, *others) = task["customer"]["goals"]
@@ -260,7 +281,6 @@ async def played_by_models(folder: Path, reasoning: str) -> Played:
             ep = Episode(opened["id"], opened["base_url"], opened["key"])
             score = await desk_agent_with_model(task, ep)
             episodes = [row["id"] for row in stack.http.get("/episodes").json()["episodes"]]
-            assert episodes == [opened["id"]]
             return Played(score, stack.turns(opened), episodes)
 
 
