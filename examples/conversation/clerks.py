@@ -1,7 +1,7 @@
 """Clerks, who know the solution of a scenario and take only steps for which the conversation gives reason.
 
-The careful one solves every scenario; one with other habits makes the mistakes that must earn nothing. The tests
-let them play.
+The careful one solves every scenario, and one with other habits makes mistakes that must earn nothing: the
+tests let them play.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from customer import ASKS, INSISTS, ScriptedCustomer
 from desk import SERVICES, Desk, amounts
 from desk_agent import MAX_MODEL_CALLS, Ask, converse, desk_agent_with_model, reward
 from integration_support import running_stack
-from run_logs import ends_of_logs
 from scenarios import (
     heldout_tasks,
     reference_world,
@@ -29,18 +27,18 @@ from scenarios import (
     small_train_tasks,
     train_tasks,
 )
+from scripted_runs import trained_step
 from tokenizers import Tokenizer
 
 from areal_agents.config import load_config
 from areal_agents.episode import Episode
 from areal_agents.proxy import ProxyConfig
 from areal_agents.store import Store
+from areal_agents.testing import ScriptedCall
 from integrations.conversations import in_order
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "conversation"
 MODEL = EXAMPLE.parent / "search_agent" / "model"
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def played(task: dict[str, Any], ask: Ask) -> tuple[float, list[dict[str, Any]], ScriptedCustomer]:
@@ -140,7 +138,7 @@ def test_little_is_earned_by_declining_whatever_is_asked() -> None:
 
         return played(task, ask)[0]
 
-    for tasks, most in ((heldout_tasks(), 0.08), (small_heldout_tasks(), 0.15)):
+    for tasks, most in ((heldout_tasks()[:100], 0.1), (small_heldout_tasks()[:100], 0.2)):
         reasons = {reason for name in tasks[0]["services"] for reason in SERVICES[name].reasons}
         earned = [sum(declining(task, reason) for task in tasks) / len(tasks) for reason in sorted(reasons)]
         assert 0.0 < max(earned) <= most
@@ -333,21 +331,29 @@ def test_the_configurations_for_gpus_are_valid_but_for_the_model(name: str) -> N
     assert (config.proxy.models != {}) == (str(config.agent).endswith("desk_agent_with_model"))
 
 
-def test_two_steps_of_the_laptop_configuration_train_whole_conversations(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    settings = [
-        "trial=false", "trainer.steps=2", "trainer.warmup_steps=0", "trainer.trackers=[]", "rollout.groups=2",
-        "rollout.group_size=4", "rollout.concurrency=8", "eval.episodes=4", f"run_dir={run_dir}",
-    ]  # fmt: skip
-    command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE / "config.yaml"), *settings]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr + ends_of_logs(run_dir)
-    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 2
-    with Store.open(run_dir / "store.db") as store:
-        ended = [row.id for row in store.episodes(split="train") if row.status == "finished"]
-        loaded = store.load_episodes(ended)
-    assert len(ended) >= 16
-    for recorded in loaded:
-        assert [turn.forked_from for turn in recorded.turns] == [None] * len(recorded.turns)
-        assert sum(turn.parent is None for turn in recorded.turns) == 1
-    assert max(len(recorded.turns) for recorded in loaded) > 1
+def test_a_step_of_the_laptop_configuration_trains_whole_conversations(tmp_path: Path) -> None:
+    """Two of four episodes solve the scenario; each is one branch, and its tokens are trained."""
+    task, replies, _ = two_sided()
+    given_up = called("decline", rider=task["customer"]["rider"], reason="lock_open")
+    tasks = tmp_path / "tasks.json"
+    tasks.write_text(json.dumps([task]))
+
+    def script(call: ScriptedCall) -> str:
+        turn = call.prompt_text.count("<|im_start|>assistant") - 1
+        if turn == 0:
+            return "Hello. What is your rider number?" if call.index % 2 else replies[0]
+        if "Hello." not in call.prompt_text:
+            return replies[turn]
+        return given_up if turn == 1 else "That is not possible."
+
+    settings = [f"data.path={tasks}", "rollout.group_size=4", "rollout.concurrency=1"]
+    row = trained_step(EXAMPLE / "config.yaml", MODEL, script, tmp_path / "run", settings)
+    assert row["reward_mean"] == 0.5 and row["tokens"] > 0 and row["grad_norm"] > 0
+    with Store.open(tmp_path / "run" / "store.db") as store:
+        ended = [episode.id for episode in store.episodes(split="train") if episode.status == "finished"]
+        episodes = store.load_episodes(ended)
+    insists = task["customer"]["goals"][0]["insists"]
+    assert sorted(len(episode.turns) for episode in episodes) == sorted([5, 3 + insists] * 2)
+    for episode in episodes:
+        assert [turn.forked_from for turn in episode.turns] == [None] * len(episode.turns)
+        assert sum(turn.parent is None for turn in episode.turns) == 1
