@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ from demonstrator import CAREFUL, CARELESS, Habits, play
 from dialogue import SUBMIT
 from repairs import Repair, draw_repair, heldout_tasks, train_tasks
 from reward import solved
+from transfer import UNTRAINED, named, table
 
+from areal_agents.evaluation.results import AttemptResult, Results, TaskResult
 from areal_agents.rewards import FinishedEpisode
 
 
@@ -110,3 +113,28 @@ def test_every_task_starts_with_a_failing_test_and_ends_repaired(tmp_path: Path)
         repair = draw_repair(rng, held_out=False)
         assert not repair.passes(repair.broken) and repair.passes(repair.wanted)
         assert any(repair.broken(values, limit) != result for values, limit, result in repair.hidden)
+
+
+def test_the_table_of_transfer_has_each_model_with_each_agent(tmp_path: Path) -> None:
+    def evaluated(folder: Path, scores: Sequence[float], *, failed: int = 0) -> None:
+        statuses = ["failed"] * failed + ["finished"] * (len(scores) - failed)
+        attempts = [
+            AttemptResult(f"e{n}", 0, status, score, {}, 1, 1, 1, 1.0)
+            for n, (status, score) in enumerate(zip(statuses, scores, strict=True))
+        ]
+        tasks = tuple(TaskResult(attempt.episode, (attempt,)) for attempt in attempts)
+        folder.mkdir(parents=True)
+        Results("n", "m", 1, 0.0, 1.0, False, tasks).write(folder / "results.json")
+
+    evaluated(tmp_path / UNTRAINED / "short", [0.0, 1.0] * 50)
+    evaluated(tmp_path / "short" / "short", [1.0] * 100)
+    assert table(tmp_path, [UNTRAINED, "short"], ["short"]) == [
+        "| trained through | short |",
+        "| --- | --- |",
+        "| untrained | 0.500 [0.404, 0.596] |",
+        "| short | 1.000 [0.963, 1.000] |",
+    ]
+    evaluated(tmp_path / "other" / "short", [0.0] * 100, failed=3)
+    assert table(tmp_path, ["other"], ["short"])[-1] == "| other | 0.000 [0.000, 0.037], 3 failed |"
+    with pytest.raises(argparse.ArgumentTypeError, match="must be NAME=VALUE"):
+        named("a/b=config.yaml")
