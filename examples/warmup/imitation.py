@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ def _reply_logits(
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Share of tool calls and of final answers whose every token is the most likely one."""
+    """Share of tool calls and of answers whose every token is the most likely one; NaN: there are none."""
 
     calls: float
     answers: float
@@ -56,7 +57,11 @@ def teacher_forced(network: Network, batch: Sequence[Example], prefix_length: in
         for number, (start, end) in enumerate(example.replies, start=1):
             exact = bool(right[row, start - prefix_length - 1 : end - prefix_length - 1].all())
             (answers if number == len(example.replies) else calls).append(exact)
-    return Reading(sum(calls) / len(calls), sum(answers) / len(answers))
+    return Reading(_share(calls), _share(answers))
+
+
+def _share(exact: Sequence[bool]) -> float:
+    return sum(exact) / len(exact) if exact else math.nan
 
 
 def train_imitation(

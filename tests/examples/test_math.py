@@ -1,4 +1,7 @@
-"""The math recipe: rows become tasks, and the form of R1-Zero is read as it is meant."""
+"""The math recipe: rows become tasks, the form of R1-Zero is read as it is meant, and GRPO trains.
+
+PPO with a critic trains in `test_preset_runs.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 import pytest
 from integration_support import running_stack
 from math_tasks import tasks_of
+from recipe_runs import train
 from tokenizers import Tokenizer
 
 from areal_agents.episode import Episode
@@ -75,3 +79,9 @@ def test_a_base_model_is_rewarded_for_the_form_and_for_the_answer(tmp_path: Path
         served.input_ids.tolist(), skip_special_tokens=False
     )
     assert shown == AGENT["ZERO_TEMPLATE"].format(question="What is 2 + 2?")
+
+
+def test_it_trains(tmp_path: Path) -> None:
+    run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=1")
+    assert [row["version"] for row in run.metrics] == [1]
+    assert run.summary["heldout_after"] is not None
