@@ -175,6 +175,19 @@ NOT_RUN = {
     ("docs/sglang.md", "python3 -m venv"): "make sglang, in CI",
     ("docs/rewards.md", "@episode"): "a part of an agent",
     ("examples/search_agent/README.md", ". .venv/bin/activate"): "tests/examples",
+    ("examples/distill/README.md", "make demo"): "minutes; tests/examples/test_distill.py",
+    (
+        "examples/distill/README.md",
+        "areal-agents collect examples/distill/config.yaml --endpoint",
+    ): "tests/examples/test_distill.py",
+    (
+        "examples/distill/README.md",
+        "areal-agents train examples/distill/on_policy.yaml",
+    ): "minutes; tests/training",
+    (
+        "examples/distill/README.md",
+        "areal-agents collect examples/distill/config.yaml --tasks",
+    ): "minutes; tests/evaluation/test_evaluation.py",
     ("examples/search_agent/README.md", "PYTHONPATH=examples python"): "25 minutes",
     (
         "examples/deep_search/README.md",
