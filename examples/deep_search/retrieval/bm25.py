@@ -19,6 +19,7 @@ from bm25s.stopwords import STOPWORDS_EN
 
 TITLE_WEIGHT = 3  # a passage about Niger should beat those that only mention it
 _COMPILED_FROM = 20_000  # passages; compiling takes seconds, which a smaller corpus does not win back
+_LEAST_QUERIES = 16  # of a thread: handing fewer over takes longer than searching them
 _STOP_WORDS = frozenset(STOPWORDS_EN)
 _WORD = re.compile(r"[^\W_]+")
 
@@ -63,7 +64,7 @@ class Bm25:
 
     def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
         """Return the best k (row, score) of each query, the best first; equal scores by row."""
-        each = -(-len(queries) // self._threads)
+        each = max(_LEAST_QUERIES, -(-len(queries) // self._threads))
         parts = [queries[begin : begin + each] for begin in range(0, len(queries), each)]
         if len(parts) == 1:
             return self._search(parts[0], k)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -19,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from retrieval.batching import Batcher, TooBusy
-from retrieval.index import Index
+from retrieval.index import Hit, Index
 
 MOST_QUERIES = 1024  # of one request
 MOST_RESULTS = 100  # of one query
@@ -55,9 +54,7 @@ def build_app(index: Index, *, timeout_s: float = 30.0) -> Starlette:
             raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
         except TimeoutError:
             raise HTTPException(504, f"the search took longer than {timeout_s:g} s") from None
-        return _json(
-            {"results": [[{**asdict(hit.passage), "score": hit.score} for hit in hits] for hits in found]}
-        )
+        return _json({"results": [[_result(hit) for hit in hits] for hits in found]})
 
     async def access(request: Request) -> Response:
         body = await _object(request, ("url", "id"))
@@ -90,6 +87,11 @@ def build_app(index: Index, *, timeout_s: float = 30.0) -> Starlette:
         exception_handlers={HTTPException: _refused},
         lifespan=lifespan,
     )
+
+
+def _result(hit: Hit) -> dict[str, Any]:
+    found = hit.passage
+    return {"id": found.id, "title": found.title, "url": found.url, "text": found.text, "score": hit.score}
 
 
 async def _object(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
