@@ -27,7 +27,9 @@ def musique(split: str = "train", *, source: str = "dgslibisey/MuSiQue") -> list
     ]
 
 
-def hotpot(split: str = "train", *, source: str = "hotpotqa/hotpot_qa") -> list[dict[str, Any]]:
+def hotpot(
+    split: str = "train", *, source: str = "hotpotqa/hotpot_qa", subset: str | None = "fullwiki"
+) -> list[dict[str, Any]]:
     """Return HotpotQA (arXiv 1809.09600): "train" or "validation"; every question has 2 hops."""
     return [
         {
@@ -37,7 +39,7 @@ def hotpot(split: str = "train", *, source: str = "hotpotqa/hotpot_qa") -> list[
             "hops": 2,
             "kind": row["type"],
         }
-        for row in _rows(source, split, name="fullwiki")
+        for row in _rows(source, split, name=subset)
     ]
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import hub_tasks
+import laptop
 import multihop
 import pytest
 import scoring
 from corpus import encyclopedia
 from questions import is_held_out
+from retrieval import Columns, Index, build_index, read_corpus
 
 from areal_agents.rewards import FinishedEpisode
 
@@ -34,6 +36,16 @@ def test_each_hop_is_needed_and_the_last_page_has_the_answer(held_out: bool) -> 
             for here, onward in zip(path, path[1:], strict=False):
                 assert onward.name in here.passage and here.facts.get(field) != path[-1].facts[field]
             assert is_held_out(path[0]) if held_out else not any(map(is_held_out, path))
+
+
+def test_a_search_for_a_name_finds_its_page(tmp_path: Path) -> None:
+    build_index(read_corpus(multihop.DATA / "corpus.jsonl", Columns()), tmp_path / "index")
+    index = Index(tmp_path / "index")
+    names = [entity.name for entity in encyclopedia()]
+    found = index.search(names, k=laptop.LIMITS.results)
+    index.close()
+    missed = [n for n, hits in zip(names, found, strict=True) if n not in {hit.passage.title for hit in hits}]
+    assert len(missed) / len(names) < 0.005, missed
 
 
 def test_a_third_of_the_tasks_for_each_number_of_hops() -> None:
@@ -92,6 +104,10 @@ def test_published_data_sets_become_tasks(tmp_path: Path) -> None:
     }  # fmt: skip
     assert hub_tasks.musique(source=folder("musique", musique)) == [
         {"id": "2hop__1_2", "question": "Who?", "answer": "A", "answer_aliases": ["B"], "hops": 2}
+    ]
+    hotpot = {"id": "5a", "question": "Who?", "answer": "A", "type": "bridge", "level": "hard"}
+    assert hub_tasks.hotpot(source=folder("hotpot", hotpot), subset=None) == [
+        {"id": "5a", "question": "Who?", "answer": "A", "hops": 2, "kind": "bridge"}
     ]
     base = {"question": "Who?", "answer": ["A"], "aug_answer": ["B"], "source": "hotpotqa"}
     file = f"{folder('asearcher', base)}/train.jsonl"
