@@ -2,7 +2,8 @@
 
 A replayed reply is recognised by its meaning (see `Message.digest`), or by the handle or the tool-call ids
 that it got. A message that names a recorded reply but differs from it never continues that turn: the
-conversation branches there, as an edit.
+conversation branches there, as an edit. Neither the loss of the text beside calls is an edit, nor arguments
+that a client adds with the default values that the tools declare.
 
 Volatile text does not count when conversations are compared. The model reads it as it was first recorded at
 its place in the conversation (see `Forest.as_first_seen`).
@@ -11,8 +12,9 @@ its place in the conversation (see `Forest.as_first_seen`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from areal_agents.core.completion import TokenIds
 from areal_agents.core.forks import explain
 from areal_agents.core.messages import (
     Message,
+    ToolDefaults,
+    adds_only_defaults,
+    defaults_of_tools,
     empty_history,
     extend_digest,
     extend_prompt,
@@ -55,6 +60,7 @@ class Forest:
         self._before: dict[str, bytes] = {}  # turn id → digest of the conversation that it answered
         self._after: dict[str, bytes] = {}  # turn id → digest of that conversation and the reply
         self._by_call: dict[str, str] = {}  # tool-call id → turn id
+        self._defaults: dict[str, ToolDefaults] = {}  # tools_id → what these tools declare, once searched for
         # The last message of a conversation, if that is volatile, by the digest of the conversation.
         self._first_seen: dict[bytes, Message] = {}
         self._followed: _Followed | None = None  # all messages but the last of the latest conversation
@@ -92,7 +98,7 @@ class Forest:
         last = self._turns.get(turn.parent or "")
         # The messages are read as in `continuation`, which would otherwise not find this turn again.
         for message in turn.new_messages:
-            known = self._recognised(digest, message, last)
+            known = self._recognised(digest, message, last, turn.tools_id)
             last = known or last
             digest = extend_prompt(digest, message) if known is None else self._after[known.id]
             if message.volatile:
@@ -107,13 +113,20 @@ class Forest:
         for call in turn.reply.tool_calls:
             self._by_call[call.id] = turn.id
 
-    def continuation(self, messages: Sequence[Message], tools_id: str = "") -> Continuation:
+    def continuation(
+        self,
+        messages: Sequence[Message],
+        tools_id: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Continuation:
         """The recorded turn that `messages` continues, or the reason why there is none.
 
         The longest recorded history wins. Among siblings with equal replies, the one that the client names by
         its handle or its tool-call ids wins, then the latest. A reply whose calls are the recorded ones,
-        including their ids, is recognised without its text, which some clients drop.
+        including their ids, is recognised without its text, which some clients drop. So is one to whose
+        calls a client added arguments with the defaults of `tools`.
         """
+        self._learn_defaults(tools_id, tools)
         known = self._known(messages, tools_id)
         digest, last, edited = known.digest, known.last, known.edited
         parent, reached = known.parent, known.reached
@@ -121,7 +134,7 @@ class Forest:
             message, before = messages[index], digest
             if index == len(messages) - 1:
                 known = _Followed(tuple(messages[:-1]), tools_id, digest, last, parent, reached, edited)
-            turn = self._recognised(before, message, last)
+            turn = self._recognised(before, message, last, tools_id)
             if turn is not None:
                 last, digest = turn, self._after[turn.id]
                 if index < len(messages) - 1:
@@ -136,17 +149,21 @@ class Forest:
         return Continuation(None, tuple(messages), edited or self._explain(messages, tools_id, digest))
 
     def as_first_seen(
-        self, messages: Sequence[Message], tools_id: str = ""
+        self,
+        messages: Sequence[Message],
+        tools_id: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[tuple[Message, ...], int]:
         """A conversation with its volatile text as first recorded, and the number of texts that differed.
 
         A message was recorded before if everything before it and all but its volatile text is the same.
         """
+        self._learn_defaults(tools_id, tools)
         digest, last, replaced = empty_history(tools_id), None, 0
         out = list(messages)
         ends = [index + 1 for index, message in enumerate(messages) if message.volatile]
         for index, message in enumerate(messages[: ends[-1]] if ends else ()):
-            turn = self._recognised(digest, message, last)
+            turn = self._recognised(digest, message, last, tools_id)
             last = turn or last
             digest = extend_prompt(digest, message) if turn is None else self._after[turn.id]
             first = self._first_seen.get(digest) if message.volatile else None
@@ -155,11 +172,17 @@ class Forest:
                 replaced += sum(map(operator.ne, first.volatile_texts, message.volatile_texts))
         return tuple(out), replaced
 
-    def answers(self, messages: Sequence[Message], tools_id: str = "") -> tuple[Turn, ...]:
+    def answers(
+        self,
+        messages: Sequence[Message],
+        tools_id: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> tuple[Turn, ...]:
         """The turns that answered exactly this conversation, in the order of recording."""
+        self._learn_defaults(tools_id, tools)
         digest, last = empty_history(tools_id), None
         for message in messages:
-            turn = self._recognised(digest, message, last)
+            turn = self._recognised(digest, message, last, tools_id)
             last = turn or last
             digest = extend_prompt(digest, message) if turn is None else self._after[turn.id]
         return tuple(self._turns[turn_id] for turn_id in self._answering.get(digest, ()))
@@ -231,7 +254,11 @@ class Forest:
             return _Followed((), tools_id, empty_history(tools_id))
         return known
 
-    def _recognised(self, before: bytes, message: Message, last: Turn | None) -> Turn | None:
+    def _learn_defaults(self, tools_id: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        if tools and tools_id not in self._defaults:
+            self._defaults[tools_id] = defaults_of_tools(tools)
+
+    def _recognised(self, before: bytes, message: Message, last: Turn | None, tools_id: str) -> Turn | None:
         """The turn whose reply `message` is, after the conversation with digest `before`; None without one.
 
         `last` is the turn recognised before this message.
@@ -242,7 +269,13 @@ class Forest:
         if turn_ids:
             return _choose([self._turns[turn_id] for turn_id in turn_ids], message, last)
         claimed = self._claimed(before, message)
-        return claimed if claimed is not None and _lost_only_text(message, claimed.reply) else None
+        if claimed is None:
+            return None
+        defaults = self._defaults.get(tools_id, {})
+        is_same = _lost_only_text(message, claimed.reply) or (
+            bool(defaults) and adds_only_defaults(message, claimed.reply, defaults)
+        )
+        return claimed if is_same else None
 
     def _edited(self, before: bytes, message: Message, index: int) -> Fork | None:
         """The fork at a message that names a turn but differs from its reply; None if it names none."""

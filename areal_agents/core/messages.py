@@ -21,6 +21,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 _ROLES = frozenset(get_args(Role))
 
 Span = tuple[int, int]  # the start and the end of a part of a string
+ToolDefaults = Mapping[str, Mapping[str, Any]]  # default values of arguments by tool and argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,51 @@ def reasoning_conflicts(replayed: Message, recorded: Message) -> bool:
     if not replayed.reasoning or replayed.reasoning == recorded.reasoning:
         return False
     return not recorded.reasoning.strip().endswith(replayed.reasoning.strip())
+
+
+def defaults_of_tools(tools: Iterable[Mapping[str, Any]]) -> ToolDefaults:
+    """The default values that tools declare for their arguments, by the name of the tool; `tools` as in
+    chat completions."""
+    found: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function")
+        parameters = function.get("parameters") if isinstance(function, Mapping) else None
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(properties, Mapping):
+            continue
+        defaults = {
+            name: schema["default"]
+            for name, schema in properties.items()
+            if isinstance(schema, Mapping) and "default" in schema
+        }
+        if defaults:
+            found[str(function.get("name"))] = defaults
+    return found
+
+
+def adds_only_defaults(replayed: Message, recorded: Message, defaults: ToolDefaults) -> bool:
+    """Whether a message is a recorded reply with calls to which the client added defaults of the tools.
+
+    Some clients send a call back as their schema reads it: with the declared value of each argument that the
+    call leaves out. Everything else, and the ids of the calls, must be the same.
+    """
+    if replayed.content.strip() != recorded.content.strip() or reasoning_conflicts(replayed, recorded):
+        return False
+    if len(replayed.tool_calls) != len(recorded.tool_calls):
+        return False
+    return all(
+        one.id == other.id and one.name == other.name and _fills_in(one, other, defaults.get(one.name, {}))
+        for one, other in zip(replayed.tool_calls, recorded.tool_calls, strict=True)
+    )
+
+
+def _fills_in(replayed: ToolCall, recorded: ToolCall, defaults: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a call are those of another, and default values of arguments that it lacks."""
+    now, before = _canonical_arguments(replayed.arguments), _canonical_arguments(recorded.arguments)
+    if not isinstance(now, dict) or not isinstance(before, dict):
+        return bool(now == before)
+    added = {name: _integral(value) for name, value in defaults.items() if name in now and name not in before}
+    return _to_json(now) == _to_json({**added, **before})
 
 
 def history_digests(messages: Sequence[Message], tools_id: str) -> list[bytes]:

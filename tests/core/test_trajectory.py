@@ -304,6 +304,72 @@ def test_a_known_id_over_another_text_is_an_edit(replayed: Message) -> None:
     assert found.parent is None and found.fork == Fork("a", "edited", 1)
 
 
+EDIT_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "x": {"type": "integer"},
+                "all": {"type": "boolean", "default": False},
+                "most": {"type": "integer", "default": 5},
+            },
+        },
+    },
+}
+
+
+def replayed_with(arguments: str, *, call_id: str = "call of a", content: str = "let me see") -> Message:
+    return Message("assistant", content, tool_calls=(ToolCall(call_id, "f", arguments),))
+
+
+def test_a_call_that_comes_back_with_defaults_of_its_tool_is_the_recorded_one() -> None:
+    forest = Forest([called("a")])
+    end = Message("tool", "r", tool_call_id="call of a")
+    first = forest["a"].new_messages
+    filled = replayed_with('{"all": false, "x": 1, "most": 5.0}')
+    conversation = [*first, filled, end]
+    assert Forest([called("a")]).continuation(conversation).parent is None  # of tools nothing is known
+    found = forest.continuation(conversation, tools=[EDIT_TOOL])
+    assert found.parent is forest["a"] and found.new_messages == (end,)
+    forest.record(make_turn("b", "a", new_messages=(end,)))
+    assert forest.answers(conversation, tools=[EDIT_TOOL]) == (forest["b"],)
+    later = [*conversation, forest["b"].reply, Message("user", "n")]
+    assert forest.continuation(later, tools=[EDIT_TOOL]).parent is forest["b"]
+
+
+@pytest.mark.parametrize(
+    "replayed",
+    [
+        replayed_with('{"x": 1, "all": true}'),
+        replayed_with('{"x": 1, "all": 0}'),
+        replayed_with('{"x": 1, "most": 6}'),
+        replayed_with('{"x": 1, "other": false}'),
+        replayed_with('{"x": 2, "all": false}'),
+        replayed_with('{"all": false}'),
+        replayed_with('{"x": 1, "all": false}', content="other words"),
+        replayed_with("[]"),
+    ],
+)
+def test_more_than_defaults_is_an_edit(replayed: Message) -> None:
+    forest = Forest([called("a")])
+    conversation = [*forest["a"].new_messages, replayed, Message("user", "n")]
+    found = forest.continuation(conversation, tools=[EDIT_TOOL])
+    assert found.parent is None and found.fork == Fork("a", "edited", 1)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [{}, {"function": None}, {"function": {"name": "f"}}, {"function": {"name": "f", "parameters": []}}],
+)
+def test_tools_that_declare_nothing_have_no_defaults(tool: dict[str, Any]) -> None:
+    forest = Forest([called("a")])
+    filled = replayed_with('{"x": 1, "all": false}')
+    conversation = [*forest["a"].new_messages, filled, Message("user", "n")]
+    assert forest.continuation(conversation, tools=[tool]).parent is None
+
+
 def test_a_handle_tells_equal_siblings_apart() -> None:
     reply, question = Message("assistant", "same"), (Message("user", "q"),)
     forest = Forest([make_turn(name, new_messages=question, reply=reply) for name in ("a", "b")])

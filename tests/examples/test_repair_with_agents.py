@@ -44,9 +44,8 @@ def by_shell(tool: str, argument: str, command: str, **more: Any) -> str:
 
 def of_claude_code(repair: Repair, folder: str) -> list[str]:
     file = f"{folder}/{repair.wanted.file}"
-    # Where the model leaves out replace_all, Claude Code sends it back with the call, which is then another
-    # message than the recorded one and begins a branch.
-    edit = {"file_path": file, **replacing(repair), "replace_all": False}
+    # Claude Code sends the call back with the default of replace_all, which the model leaves out.
+    edit = {"file_path": file, **replacing(repair)}
     return [
         call("Read", json.dumps({"file_path": file})),
         call("Edit", json.dumps(edit)),

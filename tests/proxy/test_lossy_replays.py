@@ -49,6 +49,28 @@ def test_a_bare_agent_that_drops_its_text_stays_in_one_episode(proxy: RunningPro
     assert [episode["turns"] for episode in after if episode["id"] not in before] == [5]
 
 
+def test_a_client_that_fills_in_the_defaults_of_a_tool_continues_the_recorded_call(
+    proxy: RunningProxy,
+) -> None:
+    """As Claude Code does, whose tool for edits has such an argument."""
+    proxy.engine.script = lambda call: tool_call(query="a")
+    count = {"type": "integer", "default": 3}
+    schema = {"type": "object", "properties": {"query": {"type": "string"}, "count": count}}
+    tools = [{"name": "search", "input_schema": schema}]
+    episode = proxy.open_episode()
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+    for number in range(3):
+        body = {"messages": messages, "tools": tools, "max_tokens": 300}
+        sent = proxy.http.post(f"{episode['base_url']}/messages", json=body)
+        (block,) = sent.json()["content"]
+        assert block["input"] == {"query": "a"}
+        result = {"type": "tool_result", "tool_use_id": block["id"], "content": f"result {number}"}
+        filled = {**block, "input": {"count": 3, **block["input"]}}
+        messages += [{"role": "assistant", "content": [filled]}, {"role": "user", "content": [result]}]
+    turns = proxy.tokens(episode)["turns"]
+    assert [turn["parent"] for turn in turns] == [None, turns[0]["id"], turns[1]["id"]]
+
+
 @pytest.mark.parametrize(
     "call",
     [

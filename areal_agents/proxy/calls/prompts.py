@@ -142,7 +142,7 @@ class Prompts:
     def answers(self, forest: Forest, request: ModelRequest) -> tuple[Turn, ...]:
         """Return the turns of `forest` that answer the prompt of a request, in the order of recording."""
         if request.raw_prompt is None:
-            return forest.answers(request.messages, request.tools_id)
+            return forest.answers(request.messages, request.tools_id, request.tools)
         return self._raw.answers(forest, request.raw_prompt)
 
     async def off_loop(self, estimate_ms: float, work: Callable[[], T]) -> T:
@@ -192,9 +192,9 @@ class Prompts:
         renderer = await self._renderer_of(request)
         # No await may come between these lines: the forest must not grow before it is searched.
         recorded_before = len(forest)
-        messages, as_first_seen = forest.as_first_seen(request.messages, request.tools_id)
+        messages, as_first_seen = forest.as_first_seen(request.messages, request.tools_id, request.tools)
         request = replace(request, messages=messages) if as_first_seen else request
-        where = forest.continuation(request.messages, request.tools_id)
+        where = forest.continuation(request.messages, request.tools_id, request.tools)
         if where.parent is None and where.fork is not None and where.fork.turn is not None:
             where = await self._continuation_by_rendering(forest, request, renderer, where)
         if where.parent is not None:
