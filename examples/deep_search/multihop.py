@@ -66,7 +66,7 @@ class Questions:
             ends = list(by_end)
             while len(tasks) < wanted:
                 path, field = rng.choice(by_end[rng.choice(ends)])
-                task = _task(path, field, rng.randrange(2))
+                task = ask(path, field, rng.randrange(2))
                 tasks.setdefault(task["id"], task)
         shuffled = list(tasks.values())
         rng.shuffle(shuffled)
@@ -101,7 +101,8 @@ class Questions:
         return any(entity.facts.get(field) == path[-1].facts[field] for entity in path[:-1])
 
 
-def _task(path: Sequence[Entity], field: str, wording: int) -> dict[str, Any]:
+def ask(path: Sequence[Entity], field: str, wording: int) -> dict[str, Any]:
+    """Return the task that asks for a field at the end of a path, in the first or second wording."""
     subject = path[0].name
     for entity in path[:-1]:
         subject = _SUBJECTS[entity.kind].format(subject)

@@ -7,7 +7,7 @@ matrix, gate and up another, and a prefix shared by every row (the system prompt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -172,3 +172,23 @@ def to_hf_state(network: Network) -> dict[str, Tensor]:
         }
         state |= {f"model.layers.{index}.{name}.weight": value for name, value in parts.items()}
     return {name: value.detach().clone().contiguous() for name, value in state.items()}
+
+
+def load_hf_state(network: Network, state: Mapping[str, Tensor]) -> None:
+    """Set the weights to those of `to_hf_state`. KeyError if one is missing."""
+
+    def copy(into: Tensor, *names: str) -> None:
+        into.data.copy_(torch.cat([state[name] for name in names]))
+
+    copy(network.embedding.weight, "model.embed_tokens.weight")
+    copy(network.final_norm, "model.norm.weight")
+    for index, layer in enumerate(network.decoder()):
+        at = f"model.layers.{index}."
+        copy(layer.input_norm, f"{at}input_layernorm.weight")
+        copy(layer.post_norm, f"{at}post_attention_layernorm.weight")
+        copy(layer.q_norm, f"{at}self_attn.q_norm.weight")
+        copy(layer.k_norm, f"{at}self_attn.k_norm.weight")
+        copy(layer.qkv.weight, *(f"{at}self_attn.{name}_proj.weight" for name in "qkv"))
+        copy(layer.out.weight, f"{at}self_attn.o_proj.weight")
+        copy(layer.gate_up.weight, f"{at}mlp.gate_proj.weight", f"{at}mlp.up_proj.weight")
+        copy(layer.down.weight, f"{at}mlp.down_proj.weight")

@@ -1,0 +1,119 @@
+"""Builds the laptop's starting policy: the quick start's model, after a few demonstrations of a third search.
+
+    PYTHONPATH=examples:examples/search_agent python examples/deep_search/make_model.py
+
+Three flawed searchers in one: they stop before the last hop, answer with another field, and guess. So the model
+knows that there is a third search and does it badly, which reinforcement learning repairs. A model that never
+makes it would never be rewarded for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import laptop
+import torch
+from conversation import call_text
+from corpus import Entity, encyclopedia
+from demonstrations import SearchTranscriber
+from multihop import Questions, ask
+from retrieval import Columns, Index, build_index, read_corpus
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from warmup.export import save_model
+from warmup.imitation import train_imitation
+from warmup.network import Network, Shape, load_hf_state
+from warmup.stages import Reporter
+from warmup.transcripts import Example
+
+START = Path(__file__).parents[1] / "search_agent" / "model"
+BATCH = 16
+POOL = 8 * BATCH  # examples that batches of similar length are cut from
+HOPS = {1: 0.1, 2: 0.3, 3: 0.6}  # the share of the demonstrations
+STOPS_EARLY, WRONG_FIELD, GUESSES = 0.2, 0.2, 0.05
+
+
+class Demonstrator:
+    """Demonstrates questions with one to three hops, with the flaws of this module."""
+
+    def __init__(self, transcriber: SearchTranscriber, index: Index, rng: random.Random) -> None:
+        questions = Questions(encyclopedia(), held_out=False)
+        self._paths = {hops: questions.paths(hops) for hops in HOPS}
+        self._transcriber = transcriber
+        self._index = index
+        self._rng = rng
+
+    def batches(self) -> Iterator[list[Example]]:
+        """Yield batches of examples of similar length, without end."""
+        while True:
+            pool = sorted((self.example() for _ in range(POOL)), key=lambda example: len(example.ids))
+            batches = [pool[begin : begin + BATCH] for begin in range(0, POOL, BATCH)]
+            self._rng.shuffle(batches)
+            yield from batches
+
+    def example(self) -> Example:
+        """Return one episode: the searches, what they find, and an answer."""
+        rng = self._rng
+        hops = rng.choices(list(HOPS), list(HOPS.values()))[0]
+        path, field = rng.choice(self._paths[hops])
+        question = ask(path, field, rng.randrange(2))["question"]
+        if rng.random() < GUESSES:
+            other, guessed = rng.choice(self._paths[hops])
+            return self._transcriber.trace(question, [other[-1].facts[guessed]], [])
+        made = 1
+        while made < hops and rng.random() >= STOPS_EARLY:
+            made += 1
+        replies = [call_text(entity.name) for entity in path[:made]]
+        results = [self._found(entity.name) for entity in path[:made]]
+        return self._transcriber.trace(question, [*replies, self._answer(path[made - 1], field)], results)
+
+    def _answer(self, seen: Entity, field: str) -> str:
+        told = [name for name, value in seen.facts.items() if value in seen.passage]
+        right = field in told and self._rng.random() >= WRONG_FIELD
+        return seen.facts[field if right else self._rng.choice(told)]
+
+    def _found(self, query: str) -> str:
+        [hits] = self._index.search([query], k=laptop.LIMITS.results)
+        return shown([hit.passage.text for hit in hits])
+
+
+def shown(texts: Sequence[str]) -> str:
+    """Return results as the agent shows them to the laptop's model."""
+    return "\n".join(f"[{rank}] {text}" for rank, text in enumerate(texts, start=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=85, help="batches of demonstrations")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    report = Reporter()
+    tokenizer = Tokenizer.from_file(str(START / "tokenizer.json"))
+    network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
+    load_hf_state(network, load_file(START / "model.safetensors"))
+    transcriber = SearchTranscriber(tokenizer)
+    with tempfile.TemporaryDirectory(prefix="deep-search-") as folder:
+        build_index(read_corpus(laptop.CORPUS, Columns()), Path(folder) / "index")
+        index = Index(Path(folder) / "index")
+    demonstrator = Demonstrator(transcriber, index, random.Random(options.seed))
+    train_imitation(
+        network,
+        demonstrator.batches(),
+        prefix_length=len(transcriber.prefix),
+        steps=options.steps,
+        muon_lr=0.008,
+        adam_lr=1.5e-3,
+        report=lambda step, loss: report(f"batch {step}, loss {loss:.3f}") if step % 20 == 0 else None,
+    )
+    save_model(network, tokenizer, options.out)
+    report(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()
