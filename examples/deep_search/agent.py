@@ -40,7 +40,7 @@ async def long_search(task: dict[str, Any], ep: Episode) -> None:
 
 @episode
 async def laptop_search(task: dict[str, Any], ep: Episode) -> None:
-    """The same for the model of the quick start, over `data/corpus.jsonl`, without a network."""
+    """The same for the tiny model in `model/`, over `data/corpus.jsonl`, without a network."""
     await research(
         _client(ep), task["question"], laptop.encyclopedia(), limits=laptop.LIMITS, style=laptop.QUICK_START
     )

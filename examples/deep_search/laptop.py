@@ -1,7 +1,7 @@
 """What the laptop configuration has instead of a large model and a large corpus.
 
-The tiny model of the quick start knows one prompt and one tool, so it is shown these and nothing else. The
-corpus is `data/corpus.jsonl`, indexed in the agent's own process.
+The tiny model descends from that of the quick start and knows one prompt and one tool, so it is shown these
+and nothing else. The corpus is `data/corpus.jsonl`, indexed in the agent's own process.
 """
 
 from __future__ import annotations

@@ -69,18 +69,18 @@ class LocalIndex:
     """An index in this process, for a small corpus: searching it takes less than a millisecond."""
 
     def __init__(self, index: Index, mode: Mode = "bm25") -> None:
-        self._index = index
+        self.index = index
         self._mode = mode
 
     async def search(self, query: str, k: int) -> Sequence[Result]:
         """See `Backend.search`."""
-        [hits] = self._index.search([query], k=k, mode=self._mode)
+        [hits] = self.index.search([query], k=k, mode=self._mode)
         passages = [hit.passage for hit in hits]
         return [Result(passage.title, passage.url or passage.id, passage.text) for passage in passages]
 
     async def access(self, url: str) -> Page:
         """See `Backend.access`."""
-        passages = self._index.page(url)
+        passages = self.index.page(url)
         if not passages:
             raise PageNotFound(f"there is no page {url}")
         text = "\n\n".join(passage.text for passage in passages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,16 +11,19 @@ from typing import Any
 
 import conversation
 import laptop
+import make_laptop_model
 import numpy as np
 import pytest
 import research
 import search
+from demonstrations import SearchTranscriber
 from integration_support import Stack, running_stack
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from real_tokenizers import qwen_folder
 from research import CUT, LAST_TURN, SUMMARY_LABEL, Limits, Style
 from retrieval import Index, Passage, build_index
 from search_backends import LocalIndex
+from tokenizers import Tokenizer
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.samples import episode_samples
@@ -199,4 +203,25 @@ async def test_the_laptop_shows_the_tiny_model_what_it_was_trained_on() -> None:
     for query in ("France", "Lyon"):
         shown = await research._searched(laptop.encyclopedia(), query, limits, style)
         assert shown.split("\n")[0] == search.search(query).split("\n")[0]
+        found = await laptop.encyclopedia().search(query, limits.results)
+        assert shown == make_laptop_model.shown([result.text for result in found])
     assert await research._searched(laptop.encyclopedia(), "zzz", limits, style) == search.NO_RESULTS
+
+
+def test_demonstrations_are_of_every_number_of_hops_and_fit_the_limits(model_folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    backend = laptop.encyclopedia()
+    assert isinstance(backend, LocalIndex)
+    demonstrator = make_laptop_model.Demonstrator(
+        SearchTranscriber(tokenizer), backend.index, random.Random(0)
+    )
+    examples = next(demonstrator.batches()) + next(demonstrator.batches())
+    assert {len(example.replies) for example in examples} >= {2, 3, 4}
+    assert all(len(example.replies) <= laptop.LIMITS.turns for example in examples)
+    assert all(
+        end - start <= laptop.LIMITS.reply_tokens for example in examples for start, end in example.replies
+    )
+    assert max(len(example.ids) for example in examples) < laptop.LIMITS.context_tokens
+    ours = model_folder.parents[1] / "deep_search" / "model"
+    assert (ours / "tokenizer.json").read_bytes() == (model_folder / "tokenizer.json").read_bytes()
+    assert sum(file.stat().st_size for file in ours.iterdir()) < 4_000_000

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 from warmup.copying import LENGTHS, SPAN, copy_batch, train_copying
 from warmup.export import save_model
 from warmup.imitation import imitation_loss
-from warmup.network import Network, Shape, to_hf_state
+from warmup.network import Network, Shape, load_hf_state, to_hf_state
 from warmup.tokenizer import MARKERS, TAGS, train_tokenizer
 
 from areal_agents.core.messages import Message
@@ -189,6 +189,13 @@ def test_batches_and_saved_models(
     save_model(network, tokenizer, tmp_path)  # raises where transformers' logits differ
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(value, saved[name]) for name, value in to_hf_state(network).items())
+
+
+def test_saved_weights_are_loaded_again() -> None:
+    torch.manual_seed(0)
+    first, second = Network(Shape()), Network(Shape())
+    load_hf_state(second, to_hf_state(first))
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
 
 
 def test_tokenizer_training_is_deterministic() -> None:

@@ -1,10 +1,10 @@
 """Builds the laptop's starting policy: the quick start's model, after a few demonstrations of a third search.
 
-    PYTHONPATH=examples:examples/search_agent python examples/deep_search/make_model.py
+    PYTHONPATH=examples:examples/search_agent python examples/deep_search/make_laptop_model.py
 
-Three flawed searchers in one: they stop before the last hop, answer with another field, and guess. So the model
-knows that there is a third search and does it badly, which reinforcement learning repairs. A model that never
-makes it would never be rewarded for it.
+The demonstrations are flawed: they stop before the last hop, answer with another field, or guess. So the
+model knows that there is a third search and does it badly, which reinforcement learning repairs. A model that
+never makes it would never be rewarded for it.
 """
 
 from __future__ import annotations
