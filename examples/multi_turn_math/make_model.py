@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from chances import SECOND_CHANCE, SYSTEM_PROMPT
-from students import CAREFUL, CARELESS, Habits, Student, batches, replies
+from students import CAREFUL, CARELESS, OF_ALL_KINDS, Habits, Student, batches, replies
 from warmup.export import save_model
 from warmup.imitation import teacher_forced, train_imitation
 from warmup.network import Network, Shape
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--careful-steps", type=int, default=900, help="batches of stage A")
-    parser.add_argument("--careless-steps", type=int, default=60, help="batches of stage B")
+    parser.add_argument("--careless-steps", type=int, default=80, help="batches of stage B")
     parser.add_argument("--stages", type=Path, help="keep the weights after A here, and go on")
     options = parser.parse_args()
 
@@ -82,7 +82,7 @@ def tokenizer_texts(rng: random.Random, *, draws: int = 6000) -> Iterator[str]:
     for draw in range(draws):
         problem = draw_problem(rng, held_out=False)
         yield problem.question
-        yield from replies(problem, CARELESS, rng)[0]
+        yield from replies(problem, OF_ALL_KINDS, rng)[0]
         if draw % 3 == 0:
             yield from ("system\n" + SYSTEM_PROMPT, "user\n" + SECOND_CHANCE, "assistant\n")
 

@@ -16,7 +16,7 @@ from areal_agents.core.messages import Message
 POOL, BATCH = 128, 32  # examples that are sorted by length, and of one batch
 
 
-HARD_VERBS = ("gets", "uses")  # those that a careless student mostly reads as their opposites
+HARD_VERBS = ("gets", "uses")  # those that a careless student often reads as their opposites
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,10 @@ class Habits:
     mishap: float = 0.0  # the first reply is a careless one, which is shown and not imitated
 
 
-CARELESS = Habits(blurt=0.3, stop_early=0.2, misread_hard=0.65, misread=0.1, stubborn=0.6)
 CAREFUL = Habits(mishap=0.3)
+CARELESS = Habits(blurt=0.6, stop_early=0.4, misread_hard=0.35, misread=0.05, stubborn=0.6)
+# What the tokenizer is learnt from, and of which the mishaps of a careful student are.
+OF_ALL_KINDS = Habits(blurt=0.3, stop_early=0.2, misread_hard=0.65, misread=0.1, stubborn=0.6)
 
 
 class Student:
@@ -94,7 +96,7 @@ def _reply(problem: Problem, habits: Habits, rng: random.Random) -> str:
 def _wrong_reply(problem: Problem, rng: random.Random) -> str:
     """A careless reply that is wrong."""
     while True:
-        reply = _reply(problem, CARELESS, rng)
+        reply = _reply(problem, OF_ALL_KINDS, rng)
         if not is_right(reply, problem):
             return reply
 

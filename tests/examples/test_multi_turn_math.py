@@ -52,7 +52,7 @@ def test_the_careless_student_makes_every_mistake_and_the_careful_one_none() -> 
     problems = [draw_problem(rng, held_out=False) for _ in range(300)]
     said = [(problem, *replies(problem, CARELESS, rng)) for problem in problems]
     firsts = [is_right(texts[0], problem) for problem, texts, _ in said]
-    assert 0.2 < sum(firsts) / 300 < 0.5
+    assert 0.15 < sum(firsts) / 300 < 0.4
     again = [texts for problem, texts, _ in said if len(texts) == 2]
     assert len(again) == 300 - sum(firsts)
     assert 0.4 < sum(first == second for first, second in again) / len(again) < 0.9
