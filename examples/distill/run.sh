@@ -40,7 +40,7 @@ on_policy() {
     evaluate on-policy runs/distill-on-policy-seed0@final
 }
 dpo() {
-    areal-agents collect "$here/config.yaml" --tasks 128 -k 8 --out runs/distill-groups
+    areal-agents collect "$here/config.yaml" --tasks 64 -k 8 --out runs/distill-groups
     train dpo.yaml distill-dpo
     evaluate dpo runs/distill-dpo-seed0@final
 }

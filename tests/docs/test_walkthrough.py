@@ -203,6 +203,7 @@ NOT_RUN = {
     ("examples/repair_tasks/README.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",
     ("examples/repair_tasks/README.md", "PYTHONPATH=examples python"): "minutes",
     ("docs/benchmarks.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",
+    ("docs/benchmarks.md", "examples/distill/run.sh"): "minutes; tests/examples/test_distill.py",
     ("docs/training.md", "areal-agents export"): "as in deploying.md",
     (
         "docs/training.md",
