@@ -160,7 +160,9 @@ async def research(
         messages.append(reply.model_dump(exclude_none=True))
         if is_last or not reply.tool_calls:
             return reply.content or None
-        if response.usage is not None:
+        if response.usage is None:  # some endpoints report none
+            context.add(json.dumps(messages[-1]))
+        else:
             context.measure(response.usage.total_tokens, _characters(messages, style))
         for call in reply.tool_calls:
             room = context.room - limits.reply_tokens - 2 * _MESSAGE_TOKENS
