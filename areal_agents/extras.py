@@ -28,6 +28,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "rewards": ("jsonschema", "math_verify", "regex"),
     "mcp": ("mcp",),
     "otel": ("opentelemetry",),
+    "postgres": ("psycopg",),
     "gpu": ("bitsandbytes", "liger_kernel"),
 }  # fmt: skip
 

@@ -42,6 +42,7 @@ from areal_agents.proxy.dialects.turn_ids import new_turn_id
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
 from areal_agents.store.rows import EndedEpisode, NewEpisode
+from areal_agents.store.urls import shown_store
 
 SOURCE = "import"  # metadata of imported episodes
 REWARD = "imported"  # name of their reward
@@ -159,17 +160,18 @@ def write(episodes: Sequence[EndedEpisode], store: Store) -> Imported:
     Raises:
         DataError: the store already has the episodes of one of the files, or one of the episodes.
     """
+    into = shown_store(store.url)
     imported = store.episodes(metadata={"source": SOURCE})
     before = {e.metadata["episode"] for e in imported if "episode" in e.metadata}
     if again := [e.new.metadata["from"] for e in episodes if e.new.metadata.get("episode") in before]:
         raise DataError(
-            f"{len(again)} of these episodes have been imported into {store.path} before, which would train "
+            f"{len(again)} of these episodes have been imported into {into} before, which would train "
             f"on them twice; nothing was imported. Import into a new store. The first is {again[0]}"
         )
     for digest, where in {str(e.new.metadata["sha256"]): e.new.metadata["from"] for e in episodes}.items():
         if known := store.episodes(metadata={"source": SOURCE, "sha256": digest}):
             raise DataError(
-                f"{_LINE.sub('', str(where))} has been imported into {store.path} before ({len(known)} "
+                f"{_LINE.sub('', str(where))} has been imported into {into} before ({len(known)} "
                 "episodes), which would train on it twice; nothing was imported"
             )
     store.add_ended(episodes).result()

@@ -242,7 +242,7 @@ def _open(file: Path | str) -> Store:
 def _store_of(folder: RunFolder) -> Path | str:
     """Return the store that has the episodes of a run. Raises ConfigError if it is not a run's folder."""
     if (rerun := rerun_in(folder)) is not None:
-        return Path(rerun["store"])
+        return folder.store_at(rerun["store"])
     try:
         url = (config_of_run(folder).get("store") or {}).get("url")
     except ConfigError:

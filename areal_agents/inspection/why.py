@@ -172,7 +172,7 @@ class _Place:
         from areal_agents.training.batches.stored_steps import StoredSteps
 
         record = RerunRecord.read(folder)
-        read_only = opened.enter_context(closing(ReadOnlyStore(Path(record.store))))
+        read_only = opened.enter_context(closing(ReadOnlyStore(record.store)))
         found = StoredSteps.read(
             read_only,
             max_staleness=settings.max_staleness,

@@ -20,7 +20,7 @@ class OutsideTrainer:
     A trainer holds the lock of the store from when its ranks have met until it ends, however it ends.
 
     Args:
-        store: the file of the store.
+        store: the URL or path of the store.
         limit_s: longest time without a trainer.
         has_ended: whether the training is complete, so that no trainer is needed.
         say: called with each message.
@@ -30,7 +30,7 @@ class OutsideTrainer:
     def __init__(
         self,
         folder: RunFolder,
-        store: Path,
+        store: str | Path,
         *,
         limit_s: float,
         has_ended: Callable[[], bool],
@@ -38,7 +38,7 @@ class OutsideTrainer:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._command = f"areal-agents processes trainer --folder {folder.root}"
-        self._lock = TrainerLock(store)
+        self._lock = TrainerLock.of(store)
         self._limit_s, self._has_ended, self._say, self._now = limit_s, has_ended, say, now
         self._alone_since = self._said = now()
         self._looked = -LOOK_S

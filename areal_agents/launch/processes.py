@@ -267,7 +267,7 @@ def _rerun(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
     with ExitStack() as opened:
         if int(os.environ.get("RANK", "0")) == 0:
             store = opened.enter_context(Store.open(folder.store))
-            original = opened.enter_context(contextlib.closing(ReadOnlyStore(Path(record.store))))
+            original = opened.enter_context(contextlib.closing(ReadOnlyStore(record.store)))
             stored = StoredSteps.read(
                 original,
                 max_staleness=config.rollout.max_staleness,

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_agents.errors import ConfigError
+from areal_agents.store.postgres import is_postgres, rename_schema, schema_exists
 from areal_agents.store.trainer_lock import TrainerLock
+from areal_agents.store.urls import store_path
 from areal_agents.whole_files import write_whole
 
 
@@ -144,31 +146,42 @@ class RunFolder:
         data = json.loads((self.root / "endpoints.json").read_text())
         return Endpoints(**{**data, "engine_urls": tuple(data["engine_urls"])})
 
-    def set_aside(self, store_url: str | None = None) -> list[Path]:
+    def set_aside(self, store_url: str | None = None) -> list[str]:
         """Rename the folder of an earlier run, and its store if that is elsewhere.
 
         Returns:
-            The new paths of the folder and the store, as far as they existed.
+            The new names of the folder and the store, as far as they existed.
 
         Raises:
-            ConfigError: the earlier run is still running, the folder is not a run folder, or the store is
-                not a file.
+            ConfigError: the earlier run is still running, or the folder is not a run folder.
             Conflict: the trainer of the earlier run is still ending.
+            StoreError: the database of the store cannot be reached.
         """
-        store = _store_file(str(self.store_at(store_url)))
-        is_elsewhere = not store.is_relative_to(self.root.resolve()) and store.exists()
-        found = [*([self.root] if self.root.exists() else []), *([store] if is_elsewhere else [])]
-        if not found:
-            return []
+        had_folder = self.root.exists()
         is_run = self.config.exists() or (self.root / "lock").exists()
-        if self.root.exists() and not is_run and any(self.root.iterdir()):
+        if had_folder and not is_run and any(self.root.iterdir()):
             raise ConfigError(f"{self.root} is not the folder of a run; choose another with run_dir=...")
-        stamp = f".{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        with self.locked(store_url), TrainerLock(store).held(ENDING_TRAINER_S):
-            for suffix in ("-wal", "-shm") if is_elsewhere else ():
-                with contextlib.suppress(FileNotFoundError):  # they may hold commits
-                    _beside(store, suffix).rename(_beside(store, stamp + suffix))
-            return [path.rename(_beside(path, stamp)) for path in found]
+        stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        store = str(self.store_at(store_url))
+        had_store = self._has_store_elsewhere(store)
+        if not had_folder and not had_store:
+            return []
+        moved: list[str] = []
+        with self.locked(store_url), contextlib.ExitStack() as held:
+            if had_store or not is_postgres(store):
+                held.enter_context(TrainerLock.of(store).held(ENDING_TRAINER_S))
+            if had_store:
+                moved.append(_rename_store(store, stamp))
+            if had_folder:
+                moved.insert(0, str(self.root.rename(_beside(self.root, f".{stamp}"))))
+        return moved
+
+    def _has_store_elsewhere(self, store: str) -> bool:
+        """Whether the store exists and is not in the folder."""
+        if is_postgres(store):
+            return schema_exists(store)
+        file = store_path(store).resolve()
+        return file.exists() and not file.is_relative_to(self.root.resolve())
 
     @contextmanager
     def locked(self, store_url: str | None = None) -> Iterator[None]:
@@ -185,9 +198,8 @@ class RunFolder:
         )
         with contextlib.ExitStack() as held:
             held.enter_context(_held(self.root / "lock", in_use))
-            store = _sqlite_file(str(self.store_at(store_url)))
-            if store is not None:
-                store.parent.mkdir(parents=True, exist_ok=True)
+            if not is_postgres(url := str(self.store_at(store_url))):
+                store = store_path(url).resolve()
                 held.enter_context(_held(_beside(store, ".lock"), _STORE_IN_USE.format(store)))
             yield
 
@@ -207,23 +219,15 @@ def _held(lock: Path, in_use: str) -> Iterator[None]:
         yield
 
 
-def _store_file(url: str) -> Path:
-    """Return the file of a SQLite store. Raises ConfigError for another store, which cannot be renamed."""
-    file = _sqlite_file(url)
-    if file is None:
-        raise ConfigError(
-            f"--fresh cannot set the store {url.partition('://')[0]}://… aside; drop its tables, or give an "
-            "empty database with store.url=..., and use --fresh again; without --fresh the run is resumed"
-        )
-    return file
-
-
-def _sqlite_file(url: str) -> Path | None:
-    """Return the file of a SQLite store given as a path or a URL, or None for any other store."""
-    scheme, separator, rest = url.partition(":///")
-    if not separator and "://" not in url:
-        return Path(url).expanduser().resolve()
-    return Path(rest).resolve() if scheme.partition("+")[0] == "sqlite" else None
+def _rename_store(url: str, stamp: str) -> str:
+    """Rename a store, and the files beside its file, which may hold commits; return its new name."""
+    if is_postgres(url):
+        return rename_schema(url, stamp)
+    store = store_path(url)
+    for suffix in ("-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            _beside(store, suffix).rename(_beside(store, f".{stamp}{suffix}"))
+    return str(store.rename(_beside(store, f".{stamp}")))
 
 
 def _beside(path: Path, suffix: str) -> Path:

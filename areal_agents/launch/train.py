@@ -470,7 +470,7 @@ def _looking(
     if config.trainer.start:
         return lambda: None
     limit_s = config.trainer.join_timeout_s
-    return OutsideTrainer(folder, store.path, limit_s=limit_s, has_ended=ended, say=report.event).check
+    return OutsideTrainer(folder, store.url, limit_s=limit_s, has_ended=ended, say=report.event).check
 
 
 def check_sandbox(config: Config) -> None:

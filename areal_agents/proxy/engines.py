@@ -106,7 +106,7 @@ async def without_trainer(store: Store) -> AsyncIterator[bool]:
     """Yield whether no trainer of the store is running; if so, a trainer that starts waits for the block."""
     with contextlib.ExitStack() as stack:
         try:
-            alone = await asyncio.to_thread(stack.enter_context, TrainerLock(store.path).unheld())
+            alone = await asyncio.to_thread(stack.enter_context, TrainerLock.of(store.url).unheld())
         except OSError as error:
             logger.warning("cannot determine whether a trainer is running: %s", error)
             alone = False

@@ -33,10 +33,11 @@ from areal_agents.proxy.page import Page, announce_page
 from areal_agents.proxy.socket_limits import LimitedWebSocket
 from areal_agents.proxy.traces import Traces
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
-from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
+from areal_agents.proxy.workers.identity import listen_after, locks_of, wait_for_orphans
 from areal_agents.rendering import ChatRenderer
 from areal_agents.sockets import BACKLOG, allow_many_connections, url_of
-from areal_agents.store import Retention, Store, StoreConfig, store_path
+from areal_agents.store import Retention, Store, StoreConfig
+from areal_agents.store.urls import shown_store
 from areal_agents.telemetry import TelemetryConfig, exporting
 
 __all__ = [
@@ -103,7 +104,7 @@ def serve(
     check_addresses(engine_urls, router_url)
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
-        folder = locks_beside(store_path(store))
+        folder = locks_of(store)
         listener = stack.enter_context(listen_after(config.host, config.port, folder))
         stack.enter_context(exit_on_sigterm())
         wait_for_orphans(folder)
@@ -134,10 +135,10 @@ def recording_notice(store: str | Path, config: ProxyConfig) -> str:
     """Return what a user needs to know about the episodes that calls open by themselves."""
     if config.implicit_split == "train":
         sampling = "split train: sampling parameters are pinned, so that they can be trained on"
-        then = f"; reward completions with POST /rewards, and train with data.episodes={store}"
+        then = f"; reward completions with POST /rewards, and train with data.episodes={shown_store(store)}"
     else:
         sampling, then = "split eval: agents choose sampling parameters, and nothing is trained on", ""
-    return f"episodes are recorded in {store} ({sampling}){then}"
+    return f"episodes are recorded in {shown_store(store)} ({sampling}){then}"
 
 
 def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:

@@ -15,7 +15,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.inspection.sources import config_of_run, rerun_in
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.store import EpisodeSummary, TrainedStep, reads, store_path
+from areal_agents.store import EpisodeSummary, TrainedStep, reads
 from areal_agents.store.read_only import ReadOnlyStore
 from areal_agents.training.checkpoint.files import complete_steps
 
@@ -55,7 +55,7 @@ class Original:
                     f"{run} trained on recorded episodes (data.episodes), without inference; train it again "
                     f"with other settings: areal-agents train {folder.config} run_dir=… algorithm=…"
                 )
-            store = ReadOnlyStore(store_path(config.store.url) if config.store.url else folder.store)
+            store = ReadOnlyStore(folder.store_at(config.store.url))
             with closing(store):
                 with store.read() as connection:
                     steps = reads.trained_steps(connection)

@@ -84,7 +84,7 @@ def rerun(
         folder = RunFolder(_new_folder(original.folder.root, out, first, last))
         record = RerunRecord(
             run=str(original.folder.root),
-            store=str(original.store.path.resolve()),
+            store=str(original.store.path.resolve()) if original.store.path else original.store.url,
             step=first,
             until=last,
             version=original.steps[first + 1].version,

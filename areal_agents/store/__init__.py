@@ -8,7 +8,6 @@ from areal_agents.lazy_imports import on_first_use
 
 if TYPE_CHECKING:
     from areal_agents.store.config import RetainConfig, StoreConfig
-    from areal_agents.store.database import store_path
     from areal_agents.store.episodes import SealedStatus
     from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
     from areal_agents.store.retention_job import Retention
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         opened_row,
     )
     from areal_agents.store.store import Store
+    from areal_agents.store.urls import store_path
 
 __all__ = [
     "DEFAULT_REWARD_NAME",
@@ -73,7 +73,6 @@ __getattr__ = on_first_use(
             "RetainConfig",
             "StoreConfig",
         ),
-        "database": ("store_path",),
         "episodes": ("SealedStatus",),
         "errors": (
             "Conflict",
@@ -103,5 +102,6 @@ __getattr__ = on_first_use(
             "opened_row",
         ),
         "store": ("Store",),
+        "urls": ("store_path",),
     },
 )

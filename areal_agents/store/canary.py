@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy.dialects.sqlite import insert as upsert
 
 from areal_agents.store.errors import Conflict
 from areal_agents.store.rows import SCORED, CanaryState, ScoredConversation, ServedVersions
@@ -125,7 +124,7 @@ def scored_conversations(
             episodes.c.ended_at <= now - settle_s,
             rewards.c.created_at <= episodes.c.ended_at + settle_s,
         )
-        .group_by(episodes.c.id)
+        .group_by(episodes.c.seq)
         .order_by(episodes.c.ended_at, episodes.c.seq)
     )
     return [
@@ -160,8 +159,10 @@ def order_for(connection: sa.Connection, version: int) -> Order | None:
 
 def _write(connection: sa.Connection, key: str, value: Any) -> None:
     text = orjson.dumps(value).decode()
-    statement = upsert(store_meta).values(key=key, value=text)
-    connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_={"value": text}))
+    if not connection.execute(
+        sa.update(store_meta).where(store_meta.c.key == key).values(value=text)
+    ).rowcount:
+        connection.execute(sa.insert(store_meta).values(key=key, value=text))
 
 
 def _read(connection: sa.Connection, key: str) -> Any:

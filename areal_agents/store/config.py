@@ -44,12 +44,13 @@ class StoreConfig(Settings):
 
     url: str | None = Field(
         default=None,
-        description="SQLAlchemy URL or path of the store; default: store.db in the run's folder.",
+        description="Path of the store's SQLite file, or postgresql://user@host/database?schema=name; "
+        "default: store.db in the run's folder. docs/async.md.",
     )
     durability: Durability = Field(
         default="process",
         description="process: a commit survives the death of any process; power: a commit also survives a "
-        "power failure.",
+        "power failure. PostgreSQL does what its server is configured to.",
     )
     retain: RetainConfig = Field(
         default_factory=RetainConfig,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
+from sqlalchemy.dialects.postgresql import psycopg
 
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.store.chunks import chunks
@@ -26,17 +27,17 @@ SealedStatus = Literal["finished", "truncated", "failed", "aborted"]
 
 _TURN_COLUMNS = [column for column in turns.c if column.name != "seq"]
 # The check and the write are one statement, compiled once, because this is the hot path of a run.
-_INSERT_TURN_IF_OPEN = str(
-    sa.insert(turns)
-    .from_select(
-        _TURN_COLUMNS,
-        sa.select(*(sa.bindparam(column.name, type_=column.type) for column in _TURN_COLUMNS))
-        .select_from(episodes)
-        .where(episodes.c.id == sa.bindparam("episode_id"), episodes.c.status == sa.literal_column("'open'")),
-        include_defaults=False,
-    )
-    .compile(dialect=sqlite.dialect(paramstyle="named"))
+_INSERT_TURN_IF_OPEN = sa.insert(turns).from_select(
+    _TURN_COLUMNS,
+    sa.select(*(sa.bindparam(column.name, type_=column.type) for column in _TURN_COLUMNS))
+    .select_from(episodes)
+    .where(episodes.c.id == sa.bindparam("episode_id"), episodes.c.status == sa.literal_column("'open'")),
+    include_defaults=False,
 )
+_INSERT_TURN_IN = {
+    "sqlite": str(_INSERT_TURN_IF_OPEN.compile(dialect=sqlite.dialect(paramstyle="named"))),
+    "postgresql": str(_INSERT_TURN_IF_OPEN.compile(dialect=psycopg.dialect())),
+}
 
 
 _UNREWARDED = sa.and_(
@@ -79,7 +80,7 @@ def insert_if_missing(connection: sa.Connection, new: NewEpisode) -> None:
 
 def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
     """Add an encoded turn. Raises NotFound or Conflict unless its episode is open."""
-    if driver_of(connection).execute(_INSERT_TURN_IF_OPEN, row).rowcount:
+    if driver_of(connection).execute(_INSERT_TURN_IN[connection.dialect.name], row).rowcount:
         return
     status = connection.execute(
         sa.select(episodes.c.status).where(episodes.c.id == row["episode_id"])
@@ -150,6 +151,8 @@ def seal_episode(
     if given:
         write_rewards(connection, episode_id, given)
     if not is_repeated:
+        if error is not None:
+            error = error.replace("\0", "\N{REPLACEMENT CHARACTER}")  # PostgreSQL's texts have no NUL
         connection.execute(
             sa.update(episodes)
             .where(episodes.c.id == episode_id)

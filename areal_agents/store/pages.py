@@ -462,26 +462,38 @@ def evaluations(connection: sa.Connection) -> list[Evaluation]:
     step = sa.func.coalesce(episodes.c.metadata["step"].as_integer(), 0)
     fingerprint = sa.func.coalesce(episodes.c.metadata[FINGERPRINT].as_string(), "")
     attempt = sa.func.coalesce(episodes.c.metadata["attempt"].as_integer(), 0)
-    last_attempts = (
-        sa.select(sa.func.max(episodes.c.seq))
+    # PostgreSQL groups by columns, and not by expressions with parameters.
+    attempts = (
+        sa.select(
+            _EVALUATION.label("label"),
+            step.label("step"),
+            fingerprint.label("fingerprint"),
+            attempt.label("attempt"),
+            episodes.c.seq,
+            episodes.c.task_uid,
+        )
         .where(of_evaluation)
-        .group_by(_EVALUATION, step, fingerprint, attempt, episodes.c.task_uid)
+        .subquery()
+    )
+    last_attempts = sa.select(sa.func.max(attempts.c.seq)).group_by(
+        attempts.c.label, attempts.c.step, attempts.c.fingerprint, attempts.c.attempt, attempts.c.task_uid
     )
     failed = episodes.c.status == "failed"
     query = (
         sa.select(
-            _EVALUATION,
-            step,
+            attempts.c.label,
+            attempts.c.step,
             sa.func.count(),
             sa.func.sum(sa.case((failed, 1), else_=0)),
             sa.func.sum(sa.case((failed, 0.0), else_=sa.func.coalesce(_SCORE, 0.0))),
             sa.func.min(episodes.c.created_at),
             sa.func.max(episodes.c.ended_at),
-            fingerprint,
+            attempts.c.fingerprint,
             sa.func.max(episodes.c.seq),
         )
+        .join(attempts, attempts.c.seq == episodes.c.seq)
         .where(episodes.c.seq.in_(last_attempts), episodes.c.status.in_(("finished", "truncated", "failed")))
-        .group_by(_EVALUATION, step, fingerprint)
+        .group_by(attempts.c.label, attempts.c.step, attempts.c.fingerprint)
         .order_by(sa.func.min(episodes.c.seq))
     )
     rows = connection.execute(query).all()
@@ -535,7 +547,9 @@ def open_episodes_by_time(connection: sa.Connection, parts: int, most_failed: in
     width = (end - start) / parts or 1.0
     change = [0] * (parts + 1)
     for column, by in ((opened, 1), (ended, -1)):
-        part = sa.cast((column - start) / width, sa.Integer)
+        # SQLite's cast cuts the fraction off, and PostgreSQL's rounds.
+        whole = sa.func.trunc if connection.dialect.name == "postgresql" else lambda number: number
+        part = sa.cast(whole((column - start) / width), sa.Integer)
         query = sa.select(part, sa.func.count()).where(column.is_not(None)).group_by(part)
         for index, count in connection.execute(query):
             change[min(max(index, 0), parts)] += by * count

@@ -1,7 +1,7 @@
 """A store that is only read: no connection of it can write, create or migrate anything.
 
-It is for pages and tools that look at the run of another process. Every read opens the file that is at the
-path at that time, so a store that was deleted or replaced is noticed and never read by mistake.
+It is for pages and tools that look at the run of another process. Every read of a file opens the one that is
+at the path at that time, so a store that was deleted or replaced is noticed and never read by mistake.
 """
 
 from __future__ import annotations
@@ -11,24 +11,51 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import orjson
 import sqlalchemy as sa
 
 from areal_agents.errors import StoreError
+from areal_agents.store.postgres import engine_of, is_postgres, schema_exists, schema_of
 from areal_agents.store.schema import SCHEMA_VERSION, metadata, store_meta
+from areal_agents.store.urls import shown_store, store_path
 
 _BUSY_TIMEOUT_S = 2.0
 
 
 class ReadOnlyStore:
-    """The store file at a path, which need not exist yet. Thread-safe; it must not be used after a fork."""
+    """A store that need not exist yet. Thread-safe; it must not be used after a fork.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Attributes:
+        url: its URL or path.
+        path: its file; None if it is in PostgreSQL.
+    """
+
+    def __init__(self, url_or_path: str | Path) -> None:
+        self.url = str(url_or_path)
+        self.path = None if is_postgres(self.url) else store_path(url_or_path)
+        self._shown = shown_store(url_or_path)
         self._lock = threading.Lock()
         self._opened: tuple[tuple[int, int], sa.Engine] | None = None  # (device, inode) and its engine
+
+    @property
+    def name(self) -> str:
+        """A short name of the store."""
+        return schema_of(self.url) if self.path is None else self.path.name
+
+    def exists(self) -> bool:
+        """Whether there is a store. Raises StoreError if a server cannot be reached."""
+        return schema_exists(self.url) if self.path is None else self.path.exists()
+
+    def mark(self) -> tuple[Any, ...]:
+        """Return a value that changes with the store. Raises StoreError if a server cannot be reached."""
+        if self.path is not None:
+            return (_mark(self.path), _mark(self.path.with_name(self.path.name + "-wal")))
+        with self.read() as connection:
+            query = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
+            return tuple(connection.exec_driver_sql(query).one())
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -51,19 +78,23 @@ class ReadOnlyStore:
                 self._opened = None
 
     def _engine(self) -> sa.Engine:
-        try:
-            status = self.path.stat()
-        except FileNotFoundError:
-            self.close()
-            raise StoreError(f"there is no store {self.path}; it was deleted, or not written yet") from None
-        identity = (status.st_dev, status.st_ino)
+        identity = (0, 0)
+        if self.path is not None:
+            try:
+                status = self.path.stat()
+            except FileNotFoundError:
+                self.close()
+                raise StoreError(
+                    f"there is no store {self.path}; it was deleted, or not written yet"
+                ) from None
+            identity = (status.st_dev, status.st_ino)
         with self._lock:
             if self._opened is not None and self._opened[0] == identity:
                 return self._opened[1]
             if self._opened is not None:
                 self._opened[1].dispose()
                 self._opened = None
-            engine = _engine(self.path)
+            engine = _engine(self.path) if self.path is not None else _engine_of_postgres(self.url)
             try:
                 with engine.connect() as connection:
                     self._check(connection)
@@ -77,22 +108,25 @@ class ReadOnlyStore:
         """Raise StoreError unless the file is a store of this release with every column of its tables."""
         inspector = sa.inspect(connection)
         if store_meta.name not in inspector.get_table_names():
-            raise StoreError(f"{self.path} is not a store of areal-agents; give a run's folder or its store")
+            raise StoreError(
+                f"{self._shown} is not a store of areal-agents; give a run's folder or its store"
+            )
         schema = connection.execute(
             sa.select(store_meta.c.value).where(store_meta.c.key == "schema_version")
         ).scalar_one_or_none()
         if schema != str(SCHEMA_VERSION):
             raise StoreError(
-                f"{self.path} was written with store schema {schema}, and this release reads "
-                f"{SCHEMA_VERSION}; `areal-agents episodes ls {self.path}` migrates the previous schema when "
-                "no process has the store open, and the release that wrote an older one reads it"
+                f"{self._shown} was written with store schema {schema}, and this release reads "
+                f"{SCHEMA_VERSION}; `areal-agents episodes ls {self._shown}` migrates the previous schema "
+                "when no process has the store open, and the release that wrote an older one reads it"
             )
         for table in metadata.sorted_tables:
             known = {column["name"] for column in inspector.get_columns(table.name)}
             if missing := [column.name for column in table.columns if column.name not in known]:
                 raise StoreError(
-                    f"{self.path} was written by an earlier release: {table.name} lacks {missing[0]}; "
-                    f"`areal-agents episodes ls {self.path}` adds the column, after which it can be read here"
+                    f"{self._shown} was written by an earlier release: {table.name} lacks {missing[0]}; "
+                    f"`areal-agents episodes ls {self._shown}` adds the column, after which it can be read "
+                    "here"
                 )
 
     def _explained(self, error: BaseException | None) -> StoreError:
@@ -104,7 +138,19 @@ class ReadOnlyStore:
             )
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
             return StoreError(f"{self.path} is not a readable SQLite file ({error}); restore it from a copy")
-        return StoreError(f"{self.path} cannot be read: {error}")
+        return StoreError(f"{self._shown} cannot be read: {error}")
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _engine_of_postgres(url: str) -> sa.Engine:
+    return engine_of(url).execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
 
 
 def _engine(path: Path) -> sa.Engine:

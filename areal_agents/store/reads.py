@@ -417,7 +417,7 @@ def task_groups(connection: sa.Connection, split: Split) -> list[TaskGroup]:
         .outerjoin(episodes, episodes.c.group_id == groups.c.id)
         .outerjoin(turns, turns.c.episode_id == episodes.c.id)
         .where(groups.c.split == split)
-        .group_by(groups.c.id)
+        .group_by(groups.c.seq, tasks.c.uid)
         .order_by(groups.c.seq)
     )
     return [TaskGroup(*row) for row in connection.execute(query)]
@@ -434,7 +434,7 @@ def group_scores(connection: sa.Connection, ids: Sequence[str]) -> dict[str, tup
             .join(episodes, episodes.c.group_id == groups.c.id)
             .join(rewards, rewards.c.episode_id == episodes.c.id)
             .where(groups.c.id.in_(chunk), groups.c.state == "complete", episodes.c.status.in_(SCORED))
-            .group_by(episodes.c.id)
+            .group_by(groups.c.id, episodes.c.seq)
             .order_by(episodes.c.index)
         )
         for group_id, score in connection.execute(query):

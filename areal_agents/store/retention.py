@@ -70,11 +70,13 @@ def empty_groups(connection: sa.Connection, ids: Sequence[str], *, keep_versions
 
 
 def return_space(connection: sa.Connection) -> int:
-    """Return a bounded number of free pages of the file to the disk; return how many.
+    """Return a bounded number of free pages of a SQLite file to the disk; return how many.
 
     Some free pages are kept for the next turns. A file that was created without auto_vacuum cannot return
-    pages; it only stops growing.
+    pages; it only stops growing. PostgreSQL returns its space by itself.
     """
+    if connection.dialect.name != "sqlite":
+        return 0
     free = int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())
     returned = min(free - _SPARE_PAGES, _MOST_RETURNED)
     if returned <= 0:

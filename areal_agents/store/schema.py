@@ -17,6 +17,9 @@ SCHEMA_VERSION = 4
 
 metadata = sa.MetaData()
 
+# The order of insertion. Only an INTEGER PRIMARY KEY is counted up by SQLite, and it has 64 bits there.
+_SEQ = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
 store_meta = sa.Table(
     "store_meta",
     metadata,
@@ -37,7 +40,7 @@ tasks = sa.Table(
 groups = sa.Table(
     "groups",
     metadata,
-    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("seq", _SEQ, primary_key=True, autoincrement=True),
     sa.Column("id", sa.Text, nullable=False, unique=True),
     sa.Column("task_uid", sa.Text, sa.ForeignKey("tasks.uid"), nullable=False),
     sa.Column("split", sa.Text, nullable=False),
@@ -54,7 +57,7 @@ groups = sa.Table(
 episodes = sa.Table(
     "episodes",
     metadata,
-    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("seq", _SEQ, primary_key=True, autoincrement=True),
     sa.Column("id", sa.Text, nullable=False, unique=True),
     sa.Column("key_hash", sa.Text, nullable=False, unique=True),  # sha256 of the episode's key
     sa.Column("task_uid", sa.Text, sa.ForeignKey("tasks.uid"), nullable=False),
@@ -79,7 +82,7 @@ episodes = sa.Table(
 turns = sa.Table(
     "turns",
     metadata,
-    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("seq", _SEQ, primary_key=True, autoincrement=True),
     sa.Column("id", sa.Text, nullable=False, unique=True),
     sa.Column("episode_id", sa.Text, sa.ForeignKey("episodes.id"), nullable=False),
     sa.Column("parent", sa.Text),

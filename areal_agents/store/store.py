@@ -21,7 +21,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.store import canary, episodes, groups, leases, reads, retention, rewards, versions, waiting
 from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
-from areal_agents.store.database import Database, store_path, store_url
+from areal_agents.store.database import Database, Job, T
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.rows import (
     Activity,
@@ -42,6 +42,7 @@ from areal_agents.store.rows import (
     WaitingGroup,
 )
 from areal_agents.store.trainer_lock import TrainerLock
+from areal_agents.store.urls import backend_of, store_path, store_url
 
 
 class Store:
@@ -50,7 +51,7 @@ class Store:
     def __init__(self, database: Database, url: str) -> None:
         self._database = database
         self.url = url
-        self._trainer = TrainerLock(self.path)
+        self._trainer = TrainerLock.of(url)
 
     @classmethod
     def open(cls, url_or_path: str | Path, durability: Durability = "process") -> Store:
@@ -60,15 +61,15 @@ class Store:
         another process has it open.
         """
         url = store_url(url_or_path)
-        return cls(Database(url, durability), url)
+        return cls(Database(backend_of(url, durability)), url)
 
     @property
     def path(self) -> Path:
-        """The file of the store; its other files are in the same folder."""
+        """The file of the store; its other files are in the same folder. StoreError if it has none."""
         return store_path(self.url)
 
     def close(self) -> None:
-        """Commit the queued writes and close the file. Idempotent."""
+        """Commit the queued writes and close every connection. Idempotent."""
         self._database.close()
         self._trainer.release()
 
@@ -220,9 +221,7 @@ class Store:
         """
         self.become_trainer()
         holder = self._trainer.holder
-        return self._database.submit(
-            lambda c: leases.take_groups(c, count, step=step, holder=holder)
-        ).result()
+        return self._as_trainer(lambda c: leases.take_groups(c, count, step=step, holder=holder))
 
     def lease_replays(
         self, count: int, *, step: int, min_version: int, max_uses: int
@@ -249,11 +248,11 @@ class Store:
         """
         self.become_trainer()
         holder = self._trainer.holder
-        return self._database.submit(
+        return self._as_trainer(
             lambda c: leases.take_replays(
                 c, count, step=step, min_version=min_version, max_uses=max_uses, holder=holder
             )
-        ).result()
+        )
 
     def mark_trained(self, group_ids: Iterable[str | tuple[str, int]], *, step: int, version: int) -> None:
         """Record that leased groups were trained into `version`. Conflict if one is not leased for `step`.
@@ -261,25 +260,25 @@ class Store:
         A group is given as (group, use), or as its id alone for its first use.
         """
         ids = list(group_ids)
-        self._database.submit(lambda c: leases.mark_trained(c, ids, step=step, version=version)).result()
+        self._as_trainer(lambda c: leases.mark_trained(c, ids, step=step, version=version))
 
     def drop_group(self, group_id: str, reason: str, *, step: int, use: int = 0) -> None:
         """Drop a complete or leased group for good. Conflict in any other state.
 
         With a `use` above 0, end a leased reuse instead: the group stays trained, and is not reused again.
         """
-        self._database.submit(lambda c: leases.drop_leased(c, group_id, reason, step=step, use=use)).result()
+        self._as_trainer(lambda c: leases.drop_leased(c, group_id, reason, step=step, use=use))
 
     def commit_checkpoint(self, step: int) -> None:
         """Record that a resume can start after `step`."""
-        self._database.submit(lambda c: leases.write_checkpoint(c, step)).result()
+        self._as_trainer(lambda c: leases.write_checkpoint(c, step))
 
     def return_leases(self, after_step: int) -> int:
         """Make the groups of all steps after `after_step` complete again, for a resume; return how many.
 
         Reuses in those steps, and reuses that are only leased, are deleted.
         """
-        return self._database.submit(lambda c: leases.return_leases(c, after_step)).result()
+        return self._as_trainer(lambda c: leases.return_leases(c, after_step))
 
     def publish_version(
         self,
@@ -294,29 +293,29 @@ class Store:
 
         With `folder_pending` the folder at `path` need not exist before `mark_folder_written`.
         """
-        self._database.submit(
+        self._as_trainer(
             lambda c: versions.insert_version(
                 c, version, step=step, path=str(path), checksum=checksum, folder_pending=folder_pending
             )
-        ).result()
+        )
 
     def mark_folder_written(self, version: int) -> None:
         """Record that the folder of a published version is complete."""
-        self._database.submit(lambda c: versions.mark_folder_written(c, version)).result()
+        self._as_trainer(lambda c: versions.mark_folder_written(c, version))
 
     def publish_candidate(self, version: int, *, step: int, path: str | Path, share: float) -> None:
         """Publish a version for the replicas of the canary only. Conflict if there is a candidate."""
-        self._database.submit(
+        self._as_trainer(
             lambda c: canary.insert_candidate(c, version, step=step, path=str(path), share=share)
-        ).result()
+        )
 
     def begin_comparison(self, version: int) -> None:
         """Compare the conversations that are opened from now on; has no effect if that was called before."""
-        self._database.submit(lambda c: canary.begin_comparison(c, version)).result()
+        self._as_trainer(lambda c: canary.begin_comparison(c, version))
 
     def promote_candidate(self, version: int, verdict: Mapping[str, Any]) -> None:
         """Make the candidate the version of all replicas. Conflict if it is not the candidate."""
-        self._database.submit(lambda c: canary.promote_candidate(c, version, verdict)).result()
+        self._as_trainer(lambda c: canary.promote_candidate(c, version, verdict))
 
     def roll_back_candidate(
         self, version: int, verdict: Mapping[str, Any], *, restored: int, step: int, path: str | Path
@@ -325,11 +324,20 @@ class Store:
 
         Conflict if it is not the candidate.
         """
-        self._database.submit(
+        self._as_trainer(
             lambda c: canary.roll_back_candidate(
                 c, version, verdict, restored=restored, step=step, path=str(path)
             )
-        ).result()
+        )
+
+    def _as_trainer(self, job: Job[T]) -> T:
+        """Return the result of a write of the trainer. Conflict if another process is the trainer now."""
+
+        def write(connection: sa.Connection) -> T:
+            self._trainer.check(connection)
+            return job(connection)
+
+        return self._database.submit(write).result()
 
     # -- the operator's command writes --------------------------------------------------------
 
@@ -345,73 +353,64 @@ class Store:
 
     def served_versions(self) -> ServedVersions | None:
         """Return what replicas serve, or None before the first version."""
-        with self._database.read() as connection:
-            return canary.served_versions(connection)
+        return self._database.query(canary.served_versions)
 
     def scored_conversations(self, *, after: int, settle_s: float) -> list[ScoredConversation]:
         """Return the rewarded implicit training episodes that were opened after the one with number `after`,
         in the order in which they ended, once `settle_s` seconds have passed since."""
-        with self._database.read() as connection:
-            return canary.scored_conversations(connection, after=after, settle_s=settle_s, now=time.time())
+        return self._database.query(
+            lambda c: canary.scored_conversations(c, after=after, settle_s=settle_s, now=time.time())
+        )
 
     def is_frozen(self) -> bool:
         """Whether the operator has frozen the run."""
-        with self._database.read() as connection:
-            return canary.is_frozen(connection)
+        return self._database.query(canary.is_frozen)
 
     def order_for(self, version: int) -> canary.Order | None:
         """Return the operator's order for a candidate; None if there is none."""
-        with self._database.read() as connection:
-            return canary.order_for(connection, version)
+        return self._database.query(lambda c: canary.order_for(c, version))
 
     def latest_version(self) -> VersionRow | None:
         """Return the current policy version, or None before the first."""
-        with self._database.read() as connection:
-            return versions.latest_version(connection)
+        return self._database.query(versions.latest_version)
 
     def max_version(self) -> int:
         """Return the largest version number that was ever published, or -1 before the first."""
-        with self._database.read() as connection:
-            return versions.max_version(connection)
+        return self._database.query(versions.max_version)
 
     def steps_behind(self, version: int) -> dict[int, int]:
         """Return by how many steps each version from before a resume lags behind `version`."""
-        with self._database.read() as connection:
-            return versions.steps_behind(connection, version)
+        return self._database.query(lambda c: versions.steps_behind(c, version))
 
     def failed_episodes(self, split: Split = "train") -> int:
         """Return how many episodes of the split have failed."""
-        with self._database.read() as connection:
-            return reads.failed_episodes(connection, split)
+        return self._database.query(lambda c: reads.failed_episodes(c, split))
 
     def constrained_turns(self, split: Split = "train", *, latest: int = 256) -> tuple[int, int]:
         """Return how many of the latest turns of the split are constrained, and how many these turns are."""
-        with self._database.read() as connection:
-            return reads.constrained_turns(connection, split, latest)
+        return self._database.query(lambda c: reads.constrained_turns(c, split, latest))
 
     def activity(self) -> Activity:
         """Return which episodes are open, and when the last model call ended."""
         unrewarded = len(self.unrewarded_episodes())
-        with self._database.read() as connection:
-            return reads.activity(connection, unrewarded)
+        return self._database.query(lambda c: reads.activity(c, unrewarded))
 
     def sampled_tokens_per_s(self, *, within_s: float = 30.0, latest: int = 1000) -> float:
         """Return the tokens that were sampled per second, from the turns of the last `within_s` seconds.
 
         At most the `latest` turns are read; if they are all younger, the rate is that of their own time.
         """
-        with self._database.read() as connection:
-            return reads.sampled_tokens_per_s(connection, now=time.time(), within_s=within_s, latest=latest)
+        return self._database.query(
+            lambda c: reads.sampled_tokens_per_s(c, now=time.time(), within_s=within_s, latest=latest)
+        )
 
     def episodes_with_reward(self, name: str, split: Split = "train") -> int:
         """Return how many episodes of the split have a reward of this name."""
-        with self._database.read() as connection:
-            return reads.episodes_with_reward(connection, name, split)
+        return self._database.query(lambda c: reads.episodes_with_reward(c, name, split))
 
     def last_failure(self, split: Split = "train") -> str | None:
         """Return why the episode of the split failed that ended last; None if none has failed."""
-        with self._database.read() as connection:
-            return reads.last_failure(connection, split)
+        return self._database.query(lambda c: reads.last_failure(c, split))
 
     def expired_groups(self, *, keep_versions: int, after_step: int, limit: int) -> list[tuple[str, int]]:
         """Return (group, step of its last use) of up to `limit` groups whose turns can be deleted, by step.
@@ -419,30 +418,27 @@ class Store:
         The trainer trained or dropped them before the last `keep_versions` versions, in a step that the
         second newest checkpoint covers, so that no resume can train them again.
         """
-        with self._database.read() as connection:
-            return retention.expired_groups(
-                connection, keep_versions=keep_versions, after_step=after_step, limit=limit
+        return self._database.query(
+            lambda c: retention.expired_groups(
+                c, keep_versions=keep_versions, after_step=after_step, limit=limit
             )
+        )
 
     def group_counts(self, split: Split = "train") -> dict[str, int]:
         """Return how many groups are pending, complete, leased, trained and dropped."""
-        with self._database.read() as connection:
-            return reads.group_counts(connection, split)
+        return self._database.query(lambda c: reads.group_counts(c, split))
 
     def waiting_groups(self) -> list[WaitingGroup]:
         """Return the pending and complete training groups that the trainer has not leased, oldest first."""
-        with self._database.read() as connection:
-            return waiting.waiting_groups(connection)
+        return self._database.query(waiting.waiting_groups)
 
     def untrained_groups(self) -> list[UntrainedGroup]:
         """Return the training groups that are neither trained nor dropped, oldest first."""
-        with self._database.read() as connection:
-            return waiting.untrained_groups(connection)
+        return self._database.query(waiting.untrained_groups)
 
     def abandoned_groups(self) -> list[str]:
         """Return the pending training groups that no runner submitted and that have no active episode."""
-        with self._database.read() as connection:
-            return waiting.abandoned_groups(connection)
+        return self._database.query(waiting.abandoned_groups)
 
     def episodes(
         self,
@@ -459,9 +455,9 @@ class Store:
         With `after`, only those that were opened after that episode (NotFound if it is unknown), and at most
         `limit` of them.
         """
-        with self._database.read() as connection:
-            return reads.summaries(
-                connection,
+        return self._database.query(
+            lambda c: reads.summaries(
+                c,
                 split=split,
                 status=status,
                 group_id=group_id,
@@ -469,128 +465,113 @@ class Store:
                 after=after,
                 limit=limit,
             )
+        )
 
     def open_groups(self) -> list[OpenGroup]:
         """Return the pending groups with the attempts at each index."""
-        with self._database.read() as connection:
-            return reads.open_groups(connection)
+        return self._database.query(reads.open_groups)
 
     def task_ids_started(self, split: Split = "train") -> list[tuple[str, int]]:
         """Return (task id, epoch) of every group, oldest first; group ids are "<task id>@<epoch>"."""
-        with self._database.read() as connection:
-            return reads.tasks_started(connection, split)
+        return self._database.query(lambda c: reads.tasks_started(c, split))
 
     def task_groups(self, split: Split = "train") -> list[TaskGroup]:
         """Return every group with its task, oldest first."""
-        with self._database.read() as connection:
-            return reads.task_groups(connection, split)
+        return self._database.query(lambda c: reads.task_groups(c, split))
 
     def group_scores(self, group_ids: Sequence[str]) -> dict[str, tuple[float, ...]]:
         """Return the scores of each group that has ended: by index if it is complete, () if dropped."""
-        with self._database.read() as connection:
-            return reads.group_scores(connection, group_ids)
+        return self._database.query(lambda c: reads.group_scores(c, group_ids))
 
     def load_episode(self, episode_id: str) -> RecordedEpisode:
         """Return an episode with its turns and rewards. NotFound if it is unknown."""
-        with self._database.read() as connection:
-            return reads.load_episodes(connection, [episode_id])[0]
+        return self._database.query(lambda c: reads.load_episodes(c, [episode_id])[0])
 
     def load_episodes(self, episode_ids: Sequence[str]) -> list[RecordedEpisode]:
         """Return episodes with their turns and rewards, in the order of `episode_ids`. Raises NotFound."""
-        with self._database.read() as connection:
-            return reads.load_episodes(connection, episode_ids)
+        return self._database.query(lambda c: reads.load_episodes(c, episode_ids))
 
     def load_groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
         """Return groups with their scored episodes, in the order of `group_ids`. Raises NotFound."""
-        with self._database.read() as connection:
-            return reads.load_groups(connection, group_ids)
+        return self._database.query(lambda c: reads.load_groups(c, group_ids))
 
     def group_history(self, group_id: str) -> GroupHistory:
         """Return a group with what the trainer did with it. NotFound if it is unknown."""
-        with self._database.read() as connection:
-            return reads.group_history(connection, group_id)
+        return self._database.query(lambda c: reads.group_history(c, group_id))
 
     def groups_of_step(self, step: int) -> dict[str, int]:
         """Return the groups that a step was trained on, by id, each with its use."""
-        with self._database.read() as connection:
-            return reads.groups_of_step(connection, step)
+        return self._database.query(lambda c: reads.groups_of_step(c, step))
 
     def published_versions(self) -> list[VersionRow]:
         """Return every published version, oldest first."""
-        with self._database.read() as connection:
-            return versions.published_versions(connection)
+        return self._database.query(versions.published_versions)
 
     def groups_ended_at(self, group_ids: Sequence[str]) -> dict[str, float | None]:
         """Return, by group id, when its last episode ended, in seconds since the epoch; None if none has."""
-        with self._database.read() as connection:
-            return reads.groups_ended_at(connection, group_ids)
+        return self._database.query(lambda c: reads.groups_ended_at(c, group_ids))
 
     def turn_times(self, split: Split = "train") -> list[TurnTime]:
         """Return when the turns of scored episodes were recorded, by episode and in order."""
-        with self._database.read() as connection:
-            return reads.turn_times(connection, split)
+        return self._database.query(lambda c: reads.turn_times(c, split))
 
     def recorded_groups(self, split: Split = "train") -> list[str]:
         """Return the ids of the groups of the split that were completed and not dropped, oldest first."""
-        with self._database.read() as connection:
-            return reads.recorded_groups(connection, split)
+        return self._database.query(lambda c: reads.recorded_groups(c, split))
 
     def imported_episodes(self, split: Split = "train") -> int:
         """Return how many episodes of the split have imported turns."""
-        with self._database.read() as connection:
-            return reads.imported_episodes(connection, split)
+        return self._database.query(lambda c: reads.imported_episodes(c, split))
 
     def recorded_alone(self, split: Split = "train") -> list[tuple[str, str]]:
         """Return (id, task id) of the rewarded episodes of the split without a group, oldest first."""
-        with self._database.read() as connection:
-            return reads.recorded_alone(connection, split)
+        return self._database.query(lambda c: reads.recorded_alone(c, split))
 
     def episode_row(self, episode_id: str) -> EpisodeRow:
         """Return an episode without its turns. NotFound if it is unknown."""
-        with self._database.read() as connection:
-            return reads.episode_row(connection, id=episode_id)
+        return self._database.query(lambda c: reads.episode_row(c, id=episode_id))
 
     def episode_row_by_key(self, key_hash: str) -> EpisodeRow:
         """Return the episode with this key, without its turns. NotFound if there is none."""
-        with self._database.read() as connection:
-            return reads.episode_row(connection, key_hash=key_hash)
+        return self._database.query(lambda c: reads.episode_row(c, key_hash=key_hash))
 
     def episode_by_key(self, key_hash: str) -> tuple[EpisodeRow, list[Turn]]:
         """Return the episode with this key and its turns, without routed experts. NotFound if none has it."""
-        with self._database.read() as connection:
+
+        def read(connection: sa.Connection) -> tuple[EpisodeRow, list[Turn]]:
             row = reads.episode_row(connection, key_hash=key_hash)
             return row, reads.turns_of(connection, row.id)
+
+        return self._database.query(read)
 
     def unrewarded_episodes(self, *, of_ended_groups: bool = False) -> list[str]:
         """Return the ids of finished episodes in groups that have no reward yet, oldest first.
 
         With `of_ended_groups`, episodes of groups of which another episode is still open are left out.
         """
-        with self._database.read() as connection:
-            return episodes.unrewarded(connection, of_ended_groups=of_ended_groups)
+        return self._database.query(lambda c: episodes.unrewarded(c, of_ended_groups=of_ended_groups))
 
     def open_episodes(self) -> list[OpenEpisode]:
         """Return every open episode, oldest first."""
-        with self._database.read() as connection:
-            return reads.open_episodes(connection)
+        return self._database.query(reads.open_episodes)
 
     def open_implicit_episode(self, implicit_key: str) -> EpisodeRow | None:
         """Return the open implicit episode with this key, or None if there is none."""
-        with self._database.read() as connection:
-            return reads.open_implicit_episode(connection, implicit_key)
+        return self._database.query(lambda c: reads.open_implicit_episode(c, implicit_key))
 
     def open_implicit_episodes(self) -> list[tuple[EpisodeRow, list[Turn]]]:
         """Return the open implicit episodes with their turns, without routed experts."""
-        with self._database.read() as connection:
+
+        def read(connection: sa.Connection) -> list[tuple[EpisodeRow, list[Turn]]]:
             rows = reads.open_implicit_episodes(connection)
             return [(row, reads.turns_of(connection, row.id)) for row in rows]
 
+        return self._database.query(read)
+
     def turns_of(self, episode_id: str) -> list[Turn]:
         """Return the turns of one episode, without routed experts, in the order of their recording."""
-        with self._database.read() as connection:
-            return reads.turns_of(connection, episode_id)
+        return self._database.query(lambda c: reads.turns_of(c, episode_id))
 
     def episode_of_turn(self, turn_id: str) -> EpisodeRow:
         """Return the episode that a completion belongs to. NotFound if it is unknown."""
-        with self._database.read() as connection:
-            return reads.episode_row(connection, id=reads.episode_of_turn(connection, turn_id))
+        return self._database.query(lambda c: reads.episode_row(c, id=reads.episode_of_turn(c, turn_id)))

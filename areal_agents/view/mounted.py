@@ -8,7 +8,6 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.store import store_path
 from areal_agents.store.read_only import ReadOnlyStore
 from areal_agents.view.access import Access
 from areal_agents.view.app import create_app
@@ -24,6 +23,6 @@ def create_page(
     if run is not None:
         shown = Run.of_folder(RunFolder(Path(run)), model)
     else:
-        path = store_path(store)
-        shown = Run(path.name, None, ReadOnlyStore(path), model)
+        opened = ReadOnlyStore(store)
+        shown = Run(opened.name, None, opened, model)
     return create_app(Runs.of(shown), Access(keys), is_stopping=is_stopping)

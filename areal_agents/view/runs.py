@@ -43,9 +43,9 @@ class Run:
         self.folder = folder
         self.store = store
         self.rerun = rerun_in(folder) if folder is not None else None
-        self.episodes = store if self.rerun is None else ReadOnlyStore(Path(self.rerun["store"]))
+        self.episodes = store if self.rerun is None else ReadOnlyStore(self.rerun["store"])
         place = folder.root if folder is not None else store.path
-        self._forks = ReadOnlyStore(forks_folder(place).store)
+        self._forks = None if place is None else ReadOnlyStore(forks_folder(place).store)
         self._model = model
         self._lock = threading.Lock()
         self._metrics = MetricsFile(folder.metrics) if folder is not None else None
@@ -58,12 +58,12 @@ class Run:
         """Return the run of a folder. Raises ConfigError if it is not a run's."""
         config = config_of_run(folder)
         url = (config.get("store") or {}).get("url")
-        return cls(folder.root.name, folder, ReadOnlyStore(_path_of(url) if url else folder.store), model)
+        return cls(folder.root.name, folder, ReadOnlyStore(folder.store_at(url)), model)
 
     @property
     def forks(self) -> ReadOnlyStore | None:
         """The store of the forks of its episodes; None if there is none."""
-        return self._forks if self._forks.path.exists() else None
+        return self._forks if self._forks is not None and self._forks.exists() else None
 
     @contextlib.contextmanager
     def reading(self, episode_id: str) -> Iterator[tuple[sa.Connection, bool]]:
@@ -153,7 +153,7 @@ class Run:
 
     def store_mark(self) -> tuple[Any, ...]:
         """Return a value that changes with the store."""
-        return (_mark(self.store.path), _mark(self.store.path.with_name(self.store.path.name + "-wal")))
+        return self.store.mark()
 
     def texts(self) -> TokenTexts:
         """Return what turns token ids into texts."""
@@ -194,7 +194,7 @@ class Runs:
         """Return the place that has only this run."""
         runs = cls.__new__(cls)
         runs.place, runs._model, runs._lock, runs._runs, runs._only = (
-            run.store.path,
+            run.store.path or Path.cwd(),
             None,
             threading.Lock(),
             {},
@@ -237,10 +237,6 @@ class Runs:
             with self._lock:
                 run = self._runs.setdefault(root.name, run)
         return run
-
-
-def _path_of(url: str) -> Path:
-    return Path(str(sa.make_url(url).database)) if "://" in url else Path(url).expanduser()
 
 
 def _mark(path: Path) -> tuple[int, int, int] | None:

@@ -48,7 +48,7 @@ def test_a_trainer_is_waited_for_with_a_limit_also_after_one_has_ended(tmp_path:
     waiting = f"areal-agents processes trainer --folder {tmp_path}"
     assert len(said) == 3 and all(waiting in text for text in said)
     assert [text.rpartition(": ")[2] for text in said] == [f"{s} s of at most 100 s" for s in (31, 61, 91)]
-    trainer = TrainerLock(run.store)
+    trainer = TrainerLock.of(run.store)
     trainer.take()
     until(1500)
     assert said[3:] == ["the trainer has been started"]
@@ -63,7 +63,7 @@ def test_a_trainer_is_waited_for_with_a_limit_also_after_one_has_ended(tmp_path:
 def test_a_process_that_only_checks_the_lock_is_no_trainer(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.until(1050)
-    other = TrainerLock(run.store)
+    other = TrainerLock.of(run.store)
     other.take()
     run.until(1052)  # one look
     other.release()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from postgres_server import PostgresServer
 from run_logs import ends_of_logs
 
 from areal_agents.config import load_config, save_config
@@ -277,6 +278,29 @@ def test_a_store_of_ones_own_is_used_by_every_process(tmp_path: Path) -> None:
     assert {"before", "after"} <= set(summary["heldout"])
     with Store.open(store) as opened:
         assert opened.group_counts()["trained"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_survives_a_crash_of_its_database(tmp_path: Path) -> None:
+    """The store is in PostgreSQL, whose server is ended as in a crash, and started again, in the middle."""
+    if (missing := PostgresServer.missing()) is not None:
+        pytest.skip(missing)
+    with PostgresServer() as server:
+        store = server.new_store()
+        process = start(tmp_path / "run", "trainer.steps=4", f"store.url={store}")
+        wait_for(lambda: steps_done(tmp_path / "run") >= 1, process)
+        server.stop(signal.SIGQUIT)
+        server.start()
+        output = finish(process)
+        assert process.returncode == 0, output
+        with Store.open(store) as opened:
+            assert opened.group_counts()["trained"] == 8
+            assert opened.max_version() == 4
+        again = start(tmp_path / "run", "trainer.steps=1", f"store.url={store}", "--fresh")
+        output = finish(again, 2 * TIMEOUT_S)
+        assert again.returncode == 0, output
+        with Store.open(store) as opened:
+            assert opened.group_counts()["trained"] == 2
 
 
 @pytest.mark.slow

@@ -240,11 +240,11 @@ async def test_the_pool_knows_whether_a_trainer_runs(
                 await asyncio.sleep(0.2)  # four looks
                 assert replica.is_serving and pool.counts.catch_ups == 0
                 with pytest.raises(Conflict):  # nobody took it away
-                    TrainerLock(store.path).take()
+                    TrainerLock.of(store.path).take()
             else:
                 store._trainer.release()
                 await until(lambda: replica.version == 1 and not replica.may_be_paused)
-                TrainerLock(store.path).take()  # it was given back
+                TrainerLock.of(store.path).take()  # it was given back
         finally:
             await pool.aclose()
 

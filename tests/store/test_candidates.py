@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from tests.store.store_support import make_turn, open_episode, reward
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store.db") as store:
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as store:
         yield store
 
 

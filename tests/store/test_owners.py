@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from store_support import make_turn, open_episode
@@ -11,8 +10,8 @@ from store_support import make_turn, open_episode
 from areal_agents.store import Conflict, NewEpisode, NotFound, OpenEpisode, Store
 
 
-def test_a_claim_is_compare_and_set(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "s.db") as store:
+def test_a_claim_is_compare_and_set(url: str) -> None:
+    with Store.open(url) as store:
         open_episode(store, "free")
         open_episode(store, "owned", owner="run.0.0")
         assert store.claim_episode("free", "run.0.0", "run.1.0").result() is False
@@ -28,26 +27,26 @@ def test_a_claim_is_compare_and_set(tmp_path: Path) -> None:
         assert store.episode_row("owned").owner == "run.0.1"
 
 
-def test_one_of_many_claims_succeeds(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "s.db") as store:
+def test_one_of_many_claims_succeeds(url: str) -> None:
+    with Store.open(url) as store:
         open_episode(store, "e")
 
     def claim(index: int) -> bool:
-        with Store.open(tmp_path / "s.db") as own:
+        with Store.open(url) as own:
             return own.claim_episode("e", None, f"run.{index}.0").result()
 
     with ThreadPoolExecutor(4) as pool:
         won = list(pool.map(claim, range(8)))
     assert sum(won) == 1
-    with Store.open(tmp_path / "s.db") as store:
+    with Store.open(url) as store:
         assert store.episode_row("e").owner == f"run.{won.index(True)}.0"
 
 
-def test_only_one_open_episode_of_a_named_session(tmp_path: Path) -> None:
+def test_only_one_open_episode_of_a_named_session(url: str) -> None:
     def new(episode_id: str) -> NewEpisode:
         return NewEpisode(episode_id, episode_id, implicit_key="me/session-id:1", only_one=True)
 
-    with Store.open(tmp_path / "s.db") as store:
+    with Store.open(url) as store:
         store.open_episode(new("a")).result()
         with pytest.raises(Conflict, match="episode a is open"):
             store.open_episode(new("b")).result()
@@ -58,8 +57,8 @@ def test_only_one_open_episode_of_a_named_session(tmp_path: Path) -> None:
         store.open_episode(new("b")).result()
 
 
-def test_an_episode_is_found_by_its_key_without_its_turns(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "s.db") as store:
+def test_an_episode_is_found_by_its_key_without_its_turns(url: str) -> None:
+    with Store.open(url) as store:
         open_episode(store, "e", owner="run.0.0")
         store.add_turn("e", make_turn("t")).result()
         assert store.episode_row_by_key("hash of e").owner == "run.0.0"

@@ -33,18 +33,18 @@ for index in itertools.count():
 """
 
 
-def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "s.db") as store:
+def test_kill_9_loses_nothing_that_was_acknowledged(url: str) -> None:
+    with Store.open(url) as store:
         open_episode(store, "e")
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path / "s.db"), str(HERE)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, url, str(HERE)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     acknowledged = [int(process.stdout.readline()) for _ in range(40)]
     process.send_signal(signal.SIGKILL)
     acknowledged += [int(line) for line in process.stdout if line.endswith("\n")]
     process.wait()
-    with Store.open(tmp_path / "s.db") as store:
+    with Store.open(url) as store:
         turns = {turn.id for turn in store.load_episode("e").turns}
         assert {f"{index}/{n}" for index in acknowledged for n in range(7)} <= turns
         store.add_turn("e", make_turn("afterwards")).result()
@@ -68,8 +68,8 @@ def spawn(target: Any, *arguments: Any) -> Any:
     return process
 
 
-def test_two_processes_write_at_once(tmp_path: Path) -> None:
-    path = str(tmp_path / "s.db")
+def test_two_processes_write_at_once(url: str) -> None:
+    path = url
     with Store.open(path) as store:
         open_episode(store, "e")
         others = [spawn(write_turns, path, name, 150) for name in ("a", "b")]
@@ -84,8 +84,8 @@ def test_two_processes_write_at_once(tmp_path: Path) -> None:
         assert [id for id in ids if id[0] == name] == [f"{name}/{index}" for index in range(150)]
 
 
-def test_processes_may_create_the_store_together(tmp_path: Path) -> None:
-    path = str(tmp_path / "s.db")
+def test_processes_may_create_the_store_together(url: str) -> None:
+    path = url
     others = [spawn(open_store, path) for _ in range(3)]
     with Store.open(path) as store:
         open_episode(store, "e")
@@ -101,9 +101,9 @@ def lease_all(path: str, groups: int) -> None:
             assert lease_groups(store, 1, step=step)
 
 
-def test_a_reward_is_in_what_the_trainer_leased_or_refused(tmp_path: Path) -> None:
+def test_a_reward_is_in_what_the_trainer_leased_or_refused(url: str) -> None:
     """Proxy and trainer race for each group: no reward is accepted and then not seen."""
-    path = str(tmp_path / "s.db")
+    path = url
     with Store.open(path) as store:
         names = [f"g{index}@0" for index in range(60)]
         for name in names:
@@ -131,8 +131,8 @@ def publish(path: str, after_s: float) -> None:
         store.publish_version(0, step=0, path="v0")
 
 
-def test_waiting_sees_commits_of_every_process(tmp_path: Path) -> None:
-    path = str(tmp_path / "s.db")
+def test_waiting_sees_commits_of_every_process(url: str) -> None:
+    path = url
     with Store.open(path) as store:
         cursor = store.cursor()
         assert store.wait(cursor, timeout_s=0.05) == cursor  # nothing happened

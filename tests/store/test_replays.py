@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sqlite3
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,13 +20,14 @@ from store_support import make_turn, open_episode, reward
 from areal_agents.core.completion import Completion
 from areal_agents.errors import StoreError
 from areal_agents.store import Conflict, RetainConfig, Retention, Store, UntrainedGroup
+from areal_agents.store.schema import groups, leases
 
 KEPT_VERSIONS = 2
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store.db") as opened:
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as opened:
         opened.publish_version(0, step=0, path="v0")
         yield opened
 
@@ -53,9 +53,9 @@ def train(store: Store, step: int, *, replays: Sequence[tuple[str, int]] = (), g
 
 def rows(store: Store) -> list[tuple[Any, ...]]:
     """(group, use, state, step, version) of every lease."""
-    with closing(sqlite3.connect(store.path)) as connection:
-        query = 'SELECT group_id, "use", state, step, version FROM leases ORDER BY group_id, "use"'
-        return connection.execute(query).fetchall()
+    query = sa.select(leases.c["group_id", "use", "state", "step", "version"])
+    with store._database.read() as connection:
+        return [tuple(row) for row in connection.execute(query.order_by(leases.c.group_id, leases.c.use))]
 
 
 def replays(store: Store, step: int, *, count: int = 9, uses: int = 2, oldest: int = 0) -> list[Any]:
@@ -111,8 +111,8 @@ def test_no_token_of_a_reuse_is_older_than_the_bound(store: Store) -> None:
     complete(store, "old@0", [2, 5])
     complete(store, "new@0", [4, 3])
     complete(store, "empty@0", [])  # has nothing to train
-    with closing(sqlite3.connect(store.path, isolation_level=None)) as connection:
-        connection.execute("UPDATE groups SET version = CASE id WHEN 'old@0' THEN 6 WHEN 'new@0' THEN 0 END")
+    said = sa.case((groups.c.id == "old@0", 6), (groups.c.id == "new@0", 0))
+    store._database.submit(lambda c: c.execute(sa.update(groups).values(version=said)).rowcount).result()
     train(store, 7, groups=3)
     assert replays(store, 8, oldest=6) == replays(store, 8, oldest=4) == []
     assert replays(store, 8, oldest=3) == [("new@0", 1)]
@@ -213,13 +213,13 @@ def test_a_resume_takes_reuses_of_later_steps_back(store: Store) -> None:
     assert replays(store, 3, uses=9) == [("b@0", 1), ("a@0", 2)]  # the same numbers again
 
 
-def test_a_reuse_of_a_dead_trainer_never_happened(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "s.db") as store:
+def test_a_reuse_of_a_dead_trainer_never_happened(url: str) -> None:
+    with Store.open(url) as store:
         store.publish_version(0, step=0, path="v0")
         complete(store, "a@0")
         train(store, 1)
         assert replays(store, 2) == [("a@0", 1)]
-    with Store.open(tmp_path / "s.db") as store:
+    with Store.open(url) as store:
         with pytest.raises(Conflict, match="leased for step"):
             # It must not be trained on another trainer's word; its own lease comes first.
             store.mark_trained([("a@0", 1)], step=3, version=2)
@@ -296,7 +296,7 @@ class Leases(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.proxy = Store.open(Path(self.folder.name) / "s.db")
         self.keeper = Retention(self.proxy, RetainConfig(versions=KEPT_VERSIONS))
-        self.trainer = Store.open(self.proxy.path)
+        self.trainer = Store.open(self.proxy.url)
         self.groups: list[Group] = []
         self.versions: list[tuple[int, int]] = []  # (version, step)
         self.step = 0
@@ -394,7 +394,7 @@ class Leases(RuleBasedStateMachine):
         if newest_is_lost and len(self.checkpoints) > 1:
             self.checkpoints.pop()
         self.trainer.close()
-        self.trainer = Store.open(self.proxy.path)
+        self.trainer = Store.open(self.proxy.url)
         self.trainer.become_trainer()
         self.step, self.leased = self.checkpoints[-1], []
         back = 0

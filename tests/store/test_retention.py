@@ -26,8 +26,8 @@ from areal_agents.store import (
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store.db") as opened:
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as opened:
         opened.publish_version(0, step=0, path="v0")
         yield opened
 

@@ -6,6 +6,7 @@ import dataclasses
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ from areal_agents.store import Conflict, NewEpisode, NotFound, Store, schema
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "deep" / "store.db") as opened:
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as opened:
         yield opened
 
 
@@ -284,7 +285,7 @@ def test_a_broken_write_does_not_take_others_with_it(store: Store) -> None:
 def test_a_store_that_is_locked_for_too_long_says_so_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_agents.store.database._BUSY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("areal_agents.store.sqlite._BUSY_TIMEOUT_S", 0.1)
     with Store.open(tmp_path / "s.db") as store:
         open_episode(store, "e")
         other = sqlite3.connect(tmp_path / "s.db", isolation_level=None)
@@ -299,8 +300,8 @@ def test_a_store_that_is_locked_for_too_long_says_so_and_continues(
         assert [turn.id for turn in store.load_episode("e").turns] == ["later"]
 
 
-def test_closing_commits_what_is_queued(tmp_path: Path) -> None:
-    store = Store.open(tmp_path / "s.db")
+def test_closing_commits_what_is_queued(url: str) -> None:
+    store = Store.open(url)
     open_episode(store, "e")
     futures = [store.add_turn("e", make_turn(f"t{index}")) for index in range(500)]
     store.close()
@@ -310,7 +311,7 @@ def test_closing_commits_what_is_queued(tmp_path: Path) -> None:
         store.seal("e", "finished")
     with pytest.raises(StoreError, match="closed"):
         store.load_episode("e")
-    with Store.open(tmp_path / "s.db", durability="power") as again:
+    with Store.open(url, durability="power") as again:
         assert len(again.load_episode("e").turns) == 500
 
 
@@ -336,8 +337,8 @@ def test_a_foreign_or_broken_file_is_refused(tmp_path: Path) -> None:
 def test_a_turn_of_another_codec_is_refused(store: Store) -> None:
     open_episode(store, "e")
     store.add_turn("e", make_turn("a")).result()
-    with sqlite3.connect(store.url.removeprefix("sqlite:///")) as connection:
-        connection.execute("UPDATE turns SET codec = 99")
+    change = sqlalchemy.update(schema.turns).values(codec=99)
+    store._database.submit(lambda c: c.execute(change).rowcount).result()
     with pytest.raises(StoreError, match="codec 99"):
         store.load_episode("e")
 
@@ -365,10 +366,11 @@ def test_loading_a_group_takes_a_handful_of_queries(store: Store) -> None:
 
 @pytest.fixture
 def few_variables() -> Iterator[None]:
-    """SQLite's own limit; some distributions build it with more."""
+    """SQLite's own limit; some distributions build it with more. PostgreSQL's is 65,535."""
 
-    def limit(connection: sqlite3.Connection, record: object) -> None:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
+    def limit(connection: Any, record: object) -> None:
+        if isinstance(connection, sqlite3.Connection):
+            connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
 
     sqlalchemy.event.listen(sqlalchemy.Engine, "connect", limit)
     yield
@@ -391,10 +393,13 @@ def test_batches_of_more_groups_than_a_statement_binds_variables(few_variables: 
         "ended_at": 0.0,
     }
     attempts = [{**played, "id": f"e{i}", "key_hash": f"h{i}", "group_id": f"g{i}"} for i in range(count)]
-    with sqlalchemy.create_engine(store.url).begin() as connection:
+
+    def fill(connection: sqlalchemy.Connection) -> None:
         connection.execute(sqlalchemy.insert(schema.tasks).values(uid="t", id="t", input={}))
         connection.execute(sqlalchemy.insert(schema.groups), members)
         connection.execute(sqlalchemy.insert(schema.episodes), attempts)
+
+    store._database.submit(fill).result()
     leased = lease_groups(store, count, step=1)
     assert [group.id for group in leased] == [f"g{i}" for i in range(count)]
     assert [group.rollouts[0].episode.id for group in leased] == [f"e{i}" for i in range(count)]

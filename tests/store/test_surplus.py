@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from store_support import complete_group, make_turn, open_episode, reward
@@ -12,8 +11,8 @@ from areal_agents.store import Conflict, Store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store.db") as opened:
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as opened:
         yield opened
 
 

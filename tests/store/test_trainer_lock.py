@@ -41,9 +41,9 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("jump_s", [-10 * 365 * 86400.0, 0.0, 10 * 365 * 86400.0])
 def test_a_lease_lasts_as_long_as_its_trainer_whatever_the_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+    url: str, monkeypatch: pytest.MonkeyPatch, jump_s: float
 ) -> None:
-    path = tmp_path / "s.db"
+    path = url
     with Store.open(path) as store:
         for name in ("a@0", "b@0"):
             complete_group(store, name, [0, 1])
@@ -60,8 +60,8 @@ def test_a_lease_lasts_as_long_as_its_trainer_whatever_the_clock_says(
         assert [group.id for group in lease_groups(store, 2, step=1)] == ["a@0", "b@0"]
 
 
-def test_a_trainer_that_is_ending_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "s.db"
+def test_a_trainer_that_is_ending_is_waited_for(url: str) -> None:
+    path = url
     with Store.open(path) as store:
         complete_group(store, "a@0", [0])
         trainer = start_trainer(path)
@@ -75,33 +75,34 @@ def test_a_trainer_that_is_ending_is_waited_for(tmp_path: Path) -> None:
         assert store.group_counts()["complete"] == 1
 
 
-def test_a_trainer_waits_for_somebody_who_checks_whether_one_runs(tmp_path: Path) -> None:
+def test_a_trainer_waits_for_somebody_who_checks_whether_one_runs(url: str) -> None:
     """An engine pool does, every now and then, and is no trainer: the first lease never meets a Conflict."""
-    path = tmp_path / "s.db"
+    path = url
     with Store.open(path) as store, ThreadPoolExecutor(1) as pool:
         complete_group(store, "a@0", [0])
-        with TrainerLock(path).unheld() as alone:
+        with TrainerLock.of(path).unheld() as alone:
             assert alone
-            with TrainerLock(path).unheld() as also:
+            with TrainerLock.of(path).unheld() as also:
                 assert not also  # two who look do not both act
             leasing = pool.submit(store.lease_group_ids, 1, step=1)
             with pytest.raises(TimeoutError):
                 leasing.result(0.2)
         assert leasing.result(10) == ["a@0"]
-        with TrainerLock(path).unheld() as alone:
+        with TrainerLock.of(path).unheld() as alone:
             assert not alone
             store.close()
-            TrainerLock(path).take()  # whoever was told that a trainer lives holds up none
+            TrainerLock.of(path).take()  # whoever was told that a trainer lives holds up none
 
 
-def test_a_trainer_begins_while_pools_look(tmp_path: Path) -> None:
+def test_a_trainer_begins_while_pools_look(url: str) -> None:
     """A hundred times over, without the wait that it may give an earlier trainer."""
-    path, ended = tmp_path / "s.db", threading.Event()
+    path, ended = url, threading.Event()
+    Store.open(url).close()
 
     def look() -> int:
         looks = 0
         while not ended.is_set():
-            with TrainerLock(path).unheld() as alone:
+            with TrainerLock.of(path).unheld() as alone:
                 looks += alone
         return looks
 
@@ -109,7 +110,7 @@ def test_a_trainer_begins_while_pools_look(tmp_path: Path) -> None:
         looking = [pool.submit(look) for _ in range(2)]
         try:
             for _ in range(100):
-                lock = TrainerLock(path)
+                lock = TrainerLock.of(path)
                 lock.take()
                 lock.release()
         finally:
@@ -118,9 +119,9 @@ def test_a_trainer_begins_while_pools_look(tmp_path: Path) -> None:
 
 
 def test_the_oldest_group_is_the_one_that_was_started_first_even_if_the_clock_was_set_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Store.open(tmp_path / "s.db") as store:
+    with Store.open(url) as store:
         complete_group(store, "a@0", [0])
         now = time.time
         monkeypatch.setattr(time, "time", lambda: now() - 3600)
@@ -128,8 +129,8 @@ def test_the_oldest_group_is_the_one_that_was_started_first_even_if_the_clock_wa
         assert [group.id for group in lease_groups(store, 2, step=1)] == ["a@0", "b@0"]
 
 
-def test_a_closed_store_leaves_training_to_others(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "s.db") as first, Store.open(tmp_path / "s.db") as second:
+def test_a_closed_store_leaves_training_to_others(url: str) -> None:
+    with Store.open(url) as first, Store.open(url) as second:
         first.become_trainer()
         first.become_trainer()
         with pytest.raises(Conflict):

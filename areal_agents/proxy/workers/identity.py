@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from pathlib import Path
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.auth import new_episode_key
 from areal_agents.sockets import listen
+from areal_agents.store.postgres import is_postgres
+from areal_agents.store.urls import store_path, store_url
 
 PRIVATE_HOST = "127.0.0.1"
 ORPHANS_END_S = 25.0  # a worker exits at the latest 15 s after its supervisor
@@ -33,7 +36,7 @@ class WorkerSpec:
     """The identity of a worker. Only `index` and `starts` differ between the workers of a run.
 
     Attributes:
-        folder: the folder of the lock files; see `locks_beside`.
+        folder: the folder of the lock files; see `locks_of`.
         run: name of this run of the supervisor.
         index: index of the worker, from 0.
         starts: number of earlier starts of the worker.
@@ -124,9 +127,17 @@ def owner_name(run: str, index: int, starts: int | str) -> str:
     return f"{run}.{index}.{starts}"
 
 
-def locks_beside(store: Path) -> Path:
-    """Return the folder of the lock files of a store's workers."""
-    return store.with_name(store.name + ".workers")
+def locks_of(store: str | Path) -> Path:
+    """Return the folder of the lock files of a store's workers on this machine.
+
+    It is beside the file of the store, or, for a store in PostgreSQL, in this user's temporary folder.
+    """
+    url = store_url(store)
+    if not is_postgres(url):
+        path = store_path(url)
+        return path.with_name(path.name + ".workers")
+    name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"areal-agents-workers-{os.getuid()}-{name}"
 
 
 @contextlib.contextmanager

@@ -38,13 +38,13 @@ from areal_agents.proxy.workers.identity import (
     WorkerSpec,
     forget_dead,
     listen_after,
-    locks_beside,
+    locks_of,
     supervising,
     wait_for_orphans,
 )
 from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.sockets import listen, url_of
-from areal_agents.store import RetainConfig, Store, StoreConfig, store_path
+from areal_agents.store import RetainConfig, Store, StoreConfig
 from areal_agents.telemetry import TelemetryConfig
 
 _logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def serve_workers(
     settings = durability or StoreConfig()
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
-        folder = locks_beside(store_path(store))
+        folder = locks_of(store)
         public = stack.enter_context(listen_after(config.host, config.port, folder))
         private = [stack.enter_context(listen(PRIVATE_HOST, 0)) for _ in range(workers)]
         inboxes, outboxes = open_inboxes(workers, stack)

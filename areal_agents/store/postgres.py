@@ -1,0 +1,333 @@
+"""The store in a PostgreSQL database, for the processes of several machines.
+
+A store is a schema of the database, so one database can hold many. Writers exclude one another by an
+advisory lock that lasts for a transaction, as BEGIN IMMEDIATE does in SQLite, so both stores behave alike.
+Every commit sends a notification, by which waiting processes notice it. A lost connection, as after a restart
+of the server, is opened again: a write whose commit was not acknowledged is repeated, unless the server says
+that its transaction was committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import orjson
+import sqlalchemy as sa
+
+from areal_agents.errors import StoreError
+from areal_agents.extras import require
+from areal_agents.store.config import Durability
+from areal_agents.store.database import Job, T, add_columns, created_or_found, driver_of
+from areal_agents.store.schema import SCHEMA_VERSION
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SCHEMA = "areal_agents"
+
+_LOST_S = 60.0  # how long the server may be away before a read or a write fails
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
+_LISTEN_S = 1.0  # how often the listening thread looks whether it should end
+_SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
+# Both sides notice within 25 seconds that the other side, or the network, has gone.
+_KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
+_SETTINGS = {
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+    "lock_timeout": "60s",
+    "idle_in_transaction_session_timeout": "60s",
+}
+
+
+class PostgresBackend:
+    """The connections to a schema of a PostgreSQL database."""
+
+    def __init__(self, url: str, durability: Durability) -> None:
+        self._shown = shown(url)
+        self._schema = schema_of(url)
+        self._engine = engine_of(url)
+        self.driver_error = _driver_error()
+        self._reader_engine = self._engine.execution_options(
+            isolation_level="REPEATABLE READ", postgresql_readonly=True
+        )
+        self._lock_key = advisory_key(self._schema, "writer")
+        channel = f"areal_agents_{zlib.crc32(self._schema.encode()):08x}"
+        self._notify = f"NOTIFY {channel}"
+        self._listener = _Listener(self._engine, channel)
+        self._writer: sa.Connection | None = None
+        self._own_commits = 0
+
+    def open(self) -> None:
+        """Create the schema and its tables, or check them. Raises StoreError."""
+        try:
+            with self._engine.begin() as connection:
+                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({self._lock_key})")
+                connection.exec_driver_sql(f'CREATE SCHEMA IF NOT EXISTS "{self._schema}"')
+                found = created_or_found(connection, self._shown)
+                if found != str(SCHEMA_VERSION):
+                    raise StoreError(
+                        f"{self._shown} was written with store schema {found}, and this release reads "
+                        f"{SCHEMA_VERSION}; use the release that wrote it, or give another schema=…"
+                    )
+                add_columns(connection)
+        except sa.exc.DBAPIError as error:
+            raise StoreError(f"cannot open the store {self._shown}: {error.orig}") from error
+        self._listener.start()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """Open a connection that sees one consistent snapshot."""
+        with self._reader_engine.begin() as connection:
+            yield connection
+
+    def query(self, read: Job[T]) -> T:
+        """Return the result of a read of one consistent snapshot; it runs again if its connection is lost."""
+        retry = _Retry(self._shown)
+        while True:
+            try:
+                with self._reader_engine.begin() as connection:
+                    return read(connection)
+            except sa.exc.OperationalError as error:
+                retry.after(error)
+
+    def write(self, work: Job[T]) -> T:
+        """Run `work` in a transaction that excludes all other writers, and commit.
+
+        If the connection is lost, `work` runs again in a new transaction, unless the lost one turns out to
+        have been committed.
+        """
+        retry = _Retry(self._shown)
+        unanswered: tuple[int, T] | None = None  # a transaction whose COMMIT was sent, and what it did
+        while True:
+            try:
+                if self._writer is None:
+                    self._writer = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+                driver = driver_of(self._writer)
+                number = self._begin(driver)  # the lost transaction has ended: it had the lock
+                if unanswered is not None and _is_committed(driver, unanswered[0]):
+                    driver.execute("ROLLBACK")
+                    return self._done(unanswered[1])
+                result = work(self._writer)
+                unanswered = (number, result)
+                driver.execute(f"{self._notify}; COMMIT")
+                return self._done(result)
+            except Exception as error:
+                if self._writer is not None and not _is_lost(driver_of(self._writer)):
+                    driver_of(self._writer).execute("ROLLBACK")
+                    raise
+                if self._writer is not None:
+                    self._writer.invalidate()
+                    self._writer.close()
+                    self._writer = None
+                retry.after(error)
+
+    def commits(self) -> int:
+        """Return a number that changes with any commit by any process."""
+        return self._own_commits + self._listener.heard
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        self._listener.close()
+        self._engine.dispose()
+
+    def _begin(self, driver: Any) -> int:
+        """Begin a transaction, wait until no other writer has one, and return its number."""
+        cursor = driver.execute(
+            f"BEGIN; SELECT pg_advisory_xact_lock({self._lock_key}); SELECT pg_current_xact_id()::text"
+        )
+        cursor.nextset()
+        cursor.nextset()
+        return int(cursor.fetchone()[0])
+
+    def _done(self, result: T) -> T:
+        self._own_commits += 1
+        return result
+
+
+class _Retry:
+    """How long a server may be away: `after` waits for a while, and in the end raises the error."""
+
+    def __init__(self, shown: str) -> None:
+        self._shown = shown
+        self._began: float | None = None
+        self._pause_s = _FIRST_RETRY_S
+
+    def after(self, error: Exception) -> None:
+        """Wait before the next attempt. Raises StoreError if the server has been away for too long."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+            logger.warning(
+                "the connection to the store %s was lost, and is opened again: %s", self._shown, error
+            )
+        if now - self._began > _LOST_S:
+            raise StoreError(
+                f"the store {self._shown} could not be reached for {_LOST_S:.0f} s: {error}; is its server "
+                "running?"
+            ) from error
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LAST_RETRY_S)
+
+
+class _Listener:
+    """Counts the notifications of commits, on a thread with a connection of its own."""
+
+    def __init__(self, engine: sa.Engine, channel: str) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._ended, self._listens = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store-listener", daemon=True)
+        self.heard = 0
+
+    def start(self) -> None:
+        """Start to listen, and return when every later commit is heard, or the server does not answer."""
+        self._thread.start()
+        self._listens.wait(_LOST_S)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        if self._ended.is_set() or not self._thread.is_alive():
+            self._ended.set()
+            return
+        self._ended.set()
+        with contextlib.suppress(sa.exc.DBAPIError), self._engine.begin() as connection:
+            connection.exec_driver_sql(f"NOTIFY {self._channel}")  # so that the thread need not wait
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause_s = _FIRST_RETRY_S
+        while not self._ended.is_set():
+            try:
+                with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                    connection.exec_driver_sql(f"LISTEN {self._channel}")
+                    self.heard += 1  # there may have been commits while nobody listened
+                    self._listens.set()
+                    pause_s = _FIRST_RETRY_S
+                    try:
+                        self._listen(driver_of(connection))
+                    finally:
+                        connection.invalidate()  # no other user of the pool may get a connection that listens
+            except Exception as error:
+                if not isinstance(error, (sa.exc.DBAPIError, _driver_error())):
+                    raise
+                logger.debug("the connection that listens for commits was lost: %s", error)
+                self._ended.wait(pause_s)
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+
+    def _listen(self, driver: Any) -> None:
+        while not self._ended.is_set():
+            for _ in driver.notifies(timeout=_LISTEN_S):
+                self.heard += 1
+                if self._ended.is_set():
+                    return
+
+
+def is_postgres(url: str) -> bool:
+    """Whether a URL names a store in PostgreSQL."""
+    return url.startswith(("postgresql:", "postgresql+", "postgres:"))
+
+
+def shown(url: str) -> str:
+    """Return the URL without its password."""
+    return sa.make_url(url).render_as_string(hide_password=True)
+
+
+def schema_of(url: str) -> str:
+    """Return the name of the schema that is the store. Raises StoreError if it is no plain name."""
+    given = sa.make_url(url).query.get("schema", DEFAULT_SCHEMA)
+    if not isinstance(given, str) or not _SCHEMA_NAME.fullmatch(given):
+        raise StoreError(
+            f"schema={given!r} of a store's URL must be one name of lower-case letters, digits and _, of at "
+            "most 63 characters"
+        )
+    return given
+
+
+def engine_of(url: str, *, is_pooled: bool = True) -> sa.Engine:
+    """Return an engine whose connections see the schema of the store.
+
+    Without a pool, each connection ends when it is closed.
+    """
+    require("psycopg", "a store in PostgreSQL")
+    parsed = sa.make_url(url)
+    query = {name: value for name, value in parsed.query.items() if name not in ("schema", "options")}
+    own = {**_SETTINGS, "search_path": schema_of(url)}
+    given = parsed.query.get("options", "")
+    pool: dict[str, Any] = {"poolclass": sa.NullPool}
+    if is_pooled:
+        pool = {"pool_size": 8, "max_overflow": -1, "pool_pre_ping": True}
+    options = " ".join([str(given), *(f"-c {name}={value}" for name, value in own.items())]).strip()
+    return sa.create_engine(
+        parsed.set(drivername="postgresql+psycopg", query=query),
+        connect_args={
+            "connect_timeout": 5, "application_name": "areal-agents", "options": options, **_KEEPALIVE,
+        },
+        json_serializer=lambda value: orjson.dumps(value).decode(),
+        json_deserializer=orjson.loads,
+        **pool,
+    )  # fmt: skip
+
+
+def schema_exists(url: str) -> bool:
+    """Whether there is a store at a URL. Raises StoreError if its server cannot be reached."""
+    with _once(url) as connection:
+        return schema_of(url) in sa.inspect(connection).get_schema_names()
+
+
+def rename_schema(url: str, stamp: str) -> str:
+    """Set a store aside under a name with `stamp`; return its new URL, without a password.
+
+    Raises StoreError if its server cannot be reached, or refuses.
+    """
+    old = schema_of(url)
+    new = f"{old[:40]}_{stamp}".replace("-", "_")
+    with _once(url) as connection:
+        connection.exec_driver_sql(f'ALTER SCHEMA "{old}" RENAME TO "{new}"')
+    return shown(
+        str(sa.make_url(url).update_query_dict({"schema": new}).render_as_string(hide_password=False))
+    )
+
+
+@contextlib.contextmanager
+def _once(url: str) -> Iterator[sa.Connection]:
+    """Open a connection for one transaction."""
+    try:
+        with engine_of(url, is_pooled=False).begin() as connection:
+            yield connection
+    except sa.exc.DBAPIError as error:
+        raise StoreError(f"the store {shown(url)} cannot be reached: {error.orig}") from error
+
+
+def advisory_key(schema: str, purpose: str) -> int:
+    """Return the number of an advisory lock of a store, which is the same in every process."""
+    return (zlib.crc32(purpose.encode()) << 31) ^ zlib.crc32(schema.encode())
+
+
+def _is_committed(driver: Any, number: int) -> bool:
+    """Whether a transaction that has ended was committed. One that this server never began was not."""
+    row = driver.execute(
+        "SELECT CASE WHEN %(number)s::text::xid8 < pg_current_xact_id() "
+        "THEN pg_xact_status(%(number)s::text::xid8) END",
+        {"number": str(number)},
+    ).fetchone()
+    return cast(bool, row[0] == "committed")
+
+
+def _is_lost(driver: Any) -> bool:
+    return bool(driver.closed or driver.broken)
+
+
+def _driver_error() -> type[Exception]:
+    import psycopg  # of the extra `postgres`
+
+    return psycopg.Error

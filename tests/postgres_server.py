@@ -1,0 +1,105 @@
+"""A PostgreSQL server for tests: Debian's package, with its data and its socket in a temporary folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+_START_S = 60.0
+
+
+class PostgresServer:
+    """A server that listens on a socket in its own folder. Both end with the with-block."""
+
+    def __init__(self) -> None:
+        # Not in pytest's folder: its path is too long for a socket, and it is for its owner only.
+        self._folder = Path(tempfile.mkdtemp(prefix="areal-agents-postgres-"))
+        self._stores = itertools.count()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @staticmethod
+    def missing() -> str | None:
+        """Return what is missing for a server; None if nothing is."""
+        try:
+            import psycopg  # noqa: F401
+        except ImportError:
+            return "psycopg is not installed: pip install 'areal-agents[postgres]'"
+        if _binaries() is None:
+            return "PostgreSQL is not installed: apt-get install postgresql"
+        return None
+
+    def __enter__(self) -> PostgresServer:
+        if os.geteuid() == 0:  # the server refuses to run as root
+            user = pwd.getpwnam("postgres")
+            os.chown(self._folder, user.pw_uid, user.pw_gid)
+        subprocess.run(
+            self._command("initdb", "-D", "data", "-U", "areal", "--auth=trust", "--no-sync", "-E", "UTF8"),
+            cwd=self._folder, check=True, stdout=subprocess.DEVNULL, timeout=_START_S,
+        )  # fmt: skip
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop(signal.SIGQUIT)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers."""
+        import psycopg
+
+        with open(self._folder / "server.log", "ab") as log:
+            self._process = subprocess.Popen(
+                self._command(
+                    "postgres", "-D", "data", "-k", str(self._folder), "-c", "listen_addresses=",
+                    "-c", "max_connections=300",
+                ),
+                cwd=self._folder, stdout=subprocess.DEVNULL, stderr=log,
+            )  # fmt: skip
+        deadline = time.monotonic() + _START_S
+        while True:
+            try:
+                psycopg.connect(self._address, connect_timeout=5).close()
+                return
+            except psycopg.OperationalError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError((self._folder / "server.log").read_text()) from None
+                time.sleep(0.05)
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        """End the server: SIGINT ends all sessions, SIGQUIT is as a crash."""
+        if self._process is not None:
+            self._process.send_signal(how)
+            self._process.wait(timeout=60)
+            self._process = None
+
+    def new_store(self) -> str:
+        """Return the URL of a store that does not exist yet."""
+        return f"postgresql://areal@/postgres?host={self._folder}&schema=s{os.getpid()}_{next(self._stores)}"
+
+    @property
+    def _address(self) -> str:
+        return f"host={self._folder} user=areal dbname=postgres"
+
+    def _command(self, program: str, *arguments: str) -> list[str]:
+        binaries = _binaries()
+        assert binaries is not None
+        command = [str(binaries / program), *arguments]
+        if os.geteuid() == 0:
+            command = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", *command]
+        return command
+
+
+def _binaries() -> Path | None:
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
+    return folders[-1] if folders and (folders[-1] / "initdb").exists() and sys.platform == "linux" else None

@@ -1,0 +1,220 @@
+"""What only a store in PostgreSQL does: it survives its server, and its trainer's session can be lost."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psycopg
+import pytest
+from postgres_server import PostgresServer
+from store_support import complete_group, make_turn, open_episode, reward
+
+from areal_agents.errors import StoreError
+from areal_agents.store import Conflict, Store, pages, reads
+from areal_agents.store.database import driver_of
+from areal_agents.store.read_only import ReadOnlyStore
+
+
+@pytest.fixture
+def server() -> Iterator[PostgresServer]:
+    """A server of the test's own, because it is stopped."""
+    if (missing := PostgresServer.missing()) is not None:
+        pytest.skip(missing)
+    with PostgresServer() as own:
+        yield own
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT])
+def test_a_restart_of_the_server_loses_and_repeats_nothing(
+    server: PostgresServer, how: signal.Signals
+) -> None:
+    with Store.open(server.new_store()) as store:
+        open_episode(store, "e")
+        futures = []
+        stopped = threading.Event()
+
+        def restart() -> None:
+            server.stop(how)
+            server.start()
+            stopped.set()
+
+        restarting = threading.Thread(target=restart)
+        for index in range(2000):
+            futures.append(store.add_turn("e", make_turn(f"t{index}")))
+            if index == 500:
+                restarting.start()
+        restarting.join()
+        for future in futures:
+            future.result(timeout=60)
+        cursor = store.cursor()
+        assert [turn.id for turn in store.load_episode("e").turns] == [f"t{index}" for index in range(2000)]
+        with Store.open(store.url) as other:
+            other.add_turn("e", make_turn("later")).result()
+        while (store.wait(cursor, timeout_s=30)) == cursor:  # its listener is connected again
+            raise AssertionError("a commit of another process was not noticed")
+
+
+def test_a_commit_whose_answer_was_lost_is_not_repeated(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks after the server has committed, and before the writer knows."""
+    with Store.open(server.new_store()) as store:
+        open_episode(store, "e")
+        broken = threading.Event()
+        backend = store._database._backend
+        real = backend._begin  # type: ignore[attr-defined]
+
+        def begin(driver: psycopg.Connection) -> int:
+            number = real(driver)
+            if not broken.is_set():
+                broken.set()
+                execute = driver.execute
+
+                def lose_the_answer(query: str, *arguments: object) -> object:
+                    result = execute(query, *arguments)  # type: ignore[call-overload]
+                    if query.endswith("COMMIT"):
+                        driver.close()
+                        raise psycopg.OperationalError("the answer was lost")
+                    return result
+
+                monkeypatch.setattr(driver, "execute", lose_the_answer)
+            return number
+
+        monkeypatch.setattr(backend, "_begin", begin)
+        store.add_turn("e", make_turn("a")).result(timeout=60)  # a repeated one would be refused: same id
+        assert broken.is_set()
+        assert [turn.id for turn in store.load_episode("e").turns] == ["a"]
+
+
+def test_a_transaction_that_was_lost_before_its_commit_is_repeated(server: PostgresServer) -> None:
+    with Store.open(server.new_store()) as store:
+        open_episode(store, "e")
+        runs: list[int] = []
+
+        def job(connection: object) -> int:
+            runs.append(len(runs))
+            if len(runs) == 1:
+                driver_of(connection).close()  # type: ignore[arg-type]
+            driver_of(connection).execute("SELECT 1")  # type: ignore[arg-type]
+            return len(runs)
+
+        assert store._database.submit(job).result(timeout=60) == 2
+
+
+def test_a_trainer_that_lost_its_session_to_another_writes_nothing_more(server: PostgresServer) -> None:
+    url = server.new_store()
+    with Store.open(url) as first, Store.open(url) as second:
+        complete_group(first, "g@0", [1.0])
+        complete_group(first, "h@0", [1.0])
+        first.become_trainer()
+        with pytest.raises(Conflict, match="is training on"):
+            second.become_trainer()
+        server.stop()
+        server.start()
+        second.become_trainer(wait_s=5)
+        for write in (
+            lambda: first.publish_version(0, step=0, path="v0"),
+            lambda: first.lease_group_ids(1, step=1),
+            lambda: first.commit_checkpoint(1),
+        ):
+            with pytest.raises(Conflict, match="is (training on|the trainer of)"):
+                write()
+        assert second.lease_group_ids(1, step=1) == ["g@0"]
+
+
+def test_a_trainer_takes_its_lost_session_back(server: PostgresServer) -> None:
+    with Store.open(server.new_store()) as store:
+        complete_group(store, "g@0", [1.0])
+        complete_group(store, "h@0", [1.0])
+        assert store.lease_group_ids(1, step=1) == ["g@0"]
+        server.stop(signal.SIGQUIT)
+        server.start()
+        assert store.lease_group_ids(1, step=2) == ["h@0"]
+        store.mark_trained(["g@0"], step=1, version=1)
+
+
+def test_stores_of_one_database_are_apart(postgres: PostgresServer) -> None:
+    with Store.open(postgres.new_store()) as one, Store.open(postgres.new_store()) as other:
+        open_episode(one, "e")
+        one.become_trainer()
+        other.become_trainer()
+        assert other.episodes() == []
+        with pytest.raises(StoreError, match="has no file"):
+            _ = one.path
+
+
+def test_texts_may_have_any_character(postgres: PostgresServer) -> None:
+    """PostgreSQL stores no NUL in a text."""
+    with Store.open(postgres.new_store()) as store:
+        open_episode(store, "e", metadata={"note": "a\0b"})
+        store.set_rewards("e", reward(1)).result()
+        open_episode(store, "f")
+        store.seal("f", "failed", error="killed\0here").result()
+        assert store.episode_row("e").metadata == {"note": "a\0b"}
+        assert store.last_failure() == "killed\N{REPLACEMENT CHARACTER}here"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://nobody@/nothing?host=/nowhere", "cannot open the store"),
+        ("postgresql://a:secret@127.0.0.1:1/x", "cannot open the store"),
+        ("postgresql://a@/b?schema=Run-7", "lower-case letters"),
+    ],
+)
+def test_what_cannot_be_opened_is_said_without_the_password(url: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=says) as raised:
+        Store.open(url)
+    assert "secret" not in str(raised.value)
+
+
+def shown_pages(url: str) -> list[object]:
+    """What the page of a run shows of a store, without times."""
+    store = ReadOnlyStore(url)
+    mark = store.mark()
+    with closing(store), store.read() as connection:
+        listed = pages.episode_page(connection, pages.EpisodeFilter(), limit=50).episodes
+        found = [
+            [(e.id, e.task_preview, e.evaluation, e.score, e.turns, e.version_max, e.step) for e in listed],
+            [g.id for g in pages.groups_of_step(connection, 1)],
+            pages.group_of(connection, "g@0").state,
+            pages.counts(connection),
+            [(e.label, e.step, e.episodes, e.reward) for e in pages.evaluations(connection)],
+            [version for version, *_ in pages.version_times(connection)],
+            [step for step, _ in pages.checkpoint_times(connection)],
+            max(pages.open_episodes_by_time(connection, 7, 3).counts),  # type: ignore[union-attr]
+            pages.neighbours(connection, 2),
+            reads.trained_steps(connection),
+        ]
+    assert store.exists() and mark
+    return found
+
+
+def test_pages_show_the_same_of_both_stores(postgres: PostgresServer, tmp_path: Path) -> None:
+    urls = (f"sqlite:///{tmp_path / 'store.db'}", postgres.new_store())
+    for url in urls:
+        with Store.open(url) as store:
+            store.publish_version(0, step=0, path="v0")
+            complete_group(store, "g@0", [1.0, 0.5])
+            complete_group(store, "h@0", [0.0, 0.0])
+            for number in range(3):
+                open_episode(
+                    store, f"eval/{number}", None, split="eval", metadata={"eval": "before", "step": 0}
+                )
+                store.add_turn(f"eval/{number}", make_turn(f"eval/{number}/a")).result()
+                store.seal(f"eval/{number}", "finished", given=reward(number)).result()
+            assert store.lease_group_ids(2, step=1) == ["g@0", "h@0"]
+            store.publish_version(1, step=1, path="v1")
+            store.mark_trained(["g@0", "h@0"], step=1, version=1)
+            store.commit_checkpoint(1)
+    in_file, in_server = (shown_pages(url) for url in urls)
+    assert in_file == in_server
+
+
+def test_a_page_says_that_there_is_no_store(postgres: PostgresServer) -> None:
+    with pytest.raises(StoreError, match="not a store"), ReadOnlyStore(postgres.new_store()).read():
+        pass
