@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "sockets",
     },
     "algorithms": {"core", "errors"},
-    "store": {"core", "errors", "lazy_imports", "whole_files"},
+    "store": {"core", "errors", "extras", "lazy_imports", "whole_files"},
     "telemetry": {"core", "errors", "extras"},
     "testing": {"core", "errors", "inference", "process_control", "sockets"},
     "quickstart": set(),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from postgres_server import PostgresServer
 
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ConfigError, StoreError
 from areal_agents.launch import run_folder
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Conflict, Store
@@ -30,7 +31,7 @@ def test_a_fresh_run_sets_a_store_of_ones_own_aside(folder: RunFolder, tmp_path:
     store.publish_version(3, step=3, path="v3")
     earlier, earlier_store = folder.set_aside(url)  # what is committed may still be in its -wal alone
     store.close()
-    assert (earlier / "config.yaml").exists() and not folder.root.exists()
+    assert (Path(earlier) / "config.yaml").exists() and not folder.root.exists()
     with Store.open(url) as anew, Store.open(earlier_store) as kept:
         assert (anew.max_version(), kept.max_version()) == (-1, 3)
 
@@ -39,14 +40,25 @@ def test_a_store_inside_the_run_folder_goes_with_it(folder: RunFolder) -> None:
     url = str(folder.root / "mine.db")
     Store.open(url).close()
     (earlier,) = folder.set_aside(url)
-    assert (earlier / "mine.db").exists()
+    assert (Path(earlier) / "mine.db").exists()
 
 
-def test_a_store_that_is_no_file_must_be_emptied_by_its_owner(folder: RunFolder) -> None:
-    with pytest.raises(
-        ConfigError, match=r"cannot set the store postgresql://… aside; drop its tables"
-    ) as error:
-        folder.set_aside("postgresql://user:secret@host/db")
+def test_a_fresh_run_renames_its_schema(folder: RunFolder) -> None:
+    if (missing := PostgresServer.missing()) is not None:
+        pytest.skip(missing)
+    with PostgresServer() as server:
+        url = server.new_store()
+        with Store.open(url) as store:
+            store.publish_version(3, step=3, path="v3")
+        earlier, earlier_store = folder.set_aside(url)
+        assert Path(earlier).exists() and not folder.root.exists()
+        with Store.open(url) as anew, Store.open(earlier_store) as kept:
+            assert (anew.max_version(), kept.max_version()) == (-1, 3)
+
+
+def test_a_server_that_is_not_there_leaves_the_folder(folder: RunFolder) -> None:
+    with pytest.raises(StoreError, match="cannot be reached") as error:
+        folder.set_aside("postgresql://user:secret@127.0.0.1:1/db")
     assert "secret" not in str(error.value)
     assert folder.root.exists()
 
