@@ -26,7 +26,7 @@ DOCS := .venv-docs
 DOCKER_ENGINE := .docker-engine
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo demo-cli test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
+.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ demo: setup ## Train the search agent on this machine: under ten minutes on two 
 
 demo-cli: setup $(MINI)/.installed ## Train mini-swe-agent to repair small functions on this machine.
 	$(BIN)/areal-agents train examples/repair_tasks/config.yaml --fresh seed=$(SEED) agent.executable=$(MINI)/bin/mini
+
+demo-games: setup $(ENVIRONMENTS)/.installed ## Train one small model on three games and puzzles at once, with a curriculum.
+	$(ENVIRONMENTS)/bin/python -m areal_agents.cli train examples/games/config.yaml --fresh seed=$(SEED)
 
 test: setup ## Run the test suite, in three processes, since many tests wait (WORKERS=1: in one).
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
@@ -77,7 +80,7 @@ $(BROWSER)/.installed: tests/view/requirements.txt | setup
 
 test-environments: setup environments ## Run the tests of environments with the packages that they adapt.
 	$(BIN)/python -m pytest -m environments --environments=$(ENVIRONMENTS)/bin/python tests/environments tests/inspection/test_formats.py \
-		tests/examples/test_repair_agent.py
+		tests/examples/test_repair_agent.py tests/examples/test_games.py
 
 # The Python that holds torch may be one of an environment, which an environment made from it would not see;
 # so the wheels are unpacked into a folder.

@@ -2,7 +2,8 @@
 
 Every space and every digit is a token of its own, so a name has the same tokens in prose, in a question
 and inside the JSON of a call; with GPT-style splitting (" Ghazni" against "\\"Ghazni") copying does not
-generalise.
+generalise. With `WHOLE_NUMBERS` a number that the texts have often is one token, and
+a word has the space before it, where nothing is to be copied but numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ TURN_END = "<|im_end|>"
 MARKERS = (END_OF_TEXT, "<|im_start|>", TURN_END)
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCAB_SIZE = 1024
-_WORDS = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s"
+DIGITS = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s"
+WHOLE_NUMBERS = r" ?\p{L}+|\p{N}+|=|[^\s\p{L}\p{N}=]+|\s"
 
 # The part of Qwen3's chat template that this model was trained on: tools, calls and their results.
 CHAT_TEMPLATE = """\
@@ -64,12 +66,12 @@ CHAT_TEMPLATE = """\
 {%- endif %}"""
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """Learn the merges from `texts`, which contain no markers; the ids of the markers come first."""
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE, pieces: str = DIGITS) -> Tokenizer:
+    """Learn the merges within `pieces` from `texts`, which contain no markers; their ids come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_WORDS), "isolated"),
+            pre_tokenizers.Split(Regex(pieces), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -17,6 +17,7 @@ FOLDERS = (
     "multi_turn_math",
     "math",
     "tool_math",
+    "games",
     "",
 )
 

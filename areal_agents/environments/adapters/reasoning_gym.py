@@ -47,7 +47,7 @@ class ReasoningGym:
                 f"{line.text!r}: size and held_out must be at least 1, and seed at least 0, all below 2**31"
             )
         self._line = line
-        self._system = own["system"] or _SYSTEM
+        self.system = own["system"] or _SYSTEM
         self._sets: dict[str, Any] = {
             "train": self._data(settings, own["difficulty"], size=size, seed=seed),
             "eval": self._data(settings, own["difficulty"], size=held_out, seed=seed + _HELD_OUT_SEED),
@@ -73,7 +73,7 @@ class ReasoningGym:
         data, messages = (
             self._sets[task["split"]],
             [
-                {"role": "system", "content": self._system},
+                {"role": "system", "content": self.system},
                 {"role": "user", "content": task["question"]},
             ],
         )
