@@ -16,8 +16,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "proxy": (
         "aiohttp", "docstring_parser", "fastokens", "httptools", "jinja2", "numpy", "openai",
         "orjson",
-        "prometheus_client", "renderers", "rich", "sqlalchemy", "starlette", "tokenizers", "typer", "uvicorn",
-        "uvloop", "websockets", "yaml",
+        "prometheus_client", "regex", "renderers", "rich", "sqlalchemy", "starlette", "tokenizers", "typer",
+        "uvicorn", "uvloop", "websockets", "yaml",
     ),
     "train": (
         "cloudpickle", "datasets", "llvmlite", "matplotlib", "numba", "peft", "psutil", "safetensors",

@@ -23,7 +23,7 @@ def add_commands(app: typer.Typer) -> None:
     online = typer.Typer(
         help="See and steer a run that trains on the conversations of its users.", no_args_is_help=True
     )
-    for command in (status, freeze, unfreeze, promote, rollback):
+    for command in (status, freeze, unfreeze, promote, rollback, delete):
         online.command()(command)
     app.add_typer(online, name="online")
 
@@ -73,6 +73,29 @@ def promote(run: Run) -> None:
 def rollback(run: Run) -> None:
     """End the candidate and train on from the version before it, whatever the comparison says."""
     _order(run, "roll_back")
+
+
+def delete(
+    run: Run,
+    episode: Annotated[
+        list[str] | None, typer.Option(help="The id of an episode; may be given several times.")
+    ] = None,
+    user: Annotated[str, typer.Option(help="The name that the header X-Episode-User gave.")] = "",
+) -> None:
+    """Delete conversations from the store, with everything that was recorded of them.
+
+    What the weights have learned from them stays.
+    """
+    from areal_agents.launch.run_folder import RunFolder
+    from areal_agents.online.deletion import delete as delete_conversations
+    from areal_agents.online.status import rules_of
+
+    if not episode and not user:
+        raise typer.BadParameter("give --episode or --user")
+    folder = RunFolder(run)
+    config, _ = rules_of(folder)
+    deleted = delete_conversations(folder, config, episodes=episode or (), user=user)
+    _console().print(f"deleted {len(deleted)} conversations")
 
 
 def _order(run: Path, order: str) -> None:

@@ -39,6 +39,7 @@ from areal_agents.proxy.logs import log_call
 from areal_agents.proxy.metrics import Metrics
 from areal_agents.proxy.page import page_routes
 from areal_agents.proxy.paths import split_path
+from areal_agents.proxy.redaction import Redaction, redaction_of
 from areal_agents.proxy.status import StatusRoutes
 from areal_agents.proxy.traces import Traces
 from areal_agents.proxy.workers.forwarding import WorkerRouting
@@ -113,6 +114,7 @@ def create_worker_app(
         dialects=calls.dialects,
         config=config,
         bodies=parts.bodies,
+        redaction=parts.redaction,
     )
     routed = WorkerRouting(app, workers=workers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
     return _guarded(routed, config), placement.worker_of
@@ -180,6 +182,7 @@ class _Parts:
     bodies: Bodies
     completer: Completer
     pass_through: PassThrough
+    redaction: Redaction | None
     traces: Traces | None
 
     @classmethod
@@ -217,6 +220,7 @@ class _Parts:
             bodies=Bodies(max_bytes=config.max_body_bytes, max_values=config.max_json_values),
             completer=Completer(store=store, engine=engine, renderer=renderer, config=config),
             pass_through=PassThrough(config),
+            redaction=redaction_of(config.redact),
             traces=traces,
         )
 
@@ -243,6 +247,7 @@ class _Parts:
             pass_through=self.pass_through,
             config=self.config,
             observer=observer,
+            redaction=self.redaction,
         )
 
     def control(self) -> Control:

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from areal_agents.core.settings import Settings
 from areal_agents.inference.config import SGLANG_SEQUENCES
+from areal_agents.proxy.redaction_patterns import KNOWN_PATTERNS
 from areal_agents.proxy.volatile import KNOWN_RULES, VolatileRule
 
 PinnedField = Literal[
@@ -153,6 +154,12 @@ class ProxyConfig(Settings):
         description="Rules for text that a client changes from call to call, by a name of your choice: "
         "conversations are compared without it, and the model reads it as it was first recorded. Rules on by "
         f"default, which `off` under their name switches off: {', '.join(KNOWN_RULES)}.",
+    )
+    redact: dict[str, str] = Field(
+        default_factory=dict,
+        description="Text that is replaced by [NAME] before the model reads it and before it is stored: "
+        "regular expressions by a name of your choice, or `default` under the name of a known one: "
+        f"{', '.join(KNOWN_PATTERNS)}. docs/serve-and-train.md.",
     )
     models: dict[str, Upstream] = Field(
         default_factory=dict,

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 
 from areal_agents.store.chunks import chunks
 from areal_agents.store.codec import EMPTIED
+from areal_agents.store.deletion import DELETED, is_cut
 from areal_agents.store.errors import Conflict
 from areal_agents.store.groups import group_row
 from areal_agents.store.retention import TURNS_GIVEN_UP, is_emptied, is_last_use
@@ -145,8 +146,8 @@ def return_leases(connection: sa.Connection, after_step: int) -> int:
 
     A trainer calls this when it resumes: what was trained after its checkpoint is lost with the weights, and
     a group that is only leased was leased by a trainer that has ended. A group whose turns were deleted
-    (`store.retain`) cannot be trained again and is dropped. The rows of lost reuses are deleted, so they may
-    be leased again under the same number; they are not counted.
+    (`store.retain`), or of which an episode was deleted, cannot be trained again and is dropped. The rows of
+    lost reuses are deleted, so they may be leased again under the same number; they are not counted.
     """
     connection.execute(sa.delete(checkpoints).where(checkpoints.c.step > after_step))
     lost = sa.or_(leases.c.step > after_step, leases.c.state == "leased")
@@ -156,6 +157,11 @@ def return_leases(connection: sa.Connection, after_step: int) -> int:
         sa.update(leases)
         .where(lost, is_emptied(leases.c.group_id))
         .values(state="dropped", step=after_step, version=None, reason=TURNS_GIVEN_UP)
+    )
+    connection.execute(
+        sa.update(leases)
+        .where(lost, is_cut(leases.c.group_id))
+        .values(state="dropped", step=after_step, version=None, reason=DELETED)
     )
     return connection.execute(sa.delete(leases).where(lost)).rowcount
 

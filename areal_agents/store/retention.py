@@ -88,6 +88,13 @@ def return_space(connection: sa.Connection) -> int:
     return free - int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())
 
 
+def return_all_space(connection: sa.Connection) -> None:
+    """Return all free pages of the file to the disk, as far as it was created with auto_vacuum."""
+    driver = driver_of(connection)
+    for _ in range(int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())):
+        driver.execute("PRAGMA incremental_vacuum(1)")
+
+
 def _is_expired(keep_versions: int) -> sa.ColumnElement[bool]:
     last = sa.select(versions.c.step).order_by(versions.c.version.desc()).limit(keep_versions).subquery()
     first_kept = sa.select(sa.func.min(last.c.step)).scalar_subquery()

@@ -18,7 +18,18 @@ import sqlalchemy as sa
 
 from areal_agents.core.rollout import RecordedEpisode, Reward, RolloutGroup, Split
 from areal_agents.core.trajectory import Turn
-from areal_agents.store import canary, episodes, groups, leases, reads, retention, rewards, versions, waiting
+from areal_agents.store import (
+    canary,
+    deletion,
+    episodes,
+    groups,
+    leases,
+    reads,
+    retention,
+    rewards,
+    versions,
+    waiting,
+)
 from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
 from areal_agents.store.database import Database, Job, T
@@ -203,6 +214,21 @@ class Store:
     def drop_open_group(self, group_id: str, reason: str) -> Future[None]:
         """Drop a group. Conflict if the trainer has taken it."""
         return self._database.submit(lambda c: groups.drop_group(c, group_id, reason))
+
+    def delete_episodes(self, ids: Sequence[str]) -> Future[list[str]]:
+        """Delete episodes with everything recorded of them; the result is the ids of those that existed.
+
+        Conflict if one is open. Call `clear_log` afterwards: until then copies are in the database's log.
+        """
+        return self._database.submit(lambda c: deletion.delete_episodes(c, ids))
+
+    def clear_log(self, timeout_s: float = 30.0) -> None:
+        """Return free pages to the disk, and empty the log of the database, which has copies of old pages.
+
+        StoreError if readers hold it for longer than `timeout_s`.
+        """
+        self._database.submit(retention.return_all_space).result()
+        self._database.clear_log(timeout_s)
 
     # -- the trainer writes -------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Reads what the headers of a call say about it: its label, its session, and the task of its episode.
+"""Reads what the headers of a call say about it: its label, its session, and the task and the user of its
+episode.
 
 With a label, training can exclude parts of an agent.
 
@@ -15,6 +16,8 @@ from areal_agents.errors import RequestError
 
 LABEL_HEADER = "x-episode-label"
 TASK_HEADER = "x-episode-task"
+USER_HEADER = "x-episode-user"
+USER = "user"  # the key of the user's name in the metadata of an episode
 _AGENT_HEADER = "x-claude-code-agent-id"
 _SESSION_HEADER = "session-id"
 _LONGEST = 200
@@ -44,6 +47,20 @@ def task_of(headers: Mapping[str, str]) -> Task | None:
     if len(name) > _LONGEST:
         raise RequestError(f"X-Episode-Task may have at most {_LONGEST} characters, got {len(name)}")
     return Task(name, {}) if name else None
+
+
+def user_of(headers: Mapping[str, str]) -> str:
+    """Return the user whom the header X-Episode-User names, "" without one.
+
+    The episodes of a user can be listed and deleted by this name.
+
+    Raises:
+        RequestError: 400 if the name is too long.
+    """
+    name = headers.get(USER_HEADER, "").strip()
+    if len(name) > _LONGEST:
+        raise RequestError(f"X-Episode-User may have at most {_LONGEST} characters, got {len(name)}")
+    return name
 
 
 def session_of(headers: Mapping[str, str]) -> str:

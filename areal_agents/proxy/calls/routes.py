@@ -26,7 +26,7 @@ from areal_agents.proxy.auth import Authenticator, Caller
 from areal_agents.proxy.bodies import Bodies, wait_for_disconnect
 from areal_agents.proxy.calls.completer import Completer
 from areal_agents.proxy.calls.fields import ignored_fields
-from areal_agents.proxy.calls.labels import label_of, session_of, task_of
+from areal_agents.proxy.calls.labels import label_of, session_of, task_of, user_of
 from areal_agents.proxy.calls.passthrough import PassThrough
 from areal_agents.proxy.calls.record import CallRecord, Observer
 from areal_agents.proxy.calls.request import ModelRequest, Retry, refuse_unknown_results
@@ -49,6 +49,7 @@ from areal_agents.proxy.episodes.implicit import ImplicitEpisodes, session_name
 from areal_agents.proxy.episodes.sessions import Session, Sessions
 from areal_agents.proxy.errors import ClientGone, as_request_error, headers_of, log_refusal
 from areal_agents.proxy.paths import split_path
+from areal_agents.proxy.redaction import Redaction
 from areal_agents.proxy.volatile import VolatileText
 from areal_agents.rendering import ChatRenderer
 from areal_agents.telemetry import TRACEPARENT
@@ -88,7 +89,9 @@ class ModelCalls:
         pass_through: PassThrough,
         config: ProxyConfig,
         observer: Observer,
+        redaction: Redaction | None = None,
     ) -> None:
+        self._redaction = redaction
         self._sessions = sessions
         self._implicit = implicit
         self._auth = auth
@@ -226,7 +229,7 @@ class ModelCalls:
         context, client = self._context(headers, session), headers.get("user-agent", "")
 
         def read() -> ModelRequest:
-            found = dialect.read_for_counting(body, context)
+            found = self._redacted(dialect.read_for_counting(body, context))
             return replace(found, messages=self._volatile.marked(found.messages, client))
 
         model_request = await self._bodies.off_loop(request, read)
@@ -376,7 +379,7 @@ class ModelCalls:
         header, retry = session_of(headers), _retry(headers)
 
         def read(context: ReadContext) -> ModelRequest:
-            found = dialect.read(body, context)
+            found = self._redacted(dialect.read(body, context))
             refuse_unknown_results(found.messages)
             messages = self._volatile.marked(found.messages, record.client)
             return replace(found, messages=messages, session=header, retry=retry)
@@ -386,7 +389,7 @@ class ModelCalls:
             record.episode = session.row
             context = self._context(headers, session)
             return session, await self._bodies.off_loop(request, lambda: read(context))
-        name, task = session_name(headers, body), task_of(headers)
+        name, task, user = session_name(headers, body), task_of(headers), user_of(headers)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
         if known is not None:
             record.episode = known.row
@@ -395,10 +398,18 @@ class ModelCalls:
         if known is None:
             retries = self._completer.retries
             known = await self._implicit.session(
-                caller, name, model_request, lambda session: retries.repeated(session, model_request), task
+                caller,
+                name,
+                model_request,
+                lambda session: retries.repeated(session, model_request),
+                task,
+                user,
             )
             record.episode = known.row
         return known, model_request
+
+    def _redacted(self, request: ModelRequest) -> ModelRequest:
+        return request if self._redaction is None else self._redaction.redacted(request)
 
     def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:
         if session is None:

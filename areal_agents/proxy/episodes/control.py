@@ -22,6 +22,7 @@ from areal_agents.core.rollout import EpisodeStatus, Split
 from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.auth import Authenticator, Caller, key_hash, new_episode_key
 from areal_agents.proxy.bodies import Bodies, refuse_depth
+from areal_agents.proxy.calls.labels import USER
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.turn_ids import turn_id_of
 from areal_agents.proxy.episodes.control_forms import (
@@ -78,6 +79,7 @@ class Control:
             Route("/episodes", self.open, methods=["POST"]),
             Route("/episodes", self.list, methods=["GET"]),
             Route("/episodes/{id}", self.show, methods=["GET"]),
+            Route("/episodes/{id}", self.delete, methods=["DELETE"]),
             Route("/episodes/{id}/reward", self.reward, methods=["POST"]),
             Route("/episodes/{id}/finish", self.finish, methods=["POST"]),
             Route("/episodes/{id}/fail", self.fail, methods=["POST"]),
@@ -102,14 +104,14 @@ class Control:
         return _json({"id": session.id, "key": key, **urls, "index": session.row.index})
 
     async def list(self, request: Request) -> Response:
-        """GET /episodes: list summaries of the episodes, filtered by split, status and group, in pages.
+        """GET /episodes: list summaries of the episodes, filtered by split, status, group and user, in pages.
 
         A page has at most `limit` episodes, the oldest first; `next` is the value of `after` for the next
         page, or null.
         """
         self._auth.require_admin(request)
         query = request.query_params
-        refuse_unknown(query, ("split", "status", "group", "limit", "after"), "filter")
+        refuse_unknown(query, ("split", "status", "group", "user", "limit", "after"), "filter")
         for name in query:
             if len(query.getlist(name)) > 1:
                 raise RequestError(f"the filter {name} was given more than once", param=name)
@@ -122,6 +124,7 @@ class Control:
             split=query.get("split"),
             status=query.get("status"),
             group_id=query.get("group"),
+            metadata={USER: query["user"]} if "user" in query else None,
             after=query.get("after"),
             limit=limit + 1,
         )
@@ -137,6 +140,20 @@ class Control:
             return _json(describe(row, self._store.load_episode(episode_id), with_tokens=with_tokens))
 
         return await asyncio.to_thread(load)
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /episodes/{id}: delete an episode with its turns and rewards.
+
+        An open one is aborted first.
+        """
+        self._auth.require_admin(request)
+        episode_id = request.path_params["id"]
+        row = await asyncio.to_thread(self._store.episode_row, episode_id)
+        if row.status == "open":
+            await self._seal(episode_id, "aborted", error="it is deleted")
+        await asyncio.wrap_future(self._store.delete_episodes([episode_id]))
+        await asyncio.to_thread(self._store.clear_log)
+        return _json({"id": episode_id, "deleted": True})
 
     async def reward(self, request: Request) -> Response:
         """POST /episodes/{id}/reward: reward an episode, completions of it, or several names at once."""

@@ -18,6 +18,7 @@ from areal_agents.core.messages import Message, empty_history, extend_digest, hi
 from areal_agents.core.rollout import Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
+from areal_agents.proxy.calls.labels import USER
 from areal_agents.proxy.calls.request import ModelRequest
 from areal_agents.proxy.calls.retries import Repeated
 from areal_agents.proxy.calls.shared_reply import SharedReply
@@ -130,6 +131,7 @@ class ImplicitEpisodes:
         request: ModelRequest,
         repeated: Callable[[Session], Repeated | None],
         task: Task | None = None,
+        user: str = "",
     ) -> Session:
         """Return the session that a call without an episode key belongs to; open one in memory if needed.
 
@@ -142,6 +144,8 @@ class ImplicitEpisodes:
             request: the canonical request.
             repeated: returns what the request repeats in a session that began with the same messages.
             task: the task of the episode if one is opened.
+            user: the name of the user whose episode it is, if one is opened; "" if it is not known. Without
+                a session name, conversations of different users are never the same one.
         """
         async with self._opening:  # wait for `adopt`, which may load this call's episode
             if name:
@@ -149,7 +153,9 @@ class ImplicitEpisodes:
             else:
                 found = self._continued(caller, request) or self._repeated(caller, request, repeated)
             session = self._sessions.get(found) if found is not None else None
-            return session or self._open(caller, name, request, task)
+            if session is not None and not name and user not in ("", session.row.metadata.get(USER, "")):
+                session = None
+            return session or self._open(caller, name, request, task, user)
 
     def call_ended(self, session: Session, request: ModelRequest, call: SharedReply) -> None:
         """Drop an episode that is empty after a call that was refused or whose client disconnected."""
@@ -170,7 +176,9 @@ class ImplicitEpisodes:
         """Remove a sealed episode from the index."""
         self._index.forget(episode_id)
 
-    def _open(self, caller: Caller, name: str | None, request: ModelRequest, task: Task | None) -> Session:
+    def _open(
+        self, caller: Caller, name: str | None, request: ModelRequest, task: Task | None, user: str
+    ) -> Session:
         key = implicit_key(caller, name)
         episode_id = f"implicit-{secrets.token_hex(8)}"
         session = self._sessions.begin(
@@ -181,6 +189,7 @@ class ImplicitEpisodes:
                 key_hash=key_hash(new_episode_key()),
                 task=task,
                 split=self._split,
+                metadata={USER: user} if user else {},
                 implicit_key=key,
                 only_one=self._ownership is not None and is_named(key),
             )

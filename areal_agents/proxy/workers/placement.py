@@ -18,6 +18,7 @@ from areal_agents.core.forest import Forest
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import Authenticator, Caller, key_hash
 from areal_agents.proxy.bodies import Bodies
+from areal_agents.proxy.calls.request import ModelRequest
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.base import Dialect, ReadContext
 from areal_agents.proxy.dialects.gemini.urls import endpoint_of, url_fields
@@ -32,6 +33,7 @@ from areal_agents.proxy.episodes.implicit import (
 )
 from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.proxy.paths import split_path
+from areal_agents.proxy.redaction import Redaction
 from areal_agents.proxy.values import refuse_many_values
 from areal_agents.proxy.volatile import VolatileText
 from areal_agents.proxy.workers.identity import Workers
@@ -63,7 +65,9 @@ class WorkerLookup:
         dialects: Mapping[str, Dialect],
         config: ProxyConfig,
         bodies: Bodies,
+        redaction: Redaction | None = None,
     ) -> None:
+        self._redaction = redaction
         self._workers = workers
         self._ownership = ownership
         self._store = store
@@ -114,7 +118,8 @@ class WorkerLookup:
             key, _ = split_path(path)
             if key is not None:
                 return await self._of_key(key)
-            if is_post and path.startswith("/episodes/") and path.endswith(_ENDINGS):
+            is_end = (is_post and path.endswith(_ENDINGS)) or request.method == "DELETE"
+            if is_end and path.startswith("/episodes/"):
                 return await self._of_id(request, path.split("/")[2])
             if path.startswith(_VERSIONS):
                 return await self._of_bare_call(request, path, read_body, forwarded=forwarded)
@@ -177,7 +182,12 @@ class WorkerLookup:
             return index
         try:
             context = ReadContext(self._config.max_messages, "", Forest(), self._memo)
-            model_request = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
+
+            def read() -> ModelRequest:
+                found = dialect.read(body, context)
+                return found if self._redaction is None else self._redaction.redacted(found)
+
+            model_request = await self._bodies.off_loop(request, read)
         except RequestError:
             return self._here
         messages = self._volatile.marked(model_request.messages, request.headers.get("user-agent", ""))

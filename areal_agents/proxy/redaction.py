@@ -1,0 +1,88 @@
+"""Replaces text that must not be stored, before the model reads it.
+
+A request is redacted before its prompt is rendered. So the model reads what is stored, and the recorded
+tokens stay exactly what it read. What it samples is stored as it was sampled: it has not read what was
+replaced. A request that cannot be redacted in time is refused; nothing of it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from areal_agents.core.messages import Message
+from areal_agents.errors import ConfigError, RequestError
+from areal_agents.proxy.calls.request import ModelRequest
+from areal_agents.proxy.redaction_patterns import KNOWN_PATTERNS
+
+DEFAULT = "default"
+_LONGEST_S = 2.0  # for all texts of one request
+
+
+class Redaction:
+    """Replaces every match of the patterns of a configuration by [NAME].
+
+    Args:
+        patterns: regular expressions of the package regex by name; `default`: the known pattern of the name.
+
+    Raises:
+        ConfigError: a pattern is invalid, or a name has no known pattern.
+    """
+
+    def __init__(self, patterns: Mapping[str, str]) -> None:
+        import regex  # has a time limit, and runs without holding up other threads
+
+        self._rules: list[tuple[Any, str]] = []
+        for name, pattern in patterns.items():
+            if pattern == DEFAULT and name not in KNOWN_PATTERNS:
+                known = ", ".join(KNOWN_PATTERNS)
+                raise ConfigError(f"proxy.redact: {name} has no default; give a pattern, or one of {known}")
+            try:
+                compiled = regex.compile(KNOWN_PATTERNS[name] if pattern == DEFAULT else pattern)
+            except regex.error as error:
+                raise ConfigError(f"proxy.redact: {name}: {pattern!r} is no pattern: {error}") from error
+            self._rules.append((compiled, f"[{name}]"))
+
+    def redacted(self, request: ModelRequest) -> ModelRequest:
+        """Return a request without the text that matches, in messages of every role and in raw prompts.
+
+        Raises:
+            RequestError: 400 if the prompt is given as token ids, or if the patterns take too long.
+        """
+        raw = request.raw_prompt
+        if raw is not None and not isinstance(raw, str):
+            raise RequestError(
+                "a prompt of token ids cannot be redacted (proxy.redact); send text",
+                code="redaction_failed",
+                param="prompt",
+            )
+        try:
+            messages = tuple(self._message(message) for message in request.messages)
+            return replace(request, messages=messages, raw_prompt=None if raw is None else self._text(raw))
+        except TimeoutError:
+            raise RequestError(
+                f"the text could not be redacted within {_LONGEST_S:g} s (proxy.redact); send less",
+                code="redaction_failed",
+            ) from None
+
+    def _message(self, message: Message) -> Message:
+        content, reasoning = self._text(message.content), self._text(message.reasoning)
+        calls = tuple(
+            call if (text := self._text(call.arguments)) == call.arguments else replace(call, arguments=text)
+            for call in message.tool_calls
+        )
+        if (content, reasoning, calls) == (message.content, message.reasoning, message.tool_calls):
+            return message
+        return replace(message, content=content, reasoning=reasoning, tool_calls=calls, volatile=())
+
+    def _text(self, text: str) -> str:
+        for pattern, name in self._rules:
+            if text:
+                text = pattern.sub(name, text, timeout=_LONGEST_S, concurrent=True)
+        return text
+
+
+def redaction_of(patterns: Mapping[str, str]) -> Redaction | None:
+    """Return the redaction of a configuration; None if it has no patterns."""
+    return Redaction(patterns) if patterns else None

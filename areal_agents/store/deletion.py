@@ -1,0 +1,78 @@
+"""Deletes episodes with everything that was recorded of them, so that nothing of it stays in the file.
+
+Deleted rows are overwritten with zeros (`secure_delete`), and the log of the database, which has copies of
+changed pages, is emptied afterwards. What the trainer needs to know of a group that it took stays: its id,
+its step and its version, without any text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from areal_agents.store.chunks import chunks
+from areal_agents.store.database import driver_of
+from areal_agents.store.errors import Conflict
+from areal_agents.store.rows import SCORED
+from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
+
+DELETED = "an episode of it was deleted"
+
+
+def delete_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
+    """Delete episodes with their turns and rewards, and return the ids of those that existed.
+
+    A group that lacks an episode now is not trained on any more. Raises Conflict if one is still open.
+    """
+    deleted: list[str] = []
+    driver_of(connection).execute("PRAGMA secure_delete=ON")
+    for chunk in chunks(ids):
+        found = connection.execute(
+            sa.select(episodes.c.id, episodes.c.group_id, episodes.c.task_uid, episodes.c.status).where(
+                episodes.c.id.in_(chunk)
+            )
+        ).all()
+        if still_open := [row.id for row in found if row.status == "open"]:
+            raise Conflict(f"episode {still_open[0]} is open: end it before it is deleted")
+        known = [row.id for row in found]
+        connection.execute(sa.delete(rewards).where(rewards.c.episode_id.in_(known)))
+        connection.execute(sa.delete(turns).where(turns.c.episode_id.in_(known)))
+        connection.execute(sa.delete(episodes).where(episodes.c.id.in_(known)))
+        _end_groups(connection, sorted({row.group_id for row in found if row.group_id is not None}))
+        _delete_unused_tasks(connection, sorted({row.task_uid for row in found}))
+        deleted += known
+    return deleted
+
+
+def is_cut(group_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
+    """Whether episodes of a group that was complete were deleted."""
+    left = sa.select(sa.func.count()).where(episodes.c.group_id == groups.c.id, episodes.c.status.in_(SCORED))
+    return sa.exists().where(groups.c.id == group_id, groups.c.size > left.scalar_subquery())
+
+
+def _end_groups(connection: sa.Connection, ids: Sequence[str]) -> None:
+    """Drop the groups that the trainer has not taken; of those without episodes only what it needs stays."""
+    has_lease = sa.exists().where(leases.c.group_id == groups.c.id)
+    of_these = groups.c.id.in_(ids)
+    is_empty = ~sa.exists().where(episodes.c.group_id == groups.c.id)
+    connection.execute(sa.delete(groups).where(of_these, is_empty, ~has_lease))
+    connection.execute(
+        sa.update(groups)
+        .where(of_these, ~has_lease, groups.c.state != "dropped")
+        .values(state="dropped", reason=DELETED)
+    )
+    emptied = connection.execute(sa.select(groups.c.id).where(of_these, is_empty)).scalars().all()
+    if not emptied:
+        return
+    if connection.execute(sa.select(tasks.c.uid).where(tasks.c.uid == "deleted")).first() is None:
+        connection.execute(sa.insert(tasks).values(uid="deleted", id="deleted", input={}))
+    connection.execute(sa.update(groups).where(groups.c.id.in_(emptied)).values(task_uid="deleted"))
+
+
+def _delete_unused_tasks(connection: sa.Connection, uids: Sequence[str]) -> None:
+    used = sa.or_(
+        sa.exists().where(episodes.c.task_uid == tasks.c.uid),
+        sa.exists().where(groups.c.task_uid == tasks.c.uid),
+    )
+    connection.execute(sa.delete(tasks).where(tasks.c.uid.in_(uids), ~used))
