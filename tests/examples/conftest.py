@@ -18,6 +18,7 @@ FOLDERS = (
     "math",
     "tool_math",
     "games",
+    "online",
     "",
 )
 

@@ -1,0 +1,81 @@
+"""A judge: it reads conversations that have ended and that nobody has rated, and rates them.
+
+    python judge.py runs/online-seed0
+
+It calls the control API of the run, and knows the answers to the users' questions. For an assistant whose
+answers nobody knows beforehand, let `grade` ask a model (docs/rewards.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "search_agent"))
+
+from questions import heldout_tasks, train_tasks  # noqa: E402
+
+from areal_agents.rewards import exact_match  # noqa: E402
+
+ANSWERS = {task["question"]: task["answer"] for task in (*train_tasks(0, 4096), *heldout_tasks())}
+
+
+def grade(turns: list[dict[str, Any]]) -> float | None:
+    """Return the reward of a conversation; None if the question is none that the judge knows."""
+    asked = next(
+        message["content"]
+        for turn in turns
+        for message in turn["new_messages"]
+        if message["role"] == "user"
+    )  # fmt: skip
+    if asked not in ANSWERS:
+        return None
+    last = turns[-1]["reply"]
+    return exact_match(None if last.get("tool_calls") else last["content"], ANSWERS[asked])
+
+
+def judge_once(run: Path, grace_s: float) -> int:
+    """Rate what has ended at least `grace_s` seconds ago and has no reward; return how many that were."""
+    endpoints: Mapping[str, Any] = json.loads((run / "endpoints.json").read_text())
+    url = f"http://127.0.0.1:{endpoints['proxy_port']}"
+    count, after = 0, None
+    with httpx.Client(
+        base_url=url, headers={"Authorization": f"Bearer {endpoints['admin_key']}"}, trust_env=False
+    ) as http:
+        while True:
+            query = {"status": "finished", **({} if after is None else {"after": after})}
+            page = http.get("/episodes", params=query).raise_for_status().json()
+            for episode in page["episodes"]:
+                if episode["score"] is not None or episode["ended_at"] > time.time() - grace_s:
+                    continue
+                turns = http.get(f"/episodes/{episode['id']}").raise_for_status().json()["turns"]
+                if (reward := grade(turns)) is not None:
+                    given = {"reward": reward, "name": "judge"}
+                    http.post(f"/episodes/{episode['id']}/reward", json=given).raise_for_status()
+                    count += 1
+            if (after := page["next"]) is None:
+                return count
+
+
+def main() -> None:
+    """Judge again and again until Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the folder of the run")
+    parser.add_argument("--every-s", type=float, default=10.0)
+    parser.add_argument("--grace-s", type=float, default=10.0, help="time for the users' own thumbs")
+    options = parser.parse_args()
+    while True:
+        if count := judge_once(options.run, options.grace_s):
+            print(f"rated {count} conversations", flush=True)
+        time.sleep(options.every_s)
+
+
+if __name__ == "__main__":
+    main()

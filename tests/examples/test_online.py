@@ -1,0 +1,142 @@
+"""Serving, rating, training, promoting and rolling back behind one URL, with the example's own scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import judge
+import pytest
+from conftest import EXAMPLES
+from questions import train_tasks
+from users import Population
+
+from areal_agents.config import load_config
+from areal_agents.inference.ports import reserved_ports
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.store import Store
+
+TIMEOUT_S = 180
+SMALL = [
+    "rollout.groups=4",
+    "rollout.canary.steps=1",
+    "rollout.canary.scores=[-1e6, 1e6]",  # no difference is found in this range: the operator decides
+    "rollout.canary.most_conversations=1000000",
+    "trainer.steps=2",
+    "engine.slots=4",
+    "proxy.implicit_idle_s=0.5",
+]
+
+
+@contextmanager
+def users_of(url: str) -> Iterator[Population]:
+    """Users who converse all the time within the block; some thumbs are late, and some never come."""
+    population = Population(url, "users-of-the-example", 0.3, 0.4, 0.2, random.Random(0))
+
+    async def converse() -> None:
+        running = asyncio.create_task(population.run(train_tasks(0, 256), 10**9, 4))
+        while not stop.is_set():
+            await asyncio.sleep(0.05)
+            if running.done():
+                await running
+        running.cancel()
+        await asyncio.wait([running])
+
+    stop, failures = threading.Event(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            asyncio.run(converse())
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield population
+    finally:
+        stop.set()
+        thread.join(60)
+    assert not failures, failures
+
+
+def online(order: str, run_dir: Path) -> None:
+    subprocess.run([sys.executable, "-m", "areal_agents", "online", order, str(run_dir)], check=True)
+
+
+def test_a_served_model_learns_and_the_operator_decides(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with reserved_ports(1) as (port,):
+        pass
+    command = [sys.executable, "-m", "areal_agents", "train", str(EXAMPLES / "online" / "config.yaml")]
+    with (tmp_path / "train.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, *SMALL, f"run_dir={folder.root}", f"proxy.port={port}"], stdout=log, stderr=log
+        )
+    url = f"http://127.0.0.1:{port}"
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert process.poll() is None, (tmp_path / "train.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def serves() -> bool:
+        try:
+            return httpx.get(f"{url}/ready", trust_env=False).json().get("serving") == 2
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_for(serves)
+        with Store.open(folder.store) as store:
+
+            def states() -> list[str | None]:
+                return [row.canary for row in store.published_versions()]
+
+            with users_of(url):
+                wait_for(lambda: states() == [None, "candidate"])
+                wait_for(lambda: judge.judge_once(folder.root, grace_s=0) > 0)
+                online("promote", folder.root)
+                wait_for(lambda: states() == [None, "promoted", "candidate"])
+                online("rollback", folder.root)
+                wait_for(lambda: states() == [None, "promoted", "rolled_back", None])
+            assert process.wait(TIMEOUT_S) == 0, (tmp_path / "train.log").read_text()
+            for name in ("thumb", "judge"):
+                assert store.episodes_with_reward(name)
+            assert store.group_counts()["trained"] == 8
+            served = {episode.version_max for episode in store.episodes() if episode.version_max is not None}
+            assert {0, 1} <= served
+            assert all(episode.metadata["user"].startswith("user-") for episode in store.episodes())
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert folder.final_model.is_dir()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.24gb.yaml", "config.node.yaml"])
+def test_the_configurations_are_valid(name: str, model_folder: Path) -> None:
+    python = ["engine.python=sglang/bin/python"] if name == "config.node.yaml" else []
+    config = load_config(EXAMPLES / "online" / name, [f"model={model_folder}", *python])
+    assert config.data.traffic and config.rollout.canary is not None
+
+
+def test_the_judge_reads_the_last_reply() -> None:
+    (task,) = train_tasks(0, 1)
+    asked = {"new_messages": [{"role": "user", "content": task["question"]}]}
+    searched = {**asked, "reply": {"role": "assistant", "content": "", "tool_calls": [{}]}}
+    answered = {"new_messages": [], "reply": {"role": "assistant", "content": task["answer"]}}
+    assert judge.grade([searched, answered]) == 1.0
+    assert judge.grade([searched]) == 0.0
+    unknown = json.loads(json.dumps(searched).replace(task["question"], "Who are you?"))
+    assert judge.grade([unknown]) is None
