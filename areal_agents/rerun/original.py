@@ -55,6 +55,11 @@ class Original:
                     f"{run} trained on recorded episodes (data.episodes), without inference; train it again "
                     f"with other settings: areal-agents train {folder.config} run_dir=… algorithm=…"
                 )
+            if config.rollout.canary is not None:
+                raise ConfigError(
+                    f"{run} rolled candidates back (rollout.canary), so its steps do not follow from one "
+                    "another; train it again with other settings: data.episodes=" + str(folder.store_at(config.store.url))
+                )
             store = ReadOnlyStore(folder.store_at(config.store.url))
             with closing(store):
                 with store.read() as connection:

@@ -62,7 +62,7 @@ def resume_canary(folder: Path, parts: Parts, ranks: Ranks, store: Store | None)
     def find() -> CanaryStart:
         assert store is not None
         steps = complete_steps(folder)
-        return _start(
+        return find_start(
             store.served_versions(), store.published_versions(), steps, lambda step: _progress(folder, step)
         )
 
@@ -83,7 +83,7 @@ def _progress(folder: Path, step: int) -> TrainingProgress:
     return TrainingProgress(facts["step"], facts["version"], facts["position"])
 
 
-def _start(
+def find_start(
     served: ServedVersions | None,
     published: Sequence[VersionRow],
     steps: Sequence[int],
@@ -117,13 +117,15 @@ def _start(
             stable.step, None, False, stable.step, True,
         )  # fmt: skip
     # A rollback whose checkpoint was not written: its weights are those of the stable version before it.
-    earlier = [row for row in published if row.canary in (None, "promoted") and row.version < stable.version]
-    if not earlier or earlier[-1].step not in steps:
+    earlier = [row for row in published if row.version < stable.version]
+    before = next((row.step for row in reversed(earlier) if row.canary in (None, "promoted")), None)
+    if before not in steps or earlier[-1].canary != "rolled_back":
         raise TrainingError(
-            f"the checkpoint of version {stable.version}, step {stable.step}, is missing; start over with "
-            "--fresh, or with model= a folder of an earlier version"
+            f"the checkpoint of version {stable.version}, step {stable.step}, is missing; if the run had no "
+            "canary until now, start it once more without rollout.canary and stop it with Ctrl-C, which "
+            "writes a checkpoint; else start over with --fresh"
         )
-    before = earlier[-1].step
+    assert before is not None
     position = progress_of(before).position
     return CanaryStart(
         TrainingProgress(stable.step, stable.version, position), stable.step, None, False, before, False

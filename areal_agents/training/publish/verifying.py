@@ -38,16 +38,19 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
         TrainingError: the version's folder cannot be read, or is not written yet.
     """
     for _ in range(_ATTEMPTS):
-        current = store.latest_version()
-        if current is None:
+        versions = store.served_versions()
+        if versions is None:
             raise ConfigError("no version has been published yet; verify a run that has started training")
-        wanted = current.version
         served = (await engine.model_info()).version
+        current = versions.stable
+        if versions.candidate is not None and served == versions.candidate.version:
+            current = versions.candidate  # as engines of a canary do
+        wanted = current.version
         if served == wanted and not (base is None and current.folder_pending):
             try:
                 agreement = await Checksums(FolderWeights(base or Path(current.path))).check(engine)
             except (EngineError, TrainingError):
-                if store.latest_version() == current:
+                if store.served_versions() == versions:
                     raise  # otherwise the version was swapped meanwhile
             else:
                 if (await engine.model_info()).version == served:
