@@ -58,7 +58,8 @@ class Original:
             if config.rollout.canary is not None:
                 raise ConfigError(
                     f"{run} rolled candidates back (rollout.canary), so its steps do not follow from one "
-                    "another; train it again with other settings: data.episodes=" + str(folder.store_at(config.store.url))
+                    "another; train it again with other settings: data.episodes="
+                    + str(folder.store_at(config.store.url))
                 )
             store = ReadOnlyStore(folder.store_at(config.store.url))
             with closing(store):

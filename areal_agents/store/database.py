@@ -150,24 +150,6 @@ class Database:
                 self._changed.wait(min(poll_s, left))
                 poll_s = min(poll_s * 1.5, _LAST_POLL_S)
 
-    def clear_log(self, timeout_s: float) -> None:
-        """Write the log into the database file and empty it; other processes may have the store open.
-
-        Raises StoreError if a reader holds an old snapshot for longer than `timeout_s`.
-        """
-        deadline = time.monotonic() + timeout_s
-        with self._reader_engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            while True:
-                busy, _, _ = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()
-                if not busy:
-                    return
-                if time.monotonic() > deadline:
-                    raise StoreError(
-                        f"the log of the store could not be emptied within {timeout_s:g} s, because it is "
-                        "being read; deleted text may be in it until then: try again"
-                    )
-                time.sleep(_LAST_POLL_S)
-
     def close(self) -> None:
         """Commit the queued jobs and close every connection. Idempotent."""
         with self._lock:

@@ -7,10 +7,15 @@ its step and its version, without any text.
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import sqlalchemy as sa
 
+from areal_agents.errors import StoreError
 from areal_agents.store.chunks import chunks
 from areal_agents.store.database import driver_of
 from areal_agents.store.errors import Conflict
@@ -19,6 +24,8 @@ from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, 
 
 DELETED = "an episode of it was deleted"
 
+_BUSY_S, _POLL_S = 5.0, 0.05
+
 
 def delete_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
     """Delete episodes with their turns and rewards, and return the ids of those that existed.
@@ -26,6 +33,12 @@ def delete_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
     A group that lacks an episode now is not trained on any more. Raises Conflict if one is still open.
     """
     deleted: list[str] = []
+    if connection.dialect.name != "sqlite":
+        raise StoreError(
+            "conversations cannot be deleted from a store in PostgreSQL, which keeps deleted rows in its "
+            "files and its log: delete the rows of episodes, turns and rewards there, and let its administrator "
+            "vacuum them"
+        )
     driver_of(connection).execute("PRAGMA secure_delete=ON")
     for chunk in chunks(ids):
         found = connection.execute(
@@ -43,6 +56,25 @@ def delete_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
         _delete_unused_tasks(connection, sorted({row.task_uid for row in found}))
         deleted += known
     return deleted
+
+
+def clear_log(path: Path, timeout_s: float) -> None:
+    """Write the log of a SQLite store into its file and empty it; other processes may have the store open.
+
+    Raises StoreError if a reader holds an old snapshot for longer than `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    with closing(sqlite3.connect(path, timeout=_BUSY_S)) as connection:
+        while True:
+            busy, _, _ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if not busy:
+                return
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"the log of the store could not be emptied within {timeout_s:g} s, because it is being "
+                    "read; deleted text may be in it until then: try again"
+                )
+            time.sleep(_POLL_S)
 
 
 def is_cut(group_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:

@@ -228,7 +228,7 @@ class Store:
         StoreError if readers hold it for longer than `timeout_s`.
         """
         self._database.submit(retention.return_all_space).result()
-        self._database.clear_log(timeout_s)
+        deletion.clear_log(self.path, timeout_s)
 
     # -- the trainer writes -------------------------------------------------------------------
 
