@@ -36,8 +36,7 @@ def delete_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
     if connection.dialect.name != "sqlite":
         raise StoreError(
             "conversations cannot be deleted from a store in PostgreSQL, which keeps deleted rows in its "
-            "files and its log: delete the rows of episodes, turns and rewards there, and let its administrator "
-            "vacuum them"
+            "files and its log: delete the rows of episodes, turns and rewards there, and vacuum the tables"
         )
     driver_of(connection).execute("PRAGMA secure_delete=ON")
     for chunk in chunks(ids):
