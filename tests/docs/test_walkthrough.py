@@ -178,6 +178,8 @@ NOT_RUN = {
     ("docs/benchmarks.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",
     ("docs/benchmarks.md", "examples/distill/run.sh"): "minutes; tests/examples/test_distill.py",
     ("docs/benchmarks.md", "areal-agents train examples/multi_turn_math"): "tests/examples",
+    ("docs/benchmarks.md", "python examples/repair_tasks/transfer.py"): "minutes; tests/examples",
+    ("docs/serve-and-train.md", "areal-agents online delete"): "tests/store/test_deletion.py",
     ("docs/recipes.md", "areal-agents train examples/multi_turn_math"): "tests/examples",
     ("docs/serve-and-train.md", "areal-agents train online.yaml"): "tests/training/test_canary_training.py",
     ("docs/serve-and-train.md", "areal-agents online status"): "tests/training/test_canary_training.py",

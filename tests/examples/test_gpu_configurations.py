@@ -16,6 +16,7 @@ import yaml
 
 from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
+from areal_agents.store import Store
 from areal_agents.user_functions import load_function
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,14 @@ from memory_table import model_config  # noqa: E402
 
 MODELS = ("model", "critic_model", "reference_model", "teacher_model")
 CONFIGS = [path for path in sorted((ROOT / "examples").glob("*/*.yaml")) if "profile:" in path.read_text()]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store, for configurations that train on recorded episodes."""
+    path = tmp_path_factory.mktemp("store") / "store.db"
+    Store.open(path).close()
+    return path
 
 
 @pytest.fixture
@@ -46,10 +55,12 @@ def settings(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_configuration_for_gpus_is_valid(path: Path, model: Path) -> None:
+def test_a_configuration_for_gpus_is_valid(path: Path, model: Path, store: Path) -> None:
     leaves = list(settings(yaml.safe_load(path.read_text())))
     named = [".".join(keys) for keys, _ in leaves if keys[-1] in MODELS]
     arguments = [f"{name}={model}" for name in named]
+    if any(keys == ("data", "episodes") for keys, _ in leaves):
+        arguments.append(f"data.episodes={store}")
     config = load_config(path, [*arguments, "engine.python=sglang/bin/python"])
     assert config.profile and config.engine.kind == "sglang"
     for keys, value in leaves:
