@@ -148,8 +148,17 @@ def credit(
 @app.command("store")
 def store(
     as_json: AsJson = False,
+    url: Annotated[
+        str | None, typer.Option(help="A new store that --processes share, such as postgresql://…?schema=….")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, max=64, help="With --url: the processes that write.")] = 4,
 ) -> None:
-    """Turns per second that 64 writers commit to a store on the disk of the working directory."""
+    """Turns per second that 64 writers commit to a store in the working directory, or at --url."""
+    if url is not None:
+        from benchmarks.store import run_shared
+
+        run_shared(url, processes=processes, json=as_json)
+        return
     from benchmarks.store import run
 
     run(json=as_json)

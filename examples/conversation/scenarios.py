@@ -17,7 +17,7 @@ Task = dict[str, Any]
 Goal = dict[str, Any]
 
 TRAIN, HELDOUT = 1000, 256
-SMALL = ("end", "refund")  # the services of the desk that the model of this folder can learn
+SMALL = ("end", "refund")  # the services of the small desk
 FOLLOWED = 0.5  # how often a request is followed by a second one, if it is allowed and one can follow
 TOLD_AT_ONCE = 0.5  # how often the customer opens with a fact that the desk needs
 STRETCHES = {"short": (1, LONGEST_FREE), "long": (LONGEST_FREE + 1, 60)}  # minutes

@@ -6,7 +6,8 @@ printed with its interval of 95%. What has been evaluated is read, and what was 
     python examples/repair_tasks/transfer.py --out evals/transfer \\
         --model mini=runs/repair_tasks-seed0@final \\
         --agent mini=examples/repair_tasks/config.yaml \\
-        --agent other="examples/repair_tasks/config.yaml 'agent.prompt=Mend {task.file}'"
+        --agent other="examples/repair_tasks/config.yaml 'agent.prompt=Mend {task.file}'" \\
+        agent.executable=.venv-environments-mini-swe-agent/bin/mini
 """
 
 from __future__ import annotations

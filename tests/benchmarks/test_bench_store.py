@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_agents.store import Store
-from benchmarks.store import StoreFigures, measure_store
+from benchmarks.store import StoreFigures, measure_shared, measure_store
 
 
 def test_what_is_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +26,10 @@ def test_what_is_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (figures.turns, figures.writers, figures.tokens, figures.durability) == (200, 8, 50, "power")
     assert isinstance(figures, StoreFigures) and 0 < figures.commit_p50_ms <= figures.commit_p99_ms
     assert figures.turns_per_s > 0 and list(tmp_path.iterdir()) == []
+
+
+def test_processes_share_a_store(tmp_path: Path) -> None:
+    found = measure_shared(f"sqlite:///{tmp_path / 'store.db'}", processes=2, turns=32, writers=4)
+    assert (found.turns, found.writers) == (32, 4) and found.turns_per_s > 0
+    with Store.open(tmp_path / "store.db") as store:
+        assert sum(summary.turns for summary in store.episodes()) == 32

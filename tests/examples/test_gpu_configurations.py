@@ -61,7 +61,7 @@ def test_a_configuration_for_gpus_is_valid(path: Path, model: Path, store: Path)
     arguments = [f"{name}={model}" for name in named]
     if any(keys == ("data", "episodes") for keys, _ in leaves):
         arguments.append(f"data.episodes={store}")
-    config = load_config(path, [*arguments, "engine.python=sglang/bin/python"])
+    config = load_config(path, arguments)
     assert config.profile and config.engine.kind == "sglang"
     for keys, value in leaves:
         if keys[-1] in ("agent", "path", "reward", "answer") and ".py:" in str(value):
