@@ -14,8 +14,8 @@ from pathlib import Path
 
 from areal_agents.errors import ConfigError
 from areal_agents.store.postgres import is_postgres, rename_schema, schema_exists
-from areal_agents.store.trainer_lock import TrainerLock
-from areal_agents.store.urls import store_path
+from areal_agents.store.trainer_lock import PostgresLocks, TrainerLock
+from areal_agents.store.urls import shown_store, store_path
 from areal_agents.whole_files import write_whole
 
 
@@ -198,7 +198,12 @@ class RunFolder:
         )
         with contextlib.ExitStack() as held:
             held.enter_context(_held(self.root / "lock", in_use))
-            if not is_postgres(url := str(self.store_at(store_url))):
+            if is_postgres(url := str(self.store_at(store_url))):
+                run = PostgresLocks(url).try_run()
+                if run is None:
+                    raise ConfigError(_STORE_IN_USE.format(shown_store(url)))
+                held.callback(run.release)
+            else:
                 store = store_path(url).resolve()
                 held.enter_context(_held(_beside(store, ".lock"), _STORE_IN_USE.format(store)))
             yield

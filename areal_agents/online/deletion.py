@@ -36,6 +36,7 @@ def delete(folder: RunFolder, config: Config, *, episodes: Sequence[str], user: 
 
 
 def _in_store(store: Store, episodes: Sequence[str], user: str) -> list[str]:
+    store.delete_episodes(()).result()  # a store that refuses does so before anything is changed
     ids = list(episodes)
     ids += [episode.id for episode in store.episodes(metadata={USER: user})] if user else []
     for episode in store.episodes(status="open"):

@@ -7,6 +7,7 @@ replaced. A request that cannot be redacted in time is refused; nothing of it is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -69,12 +70,38 @@ class Redaction:
     def _message(self, message: Message) -> Message:
         content, reasoning = self._text(message.content), self._text(message.reasoning)
         calls = tuple(
-            call if (text := self._text(call.arguments)) == call.arguments else replace(call, arguments=text)
+            call
+            if (text := self._arguments(call.arguments)) == call.arguments
+            else replace(call, arguments=text)
             for call in message.tool_calls
         )
         if (content, reasoning, calls) == (message.content, message.reasoning, message.tool_calls):
             return message
         return replace(message, content=content, reasoning=reasoning, tool_calls=calls, volatile=())
+
+    def _arguments(self, text: str) -> str:
+        """Redact the values of a call's arguments, because escapes of JSON would hide what is beside them.
+
+        Arguments that are not JSON are redacted as they are.
+        """
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return self._text(text)
+        redacted = self._value(value)
+        return text if redacted == value else json.dumps(redacted, ensure_ascii=False)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {self._text(name): self._value(of) for name, of in value.items()}
+        if isinstance(value, list):
+            return [self._value(of) for of in value]
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            text = self._text(str(value))  # a number may be that of a card
+            return value if text == str(value) else text
+        return value
 
     def _text(self, text: str) -> str:
         for pattern, name in self._rules:

@@ -76,8 +76,9 @@ class CanaryConfig(Settings):
         default=0.05,
         gt=0,
         lt=1,
-        description="For each candidate: the probability of promoting one that is no better than the stable "
-        "version, and that of rolling back one that is no worse, however often they are compared.",
+        description="For each candidate: the largest probability that scores promote one that is better than "
+        "the stable version by no more than least_gain, and that they roll back one that is better by more, "
+        "however often they are compared.",
     )
     scores: tuple[float, float] = Field(
         default=(0.0, 1.0),

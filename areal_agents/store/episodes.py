@@ -156,10 +156,10 @@ def seal_episode(
         connection.execute(
             sa.update(episodes)
             .where(episodes.c.id == episode_id)
-            .values(status=status, error=error, ended_at=time.time())
+            .values(status=status, error=error, ended_at=(now := time.time()))
         )
         if status == "truncated":
-            write_default_reward(connection, episode_id, truncated_reward)
+            write_default_reward(connection, episode_id, truncated_reward, now=now)
         if found.group_id is not None and status in LIVE:
             complete_if_scored(connection, found.group_id)
     return state_of(connection, episode_id)

@@ -36,8 +36,11 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _LISTEN_S = 1.0  # how often the listening thread looks whether it should end
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 # Both sides notice within 25 seconds that the other side, or the network, has gone.
-_KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
+_KEEPALIVE = {
+    "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 25_000,
+}  # fmt: skip
 _SETTINGS = {
+    "tcp_user_timeout": "25s",
     "tcp_keepalives_idle": "10",
     "tcp_keepalives_interval": "5",
     "tcp_keepalives_count": "3",
@@ -89,7 +92,7 @@ class PostgresBackend:
 
     def query(self, read: Job[T]) -> T:
         """Return the result of a read of one consistent snapshot; it runs again if its connection is lost."""
-        retry = _Retry(self._shown)
+        retry = Retry(self._shown)
         while True:
             try:
                 with self._reader_engine.begin() as connection:
@@ -103,7 +106,7 @@ class PostgresBackend:
         If the connection is lost, `work` runs again in a new transaction, unless the lost one turns out to
         have been committed.
         """
-        retry = _Retry(self._shown)
+        retry = Retry(self._shown)
         unanswered: tuple[int, T] | None = None  # a transaction whose COMMIT was sent, and what it did
         while True:
             try:
@@ -119,13 +122,10 @@ class PostgresBackend:
                 driver.execute(f"{self._notify}; COMMIT")
                 return self._done(result)
             except Exception as error:
-                if self._writer is not None and not _is_lost(driver_of(self._writer)):
+                if self._writer is not None and not _is_lost(self._writer):
                     driver_of(self._writer).execute("ROLLBACK")
                     raise
-                if self._writer is not None:
-                    self._writer.invalidate()
-                    self._writer.close()
-                    self._writer = None
+                self._discard_writer()
                 retry.after(error)
 
     def commits(self) -> int:
@@ -134,11 +134,15 @@ class PostgresBackend:
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._discard_writer()
         self._listener.close()
         self._engine.dispose()
+
+    def _discard_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.invalidate()
+            self._writer.close()
+            self._writer = None
 
     def _begin(self, driver: Any) -> int:
         """Begin a transaction, wait until no other writer has one, and return its number."""
@@ -154,7 +158,7 @@ class PostgresBackend:
         return result
 
 
-class _Retry:
+class Retry:
     """How long a server may be away: `after` waits for a while, and in the end raises the error."""
 
     def __init__(self, shown: str) -> None:
@@ -238,8 +242,10 @@ def is_postgres(url: str) -> bool:
 
 
 def shown(url: str) -> str:
-    """Return the URL without its password."""
-    return sa.make_url(url).render_as_string(hide_password=True)
+    """Return the URL without its passwords."""
+    parsed = sa.make_url(url)
+    hidden = {name: "***" for name in ("password", "sslpassword") if name in parsed.query}
+    return parsed.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
 def schema_of(url: str) -> str:
@@ -323,7 +329,11 @@ def _is_committed(driver: Any, number: int) -> bool:
     return cast(bool, row[0] == "committed")
 
 
-def _is_lost(driver: Any) -> bool:
+def _is_lost(connection: sa.Connection) -> bool:
+    """Whether a connection is lost, as SQLAlchemy or the driver has noticed."""
+    if connection.closed or connection.invalidated:
+        return True
+    driver = driver_of(connection)
     return bool(driver.closed or driver.broken)
 
 

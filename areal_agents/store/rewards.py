@@ -42,13 +42,13 @@ def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Re
         complete_if_scored(connection, episode.group_id)
 
 
-def write_default_reward(connection: sa.Connection, episode_id: str, value: float) -> None:
-    """Give a truncated episode without a reward the default one; a later reward replaces it."""
+def write_default_reward(connection: sa.Connection, episode_id: str, value: float, *, now: float) -> None:
+    """Give an episode that is truncated `now` and has no reward the default one; a later one replaces it."""
     found = connection.execute(
         sa.select(rewards.c.name).where(rewards.c.episode_id == episode_id).limit(1)
     ).first()
     if found is None:
-        _write(connection, episode_id, [Reward("episode", "", DEFAULT_REWARD_NAME, value)], time.time())
+        _write(connection, episode_id, [Reward("episode", "", DEFAULT_REWARD_NAME, value)], now)
 
 
 def _refuse_if_leased(connection: sa.Connection, group_id: str) -> None:

@@ -359,6 +359,8 @@ class Store:
     def _as_trainer(self, job: Job[T]) -> T:
         """Return the result of a write of the trainer. Conflict if another process is the trainer now."""
 
+        self._trainer.take_back()
+
         def write(connection: sa.Connection) -> T:
             self._trainer.check(connection)
             return job(connection)

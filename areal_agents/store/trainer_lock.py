@@ -25,7 +25,7 @@ from typing import IO, Literal, Protocol
 import sqlalchemy as sa
 
 from areal_agents.store.errors import Conflict
-from areal_agents.store.postgres import advisory_key, engine_of, is_postgres, schema_of, shown
+from areal_agents.store.postgres import Retry, advisory_key, engine_of, is_postgres, schema_of, shown
 from areal_agents.store.schema import store_meta
 from areal_agents.store.urls import store_path
 
@@ -161,6 +161,11 @@ class TrainerLock:
             self._held.release()
             self._held = None
 
+    def take_back(self) -> None:
+        """Take the lock again if this object had it and its session was lost; see `take`."""
+        if self._was_taken:
+            self.take()
+
     def check(self, connection: sa.Connection) -> None:
         """Raise Conflict if this object held the lock, and another process has taken it since.
 
@@ -234,7 +239,8 @@ class PostgresLocks:
         schema = schema_of(url)
         # A trainer may train for long without a word, and keeps its lock.
         self._engine = engine_of(url, is_pooled=False).execution_options(isolation_level="AUTOCOMMIT")
-        self._keys = {name: advisory_key(schema, name) for name in ("trainer", "trainer-door")}
+        self._keys = {name: advisory_key(schema, name) for name in ("trainer", "trainer-door", "run")}
+        self._writers = advisory_key(schema, "writer")
         self.name = shown(url)
 
     def try_door(self) -> Held | None:
@@ -243,16 +249,25 @@ class PostgresLocks:
     def try_lock(self) -> Held | None:
         return self._locked("trainer")
 
+    def try_run(self) -> Held | None:
+        """Lock the store for one run, or return None if another run has."""
+        return self._locked("run")
+
     def record(self, held: Held, holder: str) -> None:
         assert isinstance(held, _HeldSession)
-        held.connection.exec_driver_sql(
+        execute = held.connection.exec_driver_sql
+        execute(
+            f"BEGIN; SELECT pg_advisory_xact_lock({self._writers})"
+        )  # no write of the last holder is open
+        execute(
             "INSERT INTO store_meta (key, value) VALUES (%(key)s, %(value)s) "
             "ON CONFLICT (key) DO UPDATE SET value = excluded.value",
             {"key": _HOLDER, "value": holder},
         )
+        execute("COMMIT")
 
     def holder(self) -> str:
-        with self._engine.connect() as connection:
+        with self._connected() as connection:
             return (
                 connection.execute(
                     sa.select(store_meta.c.value).where(store_meta.c.key == _HOLDER)
@@ -260,8 +275,17 @@ class PostgresLocks:
                 or ""
             )
 
+    def _connected(self) -> sa.Connection:
+        """Return a new connection; a server that is away is waited for. Raises StoreError in the end."""
+        retry = Retry(self.name)
+        while True:
+            try:
+                return self._engine.connect()
+            except sa.exc.OperationalError as error:
+                retry.after(error)
+
     def _locked(self, which: str) -> _HeldSession | None:
-        connection = self._engine.connect()
+        connection = self._connected()
         try:
             taken = connection.exec_driver_sql(
                 f"SELECT pg_try_advisory_lock({self._keys[which]})"
@@ -289,6 +313,6 @@ class _HeldSession:
         return not self.connection.invalidated
 
     def release(self) -> None:
-        """End the session, which releases the lock, whatever became of it."""
+        """End the session, which releases the lock, even if the connection was lost."""
         self.connection.invalidate()
         self.connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,19 @@ def test_every_text_of_a_message_is_redacted() -> None:
     assert (found[1].reasoning, found[1].tool_calls[0].arguments) == ("it is [email]", '{"to": "[email]"}')
     assert found[2].content == "sent to [email]."
     assert found[3].content == "Version 1.2.3 of 2026-11-26, 15 + 4 = 19, a@b."
+
+
+def test_arguments_of_calls_are_redacted_by_value_and_stay_json() -> None:
+    """In JSON a line end is the letters \\ and n, behind which a word boundary would be missing."""
+    given = {"body": "Hi\nbob@x.de", "to": ["ann@x.de"], "n": 3, "ok": True, "deep": {"a": None}}
+    message = Message("assistant", "", tool_calls=(ToolCall("c", "mail", json.dumps(given)),))
+    (redacted,) = Redaction({"email": "default"}).redacted(request_of(message)).messages
+    assert json.loads(redacted.tool_calls[0].arguments) == {
+        **given, "body": "Hi\n[email]", "to": ["[email]"],
+    }  # fmt: skip
+    broken = Message("assistant", "", tool_calls=(ToolCall("c", "mail", '{"to": "ann@x.de"'),))
+    (redacted,) = Redaction({"email": "default"}).redacted(request_of(broken)).messages
+    assert redacted.tool_calls[0].arguments == '{"to": "[email]"'
 
 
 def test_a_hostile_text_takes_no_time_and_a_bad_pattern_has_a_limit() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import sqlalchemy as sa
 from postgres_server import PostgresServer
 from store_support import complete_group, make_turn, open_episode, reward
 
-from areal_agents.errors import StoreError
+from areal_agents.errors import ConfigError, StoreError
+from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Conflict, Store, pages, reads
 from areal_agents.store.database import driver_of
 from areal_agents.store.read_only import ReadOnlyStore
@@ -103,6 +105,36 @@ def test_a_transaction_that_was_lost_before_its_commit_is_repeated(server: Postg
             return len(runs)
 
         assert store._database.submit(job).result(timeout=60) == 2
+
+
+def test_a_connection_that_breaks_inside_a_statement_is_replaced(server: PostgresServer) -> None:
+    """SQLAlchemy notices it first, and keeps the transaction that it began."""
+    with Store.open(server.new_store()) as store:
+        open_episode(store, "e")
+        runs: list[int] = []
+
+        def job(connection: sa.Connection) -> int:
+            runs.append(len(runs))
+            if len(runs) == 1:
+                connection.execute(sa.text("SELECT pg_terminate_backend(pg_backend_pid())"))
+            connection.execute(sa.text("SELECT 1"))
+            return len(runs)
+
+        assert store._database.submit(job).result(timeout=60) == 2
+        open_episode(store, "f")
+        assert [summary.id for summary in store.episodes()] == ["e", "f"]
+
+
+def test_one_run_at_a_time_uses_a_store(postgres: PostgresServer, tmp_path: Path) -> None:
+    url = postgres.new_store()
+    with (
+        RunFolder(tmp_path / "one").locked(url),
+        pytest.raises(ConfigError, match="another run is using the store"),
+        RunFolder(tmp_path / "two").locked(url),
+    ):
+        pass
+    with RunFolder(tmp_path / "two").locked(url):
+        pass
 
 
 def test_a_trainer_that_lost_its_session_to_another_writes_nothing_more(server: PostgresServer) -> None:

@@ -35,7 +35,7 @@ from areal_agents.proxy.episodes.control_forms import (
 )
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes
 from areal_agents.proxy.episodes.sessions import Sessions
-from areal_agents.store import EpisodeRow, EpisodeState, SealedStatus, Store
+from areal_agents.store import EpisodeRow, EpisodeState, NotFound, SealedStatus, Store
 from areal_agents.telemetry import TRACEPARENT
 
 _CONTROL_BODY_BYTES = 8 * 2**20
@@ -148,7 +148,12 @@ class Control:
         """
         self._auth.require_admin(request)
         episode_id = request.path_params["id"]
-        row = await asyncio.to_thread(self._store.episode_row, episode_id)
+        await asyncio.wrap_future(self._store.delete_episodes(()))  # refused before anything is changed
+        try:
+            row = await asyncio.to_thread(self._store.episode_row, episode_id)
+        except NotFound:
+            await asyncio.to_thread(self._store.clear_log)  # an earlier request may have been cut off there
+            raise
         if row.status == "open":
             await self._seal(episode_id, "aborted", error="it is deleted")
         await asyncio.wrap_future(self._store.delete_episodes([episode_id]))

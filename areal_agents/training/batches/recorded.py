@@ -23,6 +23,7 @@ from areal_agents.core.rollout import RecordedEpisode, Rollout, RolloutGroup, Sp
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
+from areal_agents.store.urls import shown_store
 from areal_agents.training.batches.checks import (
     Refused,
     SampleLimits,
@@ -90,7 +91,9 @@ class RecordedGroups:
             *(RecordedGroup(task_id, tuple(members)) for task_id, members in by_task.items()),
         )
         if not groups:
-            raise TrainingError(f"{store.url} holds nothing to train on: {_why_nothing(store, split)}")
+            raise TrainingError(
+                f"{shown_store(store.url)} holds nothing to train on: {_why_nothing(store, split)}"
+            )
         return cls(store, groups, seed, split)
 
     def refuse_imported(self, algorithm: AlgorithmConfig) -> None:
@@ -98,8 +101,8 @@ class RecordedGroups:
         count = self.store.imported_episodes(self.split)
         if count and not algorithm.is_supervised:
             raise TrainingError(
-                f"{self.store.url} has {count} imported episodes: {needs_behavior(algorithm)}; or import "
-                "into a store of its own, and leave these episodes out"
+                f"{shown_store(self.store.url)} has {count} imported episodes: {needs_behavior(algorithm)}; "
+                "or import into a store of its own, and leave these episodes out"
             )
 
     def fewer_than(self, groups: int) -> str | None:
@@ -107,8 +110,8 @@ class RecordedGroups:
         if len(self.groups) >= groups:
             return None
         return (
-            f"{self.store.url} has {len(self.groups)} groups to train on, fewer than rollout.groups "
-            f"({groups}): each batch has at most {len(self.groups)}"
+            f"{shown_store(self.store.url)} has {len(self.groups)} groups to train on, fewer than "
+            f"rollout.groups ({groups}): each batch has at most {len(self.groups)}"
         )
 
     def group_at(self, position: int) -> RecordedGroup:
