@@ -18,7 +18,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Literal, Protocol
 
@@ -313,6 +313,9 @@ class _HeldSession:
         return not self.connection.invalidated
 
     def release(self) -> None:
-        """End the session, which releases the lock, even if the connection was lost."""
+        """Release the lock, and end the session, even if the connection was lost."""
+        with suppress(sa.exc.DBAPIError, sa.exc.PendingRollbackError):
+            # The server would notice only some time later that a session has ended.
+            self.connection.exec_driver_sql("SELECT pg_advisory_unlock_all()")
         self.connection.invalidate()
         self.connection.close()
