@@ -353,5 +353,5 @@ def test_a_fresh_run_sets_aside_runs_only(tmp_path: Path) -> None:
     with folder.locked():
         folder.config.write_text("name: earlier")
     (earlier,) = folder.set_aside()
-    assert (earlier / "config.yaml").read_text() == "name: earlier"
+    assert (Path(earlier) / "config.yaml").read_text() == "name: earlier"
     assert not folder.root.exists()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sqlalchemy
+from postgres_server import PostgresServer
 from store_queries import in_flight_episodes, latest_checkpoint, lease_groups
 from store_support import complete_group, make_turn, open_episode, reward
 
@@ -377,7 +378,18 @@ def few_variables() -> Iterator[None]:
     sqlalchemy.event.remove(sqlalchemy.Engine, "connect", limit)
 
 
-def test_batches_of_more_groups_than_a_statement_binds_variables(few_variables: None, store: Store) -> None:
+def test_batches_of_more_groups_than_a_statement_binds_variables(few_variables: None, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "store.db") as store:
+        lease_and_return_many(store)
+
+
+@pytest.mark.slow
+def test_batches_of_many_groups_in_postgresql(postgres: PostgresServer) -> None:
+    with Store.open(postgres.new_store()) as store:
+        lease_and_return_many(store)
+
+
+def lease_and_return_many(store: Store) -> None:
     count = 33_000
     row = {"task_uid": "t", "split": "train", "created_at": 0.0}
     members = [
