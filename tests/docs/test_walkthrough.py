@@ -104,6 +104,7 @@ NOT_RUN = {
     ("docs/benchmarks.md", "make litellm"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "make test-gpu"): "tests/benchmarks/test_bench_gpu.py",
     ("docs/benchmarks.md", "python -m benchmarks proxy --saturate"): "minutes; tests/benchmarks",
+    ("docs/benchmarks.md", "python -m benchmarks store --url"): "tests/benchmarks/test_bench_store.py",
     ("docs/benchmarks.md", "python -m benchmarks trainer"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "python -m benchmarks versus"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "python -m benchmarks async --json"): "minutes; tests/benchmarks",
