@@ -95,9 +95,8 @@ class PostgresServer:
         binaries = _binaries()
         assert binaries is not None
         command = [str(binaries / program), *arguments]
-        if os.geteuid() == 0:
-            command = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", *command]
-        return command
+        owner = ["--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
+        return ["setpriv", "--pdeathsig=QUIT", *owner, *command]  # it ends with the tests, however these end
 
 
 def _binaries() -> Path | None:
