@@ -55,7 +55,7 @@ class PostgresServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self) -> None:
-        """Start the server, and wait until it answers."""
+        """Start the server, and wait until it answers. It ends with the thread that calls this."""
         import psycopg
 
         with open(self._folder / "server.log", "ab") as log:

@@ -114,6 +114,9 @@ def train(
             return summary
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
         has_changed = _report_resume(config, folder, report)
+        if config.data.traffic:
+            with Store.open(folder.store_at(config.store.url)) as store:
+                _check_share(config, store)  # before the share is in the folder, where other commands read it
         save_config(config, folder.config)
         _report_plan(config, folder, report, plan, nodes)
         has_trial = config.trial and bool(config.agent) and plan is not None
@@ -399,7 +402,6 @@ def _run_traffic(
     """Serve users, and train on their conversations beside that. A trainer that dies is started again."""
     folder.write_endpoints(endpoints)
     with Store.open(folder.store_at(config.store.url)) as store:
-        _check_share(config, store)
         start_serving(config, folder, children, plan)
         start_trainer(config, folder, children, nodes, restarts=True)
         wait_until_serving(config, endpoints, children, report.stage, report.event)

@@ -58,11 +58,11 @@ def freeze(run: Run) -> None:
 
 
 def unfreeze(run: Run) -> None:
-    """Take `freeze` back."""
+    """Undo `freeze`."""
     _, store = _opened(run)
     with store:
         store.freeze(False)
-    _console().print("not frozen any more")
+    _console().print("no longer frozen")
 
 
 def promote(run: Run) -> None:
@@ -117,10 +117,14 @@ def _opened(run: Path) -> tuple[RunFolder, Store]:
     from areal_agents.launch.run_folder import RunFolder
     from areal_agents.online.status import rules_of
     from areal_agents.store import Store
+    from areal_agents.store.read_only import ReadOnlyStore
 
     folder = RunFolder(run)
     config, _ = rules_of(folder)
-    return folder, Store.open(folder.store_at(config.store.url), config.store.durability)
+    store = folder.store_at(config.store.url)
+    if not ReadOnlyStore(store).exists():  # opening it would create it
+        raise ConfigError(f"{run} has no store yet: start it with areal-agents train")
+    return folder, Store.open(store, config.store.durability)
 
 
 def _console() -> Console:

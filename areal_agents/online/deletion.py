@@ -8,7 +8,7 @@ import httpx
 
 from areal_agents.config import Config
 from areal_agents.direct_http import direct_client
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ConfigError, StoreError
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
 
@@ -24,6 +24,7 @@ def delete(folder: RunFolder, config: Config, *, episodes: Sequence[str], user: 
 
     Raises:
         ConfigError: the run is being started or stopped, so that neither way is open.
+        StoreError: the store or the proxy refused; it says for which conversation.
     """
     try:
         with folder.locked(config.store.url), Store.open(folder.store_at(config.store.url)) as store:
@@ -63,7 +64,12 @@ def _through_proxy(folder: RunFolder, episodes: Sequence[str], user: str) -> lis
                 break
         for episode_id in ids:
             answer = http.delete(f"/episodes/{episode_id}")
-            if answer.status_code != 404:
-                answer.raise_for_status()
-                deleted.append(episode_id)
+            if answer.status_code == 404:
+                continue
+            if answer.is_error:
+                raise StoreError(
+                    f"{episode_id} was not deleted ({len(deleted)} conversations were, before it): "
+                    f"{answer.status_code} {answer.text}"
+                )
+            deleted.append(episode_id)
     return deleted

@@ -96,10 +96,10 @@ def read_status(store: Store, rules: CanaryRules | None) -> OnlineStatus:
 def rules_of(folder: RunFolder) -> tuple[Config, CanaryRules | None]:
     """Return the configuration of a run, and the rules of its canary.
 
-    Raises ConfigError if it is no run that trains on its traffic.
+    Raises ConfigError if the run does not train on its traffic.
     """
     if not folder.config.exists():
-        raise ConfigError(f"{folder.root} is no folder of a run: it has no config.yaml")
+        raise ConfigError(f"{folder.root} is not a run folder: it has no config.yaml")
     config = load_config(folder.config)
     if not config.data.traffic:
         raise ConfigError(f"{folder.root} does not train on its traffic (data.traffic)")

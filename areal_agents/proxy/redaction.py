@@ -8,7 +8,8 @@ replaced. A request that cannot be redacted in time is refused; nothing of it is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +43,9 @@ class Redaction:
             try:
                 compiled = regex.compile(KNOWN_PATTERNS[name] if pattern == DEFAULT else pattern)
             except regex.error as error:
-                raise ConfigError(f"proxy.redact: {name}: {pattern!r} is no pattern: {error}") from error
+                raise ConfigError(
+                    f"proxy.redact: {name}: {pattern!r} is not a valid pattern: {error}"
+                ) from error
             self._rules.append((compiled, f"[{name}]"))
 
     def redacted(self, request: ModelRequest) -> ModelRequest:
@@ -58,17 +61,27 @@ class Redaction:
                 code="redaction_failed",
                 param="prompt",
             )
+        reading = _Reading(self._rules, time.monotonic() + _LONGEST_S)
         try:
-            messages = tuple(self._message(message) for message in request.messages)
-            return replace(request, messages=messages, raw_prompt=None if raw is None else self._text(raw))
+            messages = tuple(reading.message(message) for message in request.messages)
+            return replace(request, messages=messages, raw_prompt=None if raw is None else reading.text(raw))
         except TimeoutError:
             raise RequestError(
                 f"the text could not be redacted within {_LONGEST_S:g} s (proxy.redact); send less",
                 code="redaction_failed",
             ) from None
 
-    def _message(self, message: Message) -> Message:
-        content, reasoning = self._text(message.content), self._text(message.reasoning)
+
+class _Reading:
+    """Redacts the texts of one request, which share a deadline. Raises TimeoutError after it."""
+
+    def __init__(self, rules: Sequence[tuple[Any, str]], deadline: float) -> None:
+        self._rules = rules
+        self._deadline = deadline  # by time.monotonic()
+
+    def message(self, message: Message) -> Message:
+        """Return a message without the text that matches."""
+        content, reasoning = self.text(message.content), self.text(message.reasoning)
         calls = tuple(
             call
             if (text := self._arguments(call.arguments)) == call.arguments
@@ -79,6 +92,16 @@ class Redaction:
             return message
         return replace(message, content=content, reasoning=reasoning, tool_calls=calls, volatile=())
 
+    def text(self, text: str) -> str:
+        """Return a text without what matches."""
+        for pattern, name in self._rules:
+            if text:
+                left_s = self._deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError
+                text = pattern.sub(name, text, timeout=left_s, concurrent=True)
+        return text
+
     def _arguments(self, text: str) -> str:
         """Redact the values of a call's arguments, because escapes of JSON would hide what is beside them.
 
@@ -87,27 +110,21 @@ class Redaction:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
-            return self._text(text)
+            return self.text(text)
         redacted = self._value(value)
         return text if redacted == value else json.dumps(redacted, ensure_ascii=False)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, dict):
-            return {self._text(name): self._value(of) for name, of in value.items()}
+            return {self.text(name): self._value(of) for name, of in value.items()}
         if isinstance(value, list):
             return [self._value(of) for of in value]
         if isinstance(value, str):
-            return self._text(value)
+            return self.text(value)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            text = self._text(str(value))  # a number may be that of a card
+            text = self.text(str(value))  # a number may be that of a card
             return value if text == str(value) else text
         return value
-
-    def _text(self, text: str) -> str:
-        for pattern, name in self._rules:
-            if text:
-                text = pattern.sub(name, text, timeout=_LONGEST_S, concurrent=True)
-        return text
 
 
 def redaction_of(patterns: Mapping[str, str]) -> Redaction | None:

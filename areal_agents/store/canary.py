@@ -1,5 +1,4 @@
-"""The canary: which version is a candidate, what became of it, the scores it is judged by, and orders of the
-operator.
+"""The canary: which version is a candidate, its scores and its verdict, and the orders of the operator.
 
 At most one version is a candidate. Its row is the truth: replicas of the canary serve it as long as it is
 one, and all replicas serve the newest of the other versions. A verdict and what follows from it are one

@@ -65,6 +65,7 @@ class PostgresBackend:
         self._notify = f"NOTIFY {channel}"
         self._listener = _Listener(self._engine, channel)
         self._writer: sa.Connection | None = None
+        self._writer_retry = Retry(self._shown)  # of all writes, so that they do not wait one after another
         self._own_commits = 0
 
     def open(self) -> None:
@@ -106,7 +107,6 @@ class PostgresBackend:
         If the connection is lost, `work` runs again in a new transaction, unless the lost one turns out to
         have been committed.
         """
-        retry = Retry(self._shown)
         unanswered: tuple[int, T] | None = None  # a transaction whose COMMIT was sent, and what it did
         while True:
             try:
@@ -126,7 +126,7 @@ class PostgresBackend:
                     driver_of(self._writer).execute("ROLLBACK")
                     raise
                 self._discard_writer()
-                retry.after(error)
+                self._writer_retry.after(error)
 
     def commits(self) -> int:
         """Return a number that changes with any commit by any process."""
@@ -155,16 +155,24 @@ class PostgresBackend:
 
     def _done(self, result: T) -> T:
         self._own_commits += 1
+        self._writer_retry.succeeded()
         return result
 
 
 class Retry:
-    """How long a server may be away: `after` waits for a while, and in the end raises the error."""
+    """How long a server may be away: `after` waits for a while, and in the end raises the error.
+
+    Once it has raised, it raises at every failure until an attempt has `succeeded`.
+    """
 
     def __init__(self, shown: str) -> None:
         self._shown = shown
         self._began: float | None = None
         self._pause_s = _FIRST_RETRY_S
+
+    def succeeded(self) -> None:
+        """Forget earlier failures."""
+        self._began, self._pause_s = None, _FIRST_RETRY_S
 
     def after(self, error: Exception) -> None:
         """Wait before the next attempt. Raises StoreError if the server has been away for too long."""
@@ -249,7 +257,7 @@ def shown(url: str) -> str:
 
 
 def schema_of(url: str) -> str:
-    """Return the name of the schema that is the store. Raises StoreError if it is no plain name."""
+    """Return the name of the schema that is the store. Raises StoreError if it is not a plain name."""
     given = sa.make_url(url).query.get("schema", DEFAULT_SCHEMA)
     if not isinstance(given, str) or not _SCHEMA_NAME.fullmatch(given):
         raise StoreError(

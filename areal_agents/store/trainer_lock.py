@@ -16,6 +16,7 @@ import fcntl
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -64,10 +65,11 @@ class Locks(Protocol):
 
 
 class TrainerLock:
-    """The right to lease the groups of a store. It is held from `take` until `release`."""
+    """The right to lease the groups of a store. It is held from `take` until `release`. Thread-safe."""
 
     def __init__(self, locks: Locks) -> None:
         self._locks = locks
+        self._mutex = threading.RLock()  # a thread that writes folders may find a lost session too
         self._held: Held | None = None
         self._was_taken = False  # and not released since; a session may be lost, and the lock with it
         self.holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
@@ -88,6 +90,10 @@ class TrainerLock:
             Conflict: another process holds the lock, and the message says which; or a check takes too long;
                 or the session that held it was lost, and another process has been the trainer since.
         """
+        with self._mutex:
+            self._take(wait_s)
+
+    def _take(self, wait_s: float) -> None:
         if self._held is not None and self._held.is_held():
             return
         if self._held is not None:
@@ -156,15 +162,17 @@ class TrainerLock:
 
     def release(self) -> None:
         """Release the lock, so that another trainer can take it. Idempotent."""
-        self._was_taken = False
-        if self._held is not None:
-            self._held.release()
-            self._held = None
+        with self._mutex:
+            self._was_taken = False
+            if self._held is not None:
+                self._held.release()
+                self._held = None
 
     def take_back(self) -> None:
         """Take the lock again if this object had it and its session was lost; see `take`."""
-        if self._was_taken:
-            self.take()
+        with self._mutex:
+            if self._was_taken:
+                self._take(0.0)
 
     def check(self, connection: sa.Connection) -> None:
         """Raise Conflict if this object held the lock, and another process has taken it since.
@@ -237,7 +245,7 @@ class PostgresLocks:
 
     def __init__(self, url: str) -> None:
         schema = schema_of(url)
-        # A trainer may train for long without a word, and keeps its lock.
+        # A trainer may train for a long time without using the session, and keeps its lock.
         self._engine = engine_of(url, is_pooled=False).execution_options(isolation_level="AUTOCOMMIT")
         self._keys = {name: advisory_key(schema, name) for name in ("trainer", "trainer-door", "run")}
         self._writers = advisory_key(schema, "writer")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -36,20 +38,22 @@ def test_a_restart_of_the_server_loses_and_repeats_nothing(
 ) -> None:
     with Store.open(server.new_store()) as store:
         open_episode(store, "e")
-        futures = []
-        stopped = threading.Event()
+        halfway = threading.Event()
 
-        def restart() -> None:
+        def write() -> list[Future[None]]:
+            futures = []
+            for index in range(2000):
+                futures.append(store.add_turn("e", make_turn(f"t{index}")))
+                if index == 500:
+                    halfway.set()
+            return futures
+
+        with ThreadPoolExecutor(1) as thread:
+            writing = thread.submit(write)
+            assert halfway.wait(60)
             server.stop(how)
             server.start()
-            stopped.set()
-
-        restarting = threading.Thread(target=restart)
-        for index in range(2000):
-            futures.append(store.add_turn("e", make_turn(f"t{index}")))
-            if index == 500:
-                restarting.start()
-        restarting.join()
+            futures = writing.result()
         for future in futures:
             future.result(timeout=60)
         cursor = store.cursor()
@@ -105,6 +109,25 @@ def test_a_transaction_that_was_lost_before_its_commit_is_repeated(server: Postg
             return len(runs)
 
         assert store._database.submit(job).result(timeout=60) == 2
+
+
+def test_writes_do_not_wait_for_a_server_one_after_another(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are queued behind the first, which are several batches."""
+    monkeypatch.setattr("areal_agents.store.postgres._LOST_S", 4.0)
+    with Store.open(server.new_store()) as store:
+        open_episode(store, "e")
+        server.stop(signal.SIGQUIT)
+        began = time.monotonic()
+        futures = [store.add_turn("e", make_turn(f"t{index}")) for index in range(2000)]
+        for future in futures:
+            with pytest.raises(StoreError, match="could not be reached"):
+                future.result(timeout=60)
+        assert time.monotonic() - began < 24  # eight batches would take 32 s, one after another
+        server.start()
+        store.add_turn("e", make_turn("later")).result(timeout=60)
+        assert [turn.id for turn in store.load_episode("e").turns] == ["later"]
 
 
 def test_a_connection_that_breaks_inside_a_statement_is_replaced(server: PostgresServer) -> None:
@@ -167,6 +190,17 @@ def test_a_trainer_takes_its_lost_session_back(server: PostgresServer) -> None:
         server.start()
         assert store.lease_group_ids(1, step=2) == ["h@0"]
         store.mark_trained(["g@0"], step=1, version=1)
+
+
+def test_threads_of_a_trainer_take_its_lost_session_back_together(server: PostgresServer) -> None:
+    with Store.open(server.new_store()) as store:
+        store.become_trainer()
+        server.stop(signal.SIGQUIT)
+        server.start()
+        with ThreadPoolExecutor(4) as threads:
+            writes = [threads.submit(store.commit_checkpoint, step) for step in range(4)]
+        for write in writes:
+            write.result()
 
 
 def test_stores_of_one_database_are_apart(postgres: PostgresServer) -> None:

@@ -143,6 +143,20 @@ def test_the_last_and_the_best_are_kept_and_nothing_unfinished_is_found(
     assert written == [2, 3, 9, 10, 11, 12]  # each only once it had its name
 
 
+def test_a_protected_checkpoint_outlasts_later_ones(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
+    run = Run(model_folder, group)
+    checkpoints = Checkpoints(tmp_path, group, keep=1)
+    checkpoints.protect(1)
+    for step in (1, 2, 3):
+        checkpoints.save(run.parts, TrainingProgress(step, step))
+    checkpoints.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-3"]
+    checkpoints.protect(3)
+    checkpoints.save(run.parts, TrainingProgress(4, 4))
+    checkpoints.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-4"]
+
+
 def test_a_damaged_older_checkpoint_ends_no_run(
     model_folder: Path, tmp_path: Path, group: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:

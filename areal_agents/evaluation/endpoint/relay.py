@@ -396,7 +396,7 @@ def _refuse_over_limit(episode: RelayedEpisode) -> None:
 
 
 def _called(reply: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the tools that a reply calls; what is no call of a function is left out."""
+    """Yield the names of the tools that a reply calls; calls of other kinds are left out."""
     for call in reply.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):

@@ -1,1 +1,1 @@
-"""The canary of a trainer: candidates, what is known of them, and what becomes of them."""
+"""The canary of a trainer: candidates, their scores, and the verdicts on them."""

@@ -27,8 +27,8 @@ from areal_agents.training.publish.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 1.0  # interval between looks at the comparison and at a stop, unless the store changes
-_LEAST_POLL_S = 0.2  # and the shortest one, because a look reads all conversations of the comparison
+_POLL_S = 1.0  # longest interval between evaluations of the comparison, and checks for a stop
+_LEAST_POLL_S = 0.2  # the shortest one, because each evaluation reads all conversations of the comparison
 
 
 @dataclass(eq=False)
@@ -56,6 +56,9 @@ class Canary:
     candidate: VersionRow | None
     is_comparing: bool
     is_saved: bool
+
+    def __post_init__(self) -> None:
+        self.checkpoints.protect(self.stable_step)
 
     def serve_again(self) -> None:
         """Swap in what the store says once more, after a resume: the trainer may have died before a swap.
@@ -108,6 +111,7 @@ class Canary:
         else:
             progress = self._roll_back(judgement, progress)
         self.stable_step, self.candidate, self.is_comparing = progress.step, None, False
+        self.checkpoints.protect(self.stable_step)
         return progress
 
     def _begin(self, candidate: VersionRow) -> None:

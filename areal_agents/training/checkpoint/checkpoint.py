@@ -93,6 +93,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo")
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._protected: int | None = None
         if ranks.is_first:
             for left in folder.glob(".step-*.tmp"):  # left by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
@@ -123,6 +124,10 @@ class Checkpoints:
         if self._wait:
             self.finish()
         return path
+
+    def protect(self, step: int) -> None:
+        """Keep the checkpoint of `step` until this is called with another step, whatever `keep` says."""
+        self._protected = step
 
     def finish(self) -> None:
         """Wait until nothing is being written. Raises TrainingError if writing failed."""
@@ -160,12 +165,13 @@ class Checkpoints:
             raise TrainingError(f"cannot write the checkpoint {path}: {error}") from error
 
     def _forget(self) -> None:
-        """Remove all checkpoints except the latest and the best ones."""
+        """Remove all checkpoints except the latest, the best and the protected ones."""
         steps = complete_steps(self._folder)
         scores = {step: self._rating(step) for step in steps}
         rated = {step: score for step, score in scores.items() if score is not None}
         best = sorted(rated, key=lambda step: (rated[step], step), reverse=True)
-        for step in set(steps) - set(steps[-self._keep :]) - set(best[: self._keep_best]):
+        kept = {*steps[-self._keep :], *best[: self._keep_best], self._protected}
+        for step in set(steps) - kept:
             shutil.rmtree(self._folder / f"step-{step}")
 
     def _rating(self, step: int) -> float | None:
