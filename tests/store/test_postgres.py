@@ -179,6 +179,24 @@ def test_a_trainer_that_lost_its_session_to_another_writes_nothing_more(server: 
             with pytest.raises(Conflict, match="is (training on|the trainer of)"):
                 write()
         assert second.lease_group_ids(1, step=1) == ["g@0"]
+        second.close()  # it has been the trainer, so the first one is none any more, although the lock is free
+        with pytest.raises(Conflict, match="has been its trainer since"):
+            first.commit_checkpoint(1)
+
+
+def test_a_write_that_was_under_way_when_the_session_was_lost_is_refused(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock was there when the write was queued, and is another trainer's when it runs."""
+    url = server.new_store()
+    with Store.open(url) as first, Store.open(url) as second:
+        first.become_trainer()
+        server.stop()
+        server.start()
+        second.become_trainer(wait_s=5)
+        monkeypatch.setattr(first._trainer, "take_back", lambda: None)
+        with pytest.raises(Conflict, match="is the trainer of"):
+            first.commit_checkpoint(1)
 
 
 def test_a_trainer_takes_its_lost_session_back(server: PostgresServer) -> None:
