@@ -179,7 +179,7 @@ def test_a_trainer_that_lost_its_session_to_another_writes_nothing_more(server: 
             with pytest.raises(Conflict, match="is (training on|the trainer of)"):
                 write()
         assert second.lease_group_ids(1, step=1) == ["g@0"]
-        second.close()  # it has been the trainer, so the first one is none any more, although the lock is free
+        second.close()  # the lock is free now, but another trainer has been there
         with pytest.raises(Conflict, match="has been its trainer since"):
             first.commit_checkpoint(1)
 
