@@ -105,7 +105,7 @@ def test_orders_reach_the_store(folder: RunFolder) -> None:
 
 
 def test_other_folders_are_refused(folder: RunFolder, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder of a run"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         online("status", str(tmp_path))
     folder.config.write_text(folder.config.read_text().replace("traffic: true", "path: x.jsonl"))
     with pytest.raises(ConfigError):
