@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "sockets",
     },
     "algorithms": {"core", "errors"},
+    "cluster": {"core", "errors", "extras", "launch", "process_control", "sockets", "store", "whole_files"},
     "store": {"core", "errors", "extras", "lazy_imports", "whole_files"},
     "telemetry": {"core", "errors", "extras"},
     "testing": {"core", "errors", "inference", "process_control", "sockets"},

@@ -18,6 +18,7 @@ from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstima
 from areal_agents.algorithms.losses.correction import NoCorrection
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.replay import NoReplay
+from areal_agents.cluster.config import ClusterConfig
 from areal_agents.config.environment import with_environment
 from areal_agents.config.profiles import with_profile
 from areal_agents.core.settings import Settings
@@ -126,6 +127,7 @@ class Config(Settings):
     proxy: ProxyConfig = Field(default_factory=ProxyConfig)
     store: StoreConfig = Field(default_factory=StoreConfig)
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
     @field_validator("name")
     @classmethod

@@ -235,11 +235,12 @@ def created_or_found(connection: sa.Connection, url: str) -> str | None:
 
 
 def add_columns(connection: sa.Connection) -> None:
-    """Add the columns that releases after the one that created the tables write.
+    """Add the tables and columns that releases after the one that created the store write.
 
-    These columns are nullable, so that neither release misreads what the other wrote, and the schema keeps
+    The columns are nullable, so that neither release misreads what the other wrote, and the schema keeps
     its number. Any other change of the schema is a migration.
     """
+    metadata.create_all(connection)
     inspector = sa.inspect(connection)
     for table in metadata.sorted_tables:
         known = {column["name"] for column in inspector.get_columns(table.name)}

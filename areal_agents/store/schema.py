@@ -1,5 +1,5 @@
 """The tables of the store. Each has one writer: the proxy writes tasks, groups, episodes, turns and rewards;
-the trainer writes leases, versions and checkpoints.
+the trainer writes leases, versions and checkpoints; each process of a cluster writes its own row of roles.
 
 The state of a group is therefore in two tables. `groups.state` is pending, complete or dropped; once the
 trainer takes the group, its row of use 0 in `leases` (leased, trained or dropped) takes precedence.
@@ -152,4 +152,19 @@ checkpoints = sa.Table(
     metadata,
     sa.Column("step", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("created_at", sa.Float, nullable=False),
+)
+
+# One row for each process of a run that is started on several machines, see roles.py.
+roles = sa.Table(
+    "roles",
+    metadata,
+    sa.Column("role", sa.Text, primary_key=True),  # supervisor | engine | proxy | rollout | trainer
+    sa.Column("index", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("epoch", sa.Integer, nullable=False),  # counts the processes that have had the place
+    sa.Column("state", sa.Text, nullable=False),  # running | ended
+    sa.Column("url", sa.Text),  # where the others reach it; null: it is not reached, or not yet
+    sa.Column("host", sa.Text, nullable=False),
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("started_at", sa.Float, nullable=False),  # by the clock of the database, as beat_at
+    sa.Column("beat_at", sa.Float, nullable=False),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,7 @@ from areal_agents.store import (
     reads,
     retention,
     rewards,
+    roles,
     versions,
     waiting,
 )
@@ -34,6 +36,7 @@ from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
 from areal_agents.store.database import Database, Job, T
 from areal_agents.store.episodes import SealedStatus
+from areal_agents.store.roles import Role, RoleRow
 from areal_agents.store.rows import (
     Activity,
     EndedEpisode,
@@ -376,6 +379,34 @@ class Store:
     def give_order(self, version: int, order: canary.Order) -> None:
         """Order what becomes of the candidate. Conflict if `version` is not the candidate."""
         self._database.submit(lambda c: canary.give_order(c, version, order)).result()
+
+    # -- each process of a cluster writes its own place ----------------------------------------
+
+    def claim_role(self, role: Role, index: int, *, host: str, pid: int, is_gone: bool = False) -> RoleRow:
+        """Take a place in the run, see `roles.claim`. Conflict if another process has it."""
+        job = partial(roles.claim, role=role, index=index, host=host, pid=pid, is_gone=is_gone)
+        return self._database.submit(job).result()
+
+    def beat_role(self, role: Role, index: int, epoch: int, *, url: str | None) -> bool:
+        """Write a heartbeat and the address; return whether the place is still that of this process."""
+        job = partial(roles.beat, role=role, index=index, epoch=epoch, url=url)
+        return self._database.submit(job).result()
+
+    def leave_role(self, role: Role, index: int, epoch: int) -> None:
+        """Leave a place in the run; no effect if another process has it."""
+        self._database.submit(partial(roles.leave, role=role, index=index, epoch=epoch)).result()
+
+    def write_run(self, record: dict[str, Any]) -> None:
+        """Write what each process of a run on several machines reads first."""
+        self._database.submit(lambda c: roles.write_run(c, record)).result()
+
+    def read_run(self) -> dict[str, Any]:
+        """Return what `write_run` wrote. NotFound if no such run was started on the store."""
+        return self._database.query(roles.read_run)
+
+    def role_rows(self, role: Role | None = None) -> list[RoleRow]:
+        """Return the places of a role, or of all roles, by role and index."""
+        return self._database.query(lambda c: roles.all_of(c, role))
 
     # -- everybody reads ----------------------------------------------------------------------
 

@@ -1,0 +1,25 @@
+"""The section `cluster` of a configuration: how many processes of each role run, and where."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from areal_agents.core.settings import Settings
+
+
+class ClusterConfig(Settings):
+    """A run on several machines, as `areal-agents train --launcher` starts it.
+
+    The engines are engine.replicas, and the machines of the trainer trainer.nodes.
+    """
+
+    proxies: int = Field(
+        default=1, ge=1, le=64, description="Number of proxies, each a process on any machine."
+    )
+    rollouts: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Number of rollout processes, which share the groups and run the agents.",
+    )
+    gpus_per_node: int = Field(default=8, ge=0, le=16, description="GPUs of each machine; 0: there are none.")

@@ -1,0 +1,94 @@
+"""Places of the processes of a cluster: one holder each, told by the clock of the database."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import sqlalchemy as sa
+
+from areal_agents.store import Conflict, NotFound, Store
+from areal_agents.store.roles import DEAD_AFTER_S
+from areal_agents.store.schema import roles
+
+
+def test_a_place_has_one_process_until_it_leaves_it(url: str) -> None:
+    with Store.open(url) as store:
+        first = store.claim_role("engine", 1, host="a", pid=10)
+        assert (first.epoch, first.url, first.is_alive) == (1, None, True)
+        with pytest.raises(Conflict, match="engine 1 of this run is running: process 10 on a"):
+            store.claim_role("engine", 1, host="b", pid=20)
+        assert store.claim_role("engine", 0, host="b", pid=20).epoch == 1
+        assert store.beat_role("engine", 1, first.epoch, url="http://a:1")
+        assert [(row.index, row.url) for row in store.role_rows("engine")] == [(0, None), (1, "http://a:1")]
+        store.leave_role("engine", 1, first.epoch)
+        assert [(row.url, row.is_alive) for row in store.role_rows("engine")] == [(None, True), (None, False)]
+        assert store.claim_role("engine", 1, host="b", pid=20).epoch == 2
+
+
+def test_a_process_whose_place_was_taken_learns_it(url: str) -> None:
+    with Store.open(url) as store:
+        first = store.claim_role("proxy", 0, host="a", pid=10)
+        _let_time_pass(url, DEAD_AFTER_S + 1)
+        second = store.claim_role("proxy", 0, host="b", pid=20)
+        assert not store.beat_role("proxy", 0, first.epoch, url="http://a:1")
+        store.leave_role("proxy", 0, first.epoch)
+        [row] = store.role_rows("proxy")
+        assert (row.epoch, row.host, row.url, row.is_alive) == (second.epoch, "b", None, True)
+
+
+def test_a_process_that_is_known_to_be_gone_need_not_grow_old(url: str) -> None:
+    with Store.open(url) as store:
+        store.claim_role("rollout", 0, host="a", pid=10)
+        assert store.claim_role("rollout", 0, host="a", pid=20, is_gone=True).epoch == 2
+
+
+def test_of_many_claims_at_once_one_succeeds(url: str) -> None:
+    won: list[int] = []
+    barrier = threading.Barrier(4)
+
+    def claim(number: int) -> None:
+        with Store.open(url) as store:
+            barrier.wait(30)
+            try:
+                store.claim_role("trainer", 0, host="a", pid=number)
+            except Conflict:
+                return
+            won.append(number)
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(won) == 1
+
+
+def test_the_record_of_the_run_is_replaced(url: str) -> None:
+    with Store.open(url) as store:
+        with pytest.raises(NotFound, match="no run on several machines"):
+            store.read_run()
+        store.write_run({"id": "a"})
+        store.write_run({"id": "b"})
+        assert store.read_run() == {"id": "b"}
+
+
+def test_a_store_of_an_earlier_release_gets_the_table(url: str) -> None:
+    with Store.open(url):
+        pass
+    _execute(url, "DROP TABLE roles")
+    with Store.open(url) as store:
+        assert store.claim_role("engine", 0, host="a", pid=10).epoch == 1
+
+
+def _let_time_pass(url: str, seconds: float) -> None:
+    _execute(url, sa.update(roles).values(beat_at=roles.c.beat_at - seconds))
+
+
+def _execute(url: str, statement: str | sa.Executable) -> None:
+    from areal_agents.store.postgres import engine_of, is_postgres
+
+    engine = engine_of(url) if is_postgres(url) else sa.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text(statement) if isinstance(statement, str) else statement)
+    engine.dispose()
