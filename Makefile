@@ -24,9 +24,10 @@ INTEGRATIONS := .venv-integrations
 BROWSER := .venv-browser
 DOCS := .venv-docs
 DOCKER_ENGINE := .docker-engine
+SLURM := slurmctld slurmd slurm-client munge
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
+.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-cluster cluster-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,7 +51,7 @@ demo-games: setup $(ENVIRONMENTS)/.installed ## Train one small model on three g
 	$(ENVIRONMENTS)/bin/python -m areal_agents.cli train examples/games/config.yaml --fresh seed=$(SEED)
 
 test: setup ## Run the test suite, in three processes, since many tests wait (WORKERS=1: in one).
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not cluster" -n $(WORKERS) --dist loadfile
 
 test-all: setup ## Run the test suite with its long forms, and property tests on examples that are new.
 	$(BIN)/python -m pytest --hypothesis-profile=new
@@ -189,6 +190,14 @@ test-docker: setup ## Run the tests of sandboxes in containers, with a Docker en
 	tools/with_docker.sh $(DOCKER_ENGINE) $(BIN)/python -m pytest -k docker -rs tests/sandbox \
 		tests/rollout/test_modes.py tests/rollout/test_mode_failures.py tests/environments/test_harbor.py \
 		tests/rollout/test_cli_agent.py
+
+test-cluster: setup ## Run the tests that need the programs of a cluster; without these they are skipped.
+	$(BIN)/python -m pytest -m cluster -rs $$(grep -rl --include='test_*.py' 'mark\.cluster' tests)
+
+cluster-tools: ## Install Slurm, for root on Debian and Ubuntu; else say how.
+	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
+		then apt-get install -y -qq $(SLURM) >/dev/null || { apt-get update -qq && apt-get install -y -qq $(SLURM) >/dev/null; }; \
+		else echo "Slurm is not installed, so its tests are skipped; as root on Debian: apt-get install $(SLURM)"; fi
 
 chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
 	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json
