@@ -14,7 +14,7 @@ from areal_agents.errors import ConfigError
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "proxy": (
-        "aiohttp", "docstring_parser", "fastokens", "httptools", "jinja2", "numpy", "openai",
+        "aiohttp", "alembic", "docstring_parser", "fastokens", "httptools", "jinja2", "numpy", "openai",
         "orjson",
         "prometheus_client", "regex", "renderers", "rich", "sqlalchemy", "starlette", "tokenizers", "typer",
         "uvicorn", "uvloop", "websockets", "yaml",

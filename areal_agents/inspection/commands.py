@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from areal_agents.inspection.export import Format
 
 Where = Annotated[
-    str, typer.Argument(help="A run's folder, a store file, or the URL of a proxy.", metavar="WHERE")
+    str,
+    typer.Argument(
+        help="A run's folder, a store file, or the URL of a store in PostgreSQL or of a proxy.",
+        metavar="WHERE",
+    ),
 ]
 AdminKey = Annotated[
     str | None, typer.Option(help="Admin key of the proxy.", envvar="AREAL_AGENTS_ADMIN_KEY")

@@ -17,9 +17,11 @@ from areal_agents.launch.run_folder import RunFolder
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.episodes.control_forms import describe
 from areal_agents.store import Store
+from areal_agents.store.postgres import is_postgres, schema_exists
+from areal_agents.store.urls import shown_store
 
 _OF_A_RERUN = ("run", "store", "step", "until", "changes", "new_rewards")
-HERE = "give a run's folder, a store file, or the URL of a proxy"
+HERE = "give a run's folder, a store file, the URL of a store in PostgreSQL, or that of a proxy"
 
 
 class Source(Protocol):
@@ -84,7 +86,7 @@ def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
     """Open a place that has episodes.
 
     Args:
-        where: a run's folder, a store file, or the URL of a proxy.
+        where: a run's folder, a store file, the URL of a store in PostgreSQL, or that of a proxy.
         admin_key: the admin key of a proxy that needs one.
 
     Raises:
@@ -102,16 +104,14 @@ def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
                     f"in endpoints.json of its folder, which can be given in place of the URL ({error})"
                 ) from error
         return
-    path = Path(where)
-    folder = RunFolder(path) if path.is_dir() else None
-    file = _store_of(folder) if folder is not None else path
+    folder, file = _found(where)
     with _open(file) as store:
 
         def give(episode_id: str, value: RewardValue, name: str) -> None:
             if folder is None:
                 raise ConfigError(
-                    f"rewards are written by the proxy that owns {file}; give its URL instead of the file "
-                    "(areal-agents serve prints it)"
+                    f"rewards are written by the proxy that owns {shown_store(file)}; give its URL instead "
+                    "of the store (areal-agents serve prints it)"
                 )
             _refuse_rerun(folder, where)
             _reward_in_run(folder, store, file, episode_id, value, name)
@@ -124,16 +124,15 @@ def stored(where: str) -> Iterator[tuple[Store, dict[str, Any]]]:
     """Open a store to read it, with the configuration of the run that it belongs to; {} for a store alone.
 
     Args:
-        where: a run's folder, or a store file.
+        where: a run's folder, a store file, or the URL of a store in PostgreSQL.
 
     Raises:
         ConfigError: there is no such store.
     """
-    path = Path(where)
-    folder = RunFolder(path) if path.is_dir() else None
     if where.startswith(("http://", "https://")):
         raise ConfigError(f"{where} is a proxy; give the folder of its run, or its store file")
-    with _open(_store_of(folder) if folder is not None else path) as store:
+    folder, file = _found(where)
+    with _open(file) as store:
         has_config = folder is not None and folder.config.is_file()
         yield store, config_of_run(folder) if folder is not None and has_config else {}
 
@@ -231,7 +230,18 @@ def _refuse_rerun(folder: RunFolder, where: str) -> None:
         raise ConfigError(f"{where} is a rerun and has no episodes of its own; name {rerun['run']}")
 
 
+def _found(where: str) -> tuple[RunFolder | None, Path | str]:
+    """Return the folder of the run at a place, if it is one, and its store."""
+    if is_postgres(where):
+        return None, where
+    path = Path(where)
+    folder = RunFolder(path) if path.is_dir() else None
+    return folder, path if folder is None else _store_of(folder)
+
+
 def _open(file: Path | str) -> Store:
+    if isinstance(file, str) and is_postgres(file) and not schema_exists(file):  # opening it would create it
+        raise ConfigError(f"there is no store {shown_store(file)}; {HERE}")
     if not isinstance(file, str) and not file.is_file():
         raise ConfigError(f"there is no store {file}; {HERE}")
     if not isinstance(file, str) and file.stat().st_size == 0:  # opening it would write a store into it

@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeVar
 import sqlalchemy as sa
 
 from areal_agents.errors import StoreError
-from areal_agents.store.schema import SCHEMA_VERSION, metadata, store_meta
 
 T = TypeVar("T")
 Job = Callable[[sa.Connection], T]
@@ -213,41 +212,6 @@ class Database:
             translated.__cause__ = error
             return translated
         return error
-
-
-def created_or_found(connection: sa.Connection, url: str) -> str | None:
-    """Return the schema number of the store; create the tables if there are none.
-
-    Raises StoreError if the database has tables that are not those of a store.
-    """
-    names = set(sa.inspect(connection).get_table_names())
-    if not names:
-        metadata.create_all(connection)
-        connection.execute(sa.insert(store_meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
-        return str(SCHEMA_VERSION)
-    if store_meta.name not in names:
-        raise StoreError(
-            f"{url} is not a store of areal-agents (it has the tables {sorted(names)}); give another path"
-        )
-    return connection.execute(
-        sa.select(store_meta.c.value).where(store_meta.c.key == "schema_version")
-    ).scalar_one_or_none()
-
-
-def add_columns(connection: sa.Connection) -> None:
-    """Add the tables and columns that releases after the one that created the store write.
-
-    The columns are nullable, so that neither release misreads what the other wrote, and the schema keeps
-    its number. Any other change of the schema is a migration.
-    """
-    metadata.create_all(connection)
-    inspector = sa.inspect(connection)
-    for table in metadata.sorted_tables:
-        known = {column["name"] for column in inspector.get_columns(table.name)}
-        for column in table.columns:
-            if column.name not in known and column.nullable:
-                kind = column.type.compile(connection.dialect)
-                connection.exec_driver_sql(f'ALTER TABLE {table.name} ADD COLUMN "{column.name}" {kind}')
 
 
 def driver_of(connection: sa.Connection) -> Any:

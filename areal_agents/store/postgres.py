@@ -23,9 +23,10 @@ import sqlalchemy as sa
 
 from areal_agents.errors import StoreError
 from areal_agents.extras import require
+from areal_agents.store import migrations
 from areal_agents.store.config import Durability
-from areal_agents.store.database import Job, T, add_columns, created_or_found, driver_of
-from areal_agents.store.schema import SCHEMA_VERSION
+from areal_agents.store.database import Job, T, driver_of
+from areal_agents.store.schema import SCHEMA_VERSION, alembic_version
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ DEFAULT_SCHEMA = "areal_agents"
 
 _LOST_S = 60.0  # how long the server may be away before a read or a write fails
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
+_OTHERS_S = 10.0  # longest wait of a migration for other processes to close the store
 _LISTEN_S = 1.0  # how often the listening thread looks whether it should end
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
 # Both sides notice within 25 seconds that the other side, or the network, has gone.
@@ -61,26 +63,24 @@ class PostgresBackend:
             isolation_level="REPEATABLE READ", postgresql_readonly=True
         )
         self._lock_key = advisory_key(self._schema, "writer")
+        self._users_key = advisory_key(self._schema, "users")
         channel = f"areal_agents_{zlib.crc32(self._schema.encode()):08x}"
         self._notify = f"NOTIFY {channel}"
-        self._listener = _Listener(self._engine, channel)
+        self._listener = _Listener(self._engine, channel, self._users_key)
         self._writer: sa.Connection | None = None
         self._writer_retry = Retry(self._shown)  # of all writes, so that they do not wait one after another
         self._own_commits = 0
 
     def open(self) -> None:
-        """Create the schema and its tables, or check them. Raises StoreError."""
+        """Create the schema and its tables, or check and migrate them. Raises StoreError."""
         try:
             with self._engine.begin() as connection:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({self._lock_key})")
                 connection.exec_driver_sql(f'CREATE SCHEMA IF NOT EXISTS "{self._schema}"')
-                found = created_or_found(connection, self._shown)
-                if found != str(SCHEMA_VERSION):
-                    raise StoreError(
-                        f"{self._shown} was written with store schema {found}, and this release reads "
-                        f"{SCHEMA_VERSION}; use the release that wrote it, or give another schema=…"
-                    )
-                add_columns(connection)
+                schema = migrations.created_or_found(connection, self._shown)
+                if schema != SCHEMA_VERSION:
+                    self._exclude_others(connection)
+                    migrations.migrate(connection, schema)
         except sa.exc.DBAPIError as error:
             raise StoreError(f"cannot open the store {self._shown}: {error.orig}") from error
         self._listener.start()
@@ -111,7 +111,7 @@ class PostgresBackend:
         while True:
             try:
                 if self._writer is None:
-                    self._writer = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+                    self._writer = self._connected_writer()
                 driver = driver_of(self._writer)
                 number = self._begin(driver)  # the lost transaction has ended: it had the lock
                 if unanswered is not None and _is_committed(driver, unanswered[0]):
@@ -125,6 +125,8 @@ class PostgresBackend:
                 if self._writer is not None and not _is_lost(self._writer):
                     driver_of(self._writer).execute("ROLLBACK")
                     raise
+                if self._writer is None and isinstance(error, StoreError):
+                    raise
                 self._discard_writer()
                 self._writer_retry.after(error)
 
@@ -137,6 +139,33 @@ class PostgresBackend:
         self._discard_writer()
         self._listener.close()
         self._engine.dispose()
+
+    def _exclude_others(self, connection: sa.Connection) -> None:
+        """Wait until no other process has the store open, and let none open it in this transaction."""
+        deadline = time.monotonic() + _OTHERS_S
+        lock = f"SELECT pg_try_advisory_xact_lock({self._users_key})"
+        while not connection.exec_driver_sql(lock).scalar_one():
+            if time.monotonic() >= deadline:
+                raise StoreError(
+                    f"{self._shown} was written by an earlier release and must be migrated, but another "
+                    "process has it open; end every process that uses this store, then start again"
+                )
+            time.sleep(_FIRST_RETRY_S)
+
+    def _connected_writer(self) -> sa.Connection:
+        """Connect. Raises StoreError if a newer release has migrated the store since it was opened."""
+        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        try:
+            [found] = connection.execute(sa.select(alembic_version.c.version_num)).scalars()
+            if found != str(SCHEMA_VERSION):
+                raise StoreError(
+                    f"a newer release has migrated {self._shown} to store schema {found}, while this process "
+                    f"had lost its connection; this release writes {SCHEMA_VERSION}"
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def _discard_writer(self) -> None:
         if self._writer is not None:
@@ -192,11 +221,15 @@ class Retry:
 
 
 class _Listener:
-    """Counts the notifications of commits, on a thread with a connection of its own."""
+    """Counts the notifications of commits, on a thread with a connection of its own.
 
-    def __init__(self, engine: sa.Engine, channel: str) -> None:
+    The session of this connection also has the lock of the store's users, which a migration waits for.
+    """
+
+    def __init__(self, engine: sa.Engine, channel: str, users_key: int) -> None:
         self._engine = engine
         self._channel = channel
+        self._users_key = users_key
         self._ended, self._listens = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-listener", daemon=True)
         self.heard = 0
@@ -221,6 +254,7 @@ class _Listener:
         while not self._ended.is_set():
             try:
                 with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                    connection.exec_driver_sql(f"SELECT pg_advisory_lock_shared({self._users_key})")
                     connection.exec_driver_sql(f"LISTEN {self._channel}")
                     self.heard += 1  # there may have been commits while nobody listened
                     self._listens.set()

@@ -18,8 +18,9 @@ import orjson
 import sqlalchemy as sa
 
 from areal_agents.errors import StoreError
+from areal_agents.store import migrations
 from areal_agents.store.postgres import engine_of, is_postgres, schema_exists, schema_of
-from areal_agents.store.schema import SCHEMA_VERSION, metadata, store_meta
+from areal_agents.store.schema import SCHEMA_VERSION, store_meta
 from areal_agents.store.urls import shown_store, store_path
 
 _BUSY_TIMEOUT_S = 2.0
@@ -105,29 +106,19 @@ class ReadOnlyStore:
             return engine
 
     def _check(self, connection: sa.Connection) -> None:
-        """Raise StoreError unless the file is a store of this release with every column of its tables."""
-        inspector = sa.inspect(connection)
-        if store_meta.name not in inspector.get_table_names():
+        """Raise StoreError unless it is a store with the schema of this release."""
+        tables = set(sa.inspect(connection).get_table_names())
+        if store_meta.name not in tables:
             raise StoreError(
                 f"{self._shown} is not a store of areal-agents; give a run's folder or its store"
             )
-        schema = connection.execute(
-            sa.select(store_meta.c.value).where(store_meta.c.key == "schema_version")
-        ).scalar_one_or_none()
-        if schema != str(SCHEMA_VERSION):
+        schema = migrations.checked(migrations.schema_of_store(connection, tables), self._shown)
+        if schema != SCHEMA_VERSION:
             raise StoreError(
                 f"{self._shown} was written with store schema {schema}, and this release reads "
-                f"{SCHEMA_VERSION}; `areal-agents episodes ls {self._shown}` migrates the previous schema "
-                "when no process has the store open, and the release that wrote an older one reads it"
+                f"{SCHEMA_VERSION}; `areal-agents episodes ls {self._shown}` migrates it when no process has "
+                "it open, after which it can be read here"
             )
-        for table in metadata.sorted_tables:
-            known = {column["name"] for column in inspector.get_columns(table.name)}
-            if missing := [column.name for column in table.columns if column.name not in known]:
-                raise StoreError(
-                    f"{self._shown} was written by an earlier release: {table.name} lacks {missing[0]}; "
-                    f"`areal-agents episodes ls {self._shown}` adds the column, after which it can be read "
-                    "here"
-                )
 
     def _explained(self, error: BaseException | None) -> StoreError:
         code = error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.Error) else 0

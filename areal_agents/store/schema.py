@@ -13,9 +13,17 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 6  # the newest revision of migrations/versions
 
 metadata = sa.MetaData()
+
+# Alembic's own table, which says which schema the store has.
+alembic_version = sa.Table(
+    "alembic_version",
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32), nullable=False),
+    sa.PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
 
 # The order of insertion. Only an INTEGER PRIMARY KEY is counted up by SQLite, and it has 64 bits there.
 _SEQ = sa.BigInteger().with_variant(sa.Integer(), "sqlite")

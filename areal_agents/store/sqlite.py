@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +14,15 @@ import orjson
 import sqlalchemy as sa
 
 from areal_agents.errors import StoreError
+from areal_agents.store import migrations
 from areal_agents.store.config import Durability
-from areal_agents.store.database import Job, T, add_columns, created_or_found, driver_of
-from areal_agents.store.migrations import PREVIOUS_SCHEMA, migrate
+from areal_agents.store.database import Job, T, driver_of
 from areal_agents.store.schema import SCHEMA_VERSION
 
 _BUSY_TIMEOUT_S = 60.0
+_OTHERS_S = 10.0  # longest wait of a migration for other processes to close the file
+_POLL_S = 0.05
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 class SqliteBackend:
@@ -36,19 +40,9 @@ class SqliteBackend:
     def open(self) -> None:
         """Create the file and its tables, or check and migrate them. Raises StoreError."""
         try:
-            found = self._created_or_found()
-            if found == str(PREVIOUS_SCHEMA):
+            if self._created_or_found() != SCHEMA_VERSION:
                 self._writer_engine.dispose()  # the migration needs exclusive access to the file
                 migrate(Path(str(sa.make_url(self._url).database)))
-                found = self._created_or_found()
-            if found != str(SCHEMA_VERSION):
-                raise StoreError(
-                    f"{self._url} was written with store schema {found}, and this release reads "
-                    f"{SCHEMA_VERSION} and migrates {PREVIOUS_SCHEMA}; use the release that wrote it, or a "
-                    "new run folder"
-                )
-            with self._writer_engine.begin() as connection:
-                add_columns(connection)
             self._watcher = self._reader_engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         except sa.exc.DBAPIError as error:
             raise StoreError(f"cannot open the store {self._url}: {error.orig}") from error
@@ -92,9 +86,68 @@ class SqliteBackend:
         self._writer_engine.dispose()
         self._reader_engine.dispose()
 
-    def _created_or_found(self) -> str | None:
+    def _created_or_found(self) -> int:
         with self._writer_engine.begin() as connection:
-            return created_or_found(connection, self._url)
+            return migrations.created_or_found(connection, self._url)
+
+
+def migrate(path: Path) -> None:
+    """Migrate the store in `path` if it has an earlier schema, on the only connection to the file.
+
+    A process of an earlier release therefore never finds tables that it does not know. The caller must have
+    no connection to the file.
+
+    Raises:
+        StoreError: another process has the store open, or the database failed. The store is then unchanged.
+    """
+    deadline = time.monotonic() + _OTHERS_S
+    while True:
+        try:
+            if _schema(path) != SCHEMA_VERSION:
+                _migrate_alone(path)
+            return
+        except sa.exc.DBAPIError as error:
+            assert isinstance(error.orig, sqlite3.Error)
+            if error.orig.sqlite_errorcode & 0xFF not in _BUSY:
+                raise StoreError(f"cannot migrate the store {path}: {error.orig}; it is unchanged") from error
+            if time.monotonic() >= deadline:
+                raise StoreError(
+                    f"{path} was written by an earlier release and must be migrated, but another process has "
+                    "it open; end every process that uses this store, then start again"
+                ) from error
+        time.sleep(_POLL_S)
+
+
+def _schema(path: Path) -> int:
+    # Another process of this release may have migrated the store in the meantime and have it open.
+    with _only_engine(path, exclusive=False).begin() as connection:
+        return migrations.created_or_found(connection, str(path))
+
+
+def _migrate_alone(path: Path) -> None:
+    with _only_engine(path, exclusive=True).begin() as connection:
+        schema = migrations.created_or_found(connection, str(path))
+        if schema != SCHEMA_VERSION:
+            migrations.migrate(connection, schema)
+
+
+def _only_engine(path: Path, *, exclusive: bool) -> sa.Engine:
+    """Return an engine whose connection ends with its transaction, and never waits for another."""
+    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"timeout": 0}, poolclass=sa.NullPool)
+
+    @sa.event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver must not open transactions by itself
+        if exclusive:
+            # Set before the first access, this mode locks the file against all other connections, including
+            # those without a transaction, or fails with SQLITE_BUSY. Closing the connection releases it.
+            connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+
+    @sa.event.listens_for(engine, "begin")
+    def start(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN EXCLUSIVE" if exclusive else "BEGIN")
+
+    return engine
 
 
 def _create_private(path: Path) -> None:

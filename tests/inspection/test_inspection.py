@@ -92,7 +92,7 @@ def test_a_reward_goes_through_the_proxy_and_never_beside_it(recorded: Recorded)
     assert row["score"] == 0.75
     call("reward", recorded.evaluated, "0", recorded.proxy.url, "--name", "style")
     for arguments, message in (
-        ([recorded.evaluated, "1", str(recorded.store)], "give its URL instead of the file"),
+        ([recorded.evaluated, "1", str(recorded.store)], "give its URL instead of the store"),
         ([recorded.evaluated, "nan", recorded.proxy.url], "a finite number"),
         (["nobody", "1", recorded.proxy.url], "no episode nobody"),
         ([recorded.evaluated, "1", "nowhere.db"], "there is no store nowhere.db"),

@@ -1,40 +1,39 @@
-"""A store of the previous schema is migrated when it is opened: whole, or not at all.
+"""A store of an earlier schema is migrated when it is opened: whole, or not at all.
 
-schema_3.sql is the dump of a store that the last release with schema 3 wrote: two trained groups, one that
-its trainer dropped, one leased, one complete and one pending.
+schema_3.sql and schema_4.sql are dumps of SQLite stores that the last releases with these schemas wrote, and
+schema_4_postgres.sql of one in PostgreSQL: two trained groups, one that its trainer dropped, one leased, one
+complete and one pending.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from postgres_server import PostgresServer
 from store_queries import in_flight_episodes
-from store_support import complete_group
+from store_support import complete_group, open_episode
 
 from areal_agents.errors import StoreError
-from areal_agents.store import RetainConfig, Retention, Store, UntrainedGroup, migrations
+from areal_agents.store import RetainConfig, Retention, Store, UntrainedGroup, migrations, sqlite
+from areal_agents.store.postgres import engine_of, is_postgres, schema_of
+from areal_agents.store.read_only import ReadOnlyStore
+from areal_agents.store.schema import SCHEMA_VERSION, metadata
 
-OLD = (Path(__file__).parent / "schema_3.sql").read_text()
-DIES = """
-import os, signal, sys
-from areal_agents.store import Store, migrations
-class Deadly(tuple):
-    def __iter__(self):
-        yield from migrations.STATEMENTS_OF_TEST[: int(sys.argv[2])]
-        os.kill(os.getpid(), signal.SIGKILL)
-migrations.STATEMENTS_OF_TEST = migrations._STATEMENTS
-migrations._STATEMENTS = Deadly()
-Store.open(sys.argv[1])
-"""
+HERE = Path(__file__).parent
 HOLDS = """
 import sqlite3, sys
 connection = sqlite3.connect(sys.argv[1], isolation_level=None)
@@ -49,15 +48,54 @@ for line in sys.stdin:
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
     """A store of schema 3, as its last process left it."""
-    return write_old(tmp_path / "s.db")
+    return write_old(tmp_path / "s.db", 3)
 
 
-def write_old(path: Path) -> Path:
+@pytest.fixture
+def previous(url: str) -> str:
+    """The URL of a store of schema 4, on both backends."""
+    if not is_postgres(url):
+        write_old(Path(str(sa.make_url(url).database)), 4)
+        return url
+    statements = (HERE / "schema_4_postgres.sql").read_text()
+    statements = statements.replace("old.", f"{schema_of(url)}.").replace(
+        "SCHEMA old", f"SCHEMA {schema_of(url)}"
+    )
+    with connected(url) as connection:
+        connection.exec_driver_sql(statements)
+    return url
+
+
+def write_old(path: Path, schema: int) -> Path:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.executescript(OLD)
+        connection.executescript((HERE / f"schema_{schema}.sql").read_text())
     return path
+
+
+@contextmanager
+def connected(url: str) -> Iterator[sa.Connection]:
+    """A transaction on a store, of no process that has it open."""
+    if is_postgres(url):
+        engine = engine_of(url, is_pooled=False)
+    else:
+        engine = sa.create_engine(url, poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        yield connection
+
+
+def content(url: str) -> dict[str, Any]:
+    """The columns and rows of every table."""
+    with connected(url) as connection:
+        inspector = sa.inspect(connection)
+        return {
+            table: (
+                [column["name"] for column in inspector.get_columns(table)],
+                sorted(repr(tuple(row)) for row in connection.exec_driver_sql(f'SELECT * FROM "{table}"')),
+            )
+            for table in inspector.get_table_names()
+        }
 
 
 def dump(path: Path) -> list[str]:
@@ -152,29 +190,105 @@ def test_retention_continues(old: Path) -> None:
         assert store.lease_replays(9, step=5, min_version=0, max_uses=9) == []  # nothing is left of them
 
 
-@pytest.mark.parametrize("statements", range(len(migrations._STATEMENTS) + 1))
-def test_a_death_in_the_middle_leaves_the_store_as_it_was(old: Path, statements: int) -> None:
-    before = dump(old)
-    done = subprocess.run([sys.executable, "-c", DIES, str(old), str(statements)], timeout=60)
-    assert done.returncode == -signal.SIGKILL
-    assert dump(old) == before
-    with Store.open(old) as store:
-        assert store.group_counts()["trained"] == 2
+def test_schema_4_continues(previous: str) -> None:
+    with Store.open(previous) as store:
+        assert store.group_counts() == {
+            "pending": 1,
+            "complete": 1,
+            "leased": 1,
+            "trained": 2,
+            "dropped": 1,
+        }
+        open_episode(store, "pending@0/1", "pending@0", 2)
+        assert len(store.load_episode("trained@0/1").turns) == 2
+        store.publish_version(3, step=3, path="v3")
+        assert store.lease_group_ids(2, step=3) == ["leased@0", "complete@0"]
 
 
-def test_a_migration_that_the_disk_refuses_leaves_the_store_as_it_was(
-    old: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("schema", [3, 4])
+def test_sqlite_stores_get_the_tables_of_this_release(tmp_path: Path, schema: int) -> None:
+    assert differences(f"sqlite:///{write_old(tmp_path / 's.db', schema)}") == []
+
+
+def test_stores_get_the_tables_of_this_release(previous: str) -> None:
+    assert differences(previous) == []
+
+
+def test_new_stores_have_the_tables_of_this_release(url: str) -> None:
+    assert differences(url) == []
+
+
+def differences(url: str) -> list[Any]:
+    """Open a store, and return what Alembic would change in it."""
+    Store.open(url).close()
+    options = {"compare_type": True, "compare_server_default": True}
+    with connected(url) as connection:
+        context = MigrationContext.configure(connection, opts=options)
+        assert context.get_current_revision() == str(SCHEMA_VERSION)
+        assert ScriptDirectory(str(migrations.FOLDER)).get_current_head() == str(SCHEMA_VERSION)
+        # The last releases without Alembic look here, and refuse the store.
+        mark = "SELECT value FROM store_meta WHERE key = 'schema_version'"
+        assert connection.exec_driver_sql(mark).scalar_one() == "5"
+        return compare_metadata(context, metadata)
+
+
+def test_columns_that_schema_4_got_later_may_be_missing(previous: str) -> None:
+    with connected(previous) as connection:
+        for column in ("canary", "share", "canary_after", "verdict"):
+            connection.exec_driver_sql(f"ALTER TABLE versions DROP COLUMN {column}")
+    assert differences(previous) == []
+
+
+def open_and_die(url: str, statements: int) -> None:
+    """Run in another process: open a store, and be killed before the last of `statements` changes."""
+
+    @sa.event.listens_for(sa.Engine, "before_cursor_execute")
+    def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        nonlocal statements
+        if statement.split()[0] in ("ALTER", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE"):
+            statements -= 1
+            if not statements:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    Store.open(url).close()
+
+
+def test_a_death_in_the_middle_leaves_the_store_as_it_was(previous: str, tmp_path: Path) -> None:
+    urls = [previous]
+    if not is_postgres(previous):
+        urls.append(f"sqlite:///{write_old(tmp_path / 's.db', 3)}")
+    fork = multiprocessing.get_context("fork")
+    for url in urls:
+        before = content(url)
+        deaths = 0
+        while True:
+            process = fork.Process(target=open_and_die, args=(url, deaths + 1))
+            process.start()
+            process.join(60)
+            if process.exitcode == 0:
+                break
+            assert process.exitcode == -signal.SIGKILL
+            assert content(url) == before
+            deaths += 1
+        assert deaths >= 4
+        with Store.open(url) as store:
+            assert store.group_counts()["trained"] == 2
+
+
+def test_a_migration_that_the_disk_refuses_leaves_the_store_as_it_was(old: Path) -> None:
     before = dump(old)
-    full = (
-        *migrations._STATEMENTS[:-1],
-        "PRAGMA max_page_count=1",
-        "CREATE TABLE filler AS SELECT * FROM turns",
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(migrations, "_STATEMENTS", full)
+
+    def fill(_connection: object, cursor: Any, statement: str, *_: object) -> None:
+        if statement.startswith("UPDATE alembic_version"):
+            cursor.execute("PRAGMA max_page_count=1")
+            cursor.execute("CREATE TABLE filler AS SELECT * FROM turns")
+
+    sa.event.listen(sa.Engine, "before_cursor_execute", fill)
+    try:
         with pytest.raises(StoreError, match="database or disk is full; it is unchanged"):
             Store.open(old)
+    finally:
+        sa.event.remove(sa.Engine, "before_cursor_execute", fill)
     assert dump(old) == before
     Store.open(old).close()
 
@@ -196,7 +310,7 @@ def holder(old: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_store_that_another_process_has_open_is_not_migrated_under_it(
     old: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(migrations, "_WAIT_S", 0.3)
+    monkeypatch.setattr(sqlite, "_OTHERS_S", 0.3)
     before = dump(old)
     with pytest.raises(StoreError, match="another process has it open; end every process"):
         Store.open(old)
@@ -214,43 +328,101 @@ def test_a_store_that_another_process_has_open_is_not_migrated_under_it(
 def test_a_store_that_is_about_to_be_closed_is_waited_for(
     old: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_previous, looked = migrations._has_previous_schema, []
+    real, looked = sqlite._schema, []
 
-    def look(path: Path) -> bool:
+    def look(path: Path) -> int:
         looked.append(path)
         if len(looked) == 3:  # refused twice
             holder.kill()
             holder.wait(30)
-        return has_previous(path)
+        return real(path)
 
-    monkeypatch.setattr(migrations, "_has_previous_schema", look)
+    monkeypatch.setattr(sqlite, "_schema", look)
     with Store.open(old) as store:
         assert store.group_counts()["trained"] == 2
     assert len(looked) == 3
 
 
-def open_store(path: str) -> None:
+def test_a_store_in_postgresql_that_another_process_has_open_is_not_migrated_under_it(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_agents.store.postgres._OTHERS_S", 0.3)
+    url = postgres.new_store()
+    with Store.open(url) as user:
+        with connected(url) as connection:  # what an earlier release would have left
+            connection.exec_driver_sql("DROP TABLE alembic_version")
+            connection.exec_driver_sql("UPDATE store_meta SET value = '4' WHERE key = 'schema_version'")
+        with pytest.raises(StoreError, match="another process has it open; end every process"):
+            Store.open(url)
+        assert user.episodes() == []
+        assert "alembic_version" not in content(url)
+    assert differences(url) == []
+
+
+def test_a_process_that_lost_its_connection_notices_a_migration(postgres: PostgresServer) -> None:
+    with Store.open(url := postgres.new_store()) as store:
+        open_episode(store, "e")
+        with connected(url) as connection:
+            connection.exec_driver_sql("UPDATE alembic_version SET version_num = '99'")
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE application_name = 'areal-agents' AND pid <> pg_backend_pid()"
+            )
+        for _ in range(2):
+            with pytest.raises(StoreError, match="migrated .* to store schema 99"):
+                open_episode(store, "f")
+
+
+def open_store(url: str) -> None:
     """Run in another process."""
-    with Store.open(path) as store:
+    with Store.open(url) as store:
         assert store.group_counts()["trained"] == 2
 
 
-def test_processes_may_open_it_together(old: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    others = [spawn.Process(target=open_store, args=(str(old),)) for _ in range(4)]
+def test_processes_may_open_it_together(previous: str) -> None:
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=open_store, args=(previous,)) for _ in range(4)]
     for other in others:
         other.start()
     for other in others:
         other.join(60)
         assert other.exitcode == 0
-    with Store.open(old) as store:
-        assert store.group_counts()["trained"] == 2
+    assert differences(previous) == []
 
 
 def test_an_older_schema_is_refused(old: Path) -> None:
     with closing(sqlite3.connect(old, isolation_level=None)) as connection:
         connection.execute("UPDATE store_meta SET value = '2'")
     before = dump(old)
-    with pytest.raises(StoreError, match="schema 2, and this release reads 4 and migrates 3"):
+    with pytest.raises(StoreError, match="schema 2, and this release reads 6 and migrates 3"):
         Store.open(old)
     assert dump(old) == before
+
+
+@pytest.mark.parametrize("schema", [str(SCHEMA_VERSION + 1), "3fe2"])
+def test_a_store_of_a_newer_release_is_refused(url: str, schema: str) -> None:
+    Store.open(url).close()
+    with connected(url) as connection:
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{schema}'")
+    before = content(url)
+    refused = f"written by a newer release, with store schema {schema}, .*; use the release that wrote it"
+    with pytest.raises(StoreError, match=refused):
+        Store.open(url)
+    with pytest.raises(StoreError, match=refused), closing(ReadOnlyStore(url)) as store, store.read():
+        pass
+    assert content(url) == before
+
+
+def test_a_store_that_is_only_read_says_how_it_is_migrated(previous: str) -> None:
+    with (
+        closing(ReadOnlyStore(previous)) as store,
+        pytest.raises(StoreError, match="schema 4, .* `areal-agents episodes ls") as refused,
+        store.read(),
+    ):
+        pass
+    program, *arguments = str(refused.value).split("`")[1].split()
+    assert program == "areal-agents"
+    command = [sys.executable, "-m", "areal_agents", *arguments]
+    subprocess.run(command, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    with closing(ReadOnlyStore(previous)) as store, store.read():
+        pass

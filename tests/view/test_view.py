@@ -307,10 +307,10 @@ def test_a_store_that_is_deleted_or_replaced_while_open_is_noticed(copied: Path)
 
 def test_a_store_of_another_schema_says_what_to_do(copied: Path) -> None:
     with sqlite3.connect(copied / "store.db") as connection:
-        connection.execute("UPDATE store_meta SET value = '3' WHERE key = 'schema_version'")
+        connection.execute("UPDATE alembic_version SET version_num = '4'")
     connection.close()
     store = ReadOnlyStore(copied / "store.db")
-    with pytest.raises(StoreError, match="schema 3, .* `areal-agents episodes ls"), store.read():
+    with pytest.raises(StoreError, match="schema 4, .* `areal-agents episodes ls"), store.read():
         pass
 
 
