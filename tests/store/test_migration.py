@@ -201,6 +201,7 @@ def test_schema_4_continues(previous: str) -> None:
         }
         open_episode(store, "pending@0/1", "pending@0", 2)
         assert len(store.load_episode("trained@0/1").turns) == 2
+        assert store.claim_role("engine", 0, host="a", pid=10).epoch == 1
         store.publish_version(3, step=3, path="v3")
         assert store.lease_group_ids(2, step=3) == ["leased@0", "complete@0"]
 

@@ -73,14 +73,6 @@ def test_the_record_of_the_run_is_replaced(url: str) -> None:
         assert store.read_run() == {"id": "b"}
 
 
-def test_a_store_of_an_earlier_release_gets_the_table(url: str) -> None:
-    with Store.open(url):
-        pass
-    _execute(url, "DROP TABLE roles")
-    with Store.open(url) as store:
-        assert store.claim_role("engine", 0, host="a", pid=10).epoch == 1
-
-
 def _let_time_pass(url: str, seconds: float) -> None:
     _execute(url, sa.update(roles).values(beat_at=roles.c.beat_at - seconds))
 
