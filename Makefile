@@ -24,10 +24,11 @@ INTEGRATIONS := .venv-integrations
 BROWSER := .venv-browser
 DOCS := .venv-docs
 DOCKER_ENGINE := .docker-engine
+RAY := .venv-ray
 SLURM := slurmctld slurmd slurm-client munge
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-cluster cluster-tools test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
+.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-cluster cluster-tools ray test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -191,8 +192,13 @@ test-docker: setup ## Run the tests of sandboxes in containers, with a Docker en
 		tests/rollout/test_modes.py tests/rollout/test_mode_failures.py tests/environments/test_harbor.py \
 		tests/rollout/test_cli_agent.py
 
-test-cluster: setup ## Run the tests that need the programs of a cluster; without these they are skipped.
-	$(BIN)/python -m pytest -m cluster -rs $$(grep -rl --include='test_*.py' 'mark\.cluster' tests)
+test-cluster: setup ray ## Run the tests that need Ray, which it installs, or Slurm, without which they are skipped.
+	$(RAY)/bin/python -m pytest -m cluster -rs $$(grep -rl --include='test_*.py' 'mark\.cluster' tests)
+
+ray: $(RAY)/.installed ## Install Ray, for the tests of its launcher, in its own environment.
+
+$(RAY)/.installed: tests/cluster/requirements.txt | setup
+	$(installed_above)
 
 cluster-tools: ## Install Slurm, for root on Debian and Ubuntu; else say how.
 	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
@@ -206,4 +212,4 @@ attack: setup ## Send attacks to a real proxy and print which defences held (abo
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) $(BROWSER) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) $(BROWSER) $(RAY) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache

@@ -29,6 +29,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "mcp": ("mcp",),
     "otel": ("opentelemetry",),
     "postgres": ("psycopg",),
+    "ray": ("ray",),
     "gpu": ("bitsandbytes", "liger_kernel"),
 }  # fmt: skip
 

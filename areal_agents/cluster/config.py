@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from areal_agents.cluster.launchers.ray.config import RayConfig
 from areal_agents.core.settings import Settings
 
 
@@ -23,3 +24,4 @@ class ClusterConfig(Settings):
         description="Number of rollout processes, which share the groups and run the agents.",
     )
     gpus_per_node: int = Field(default=8, ge=0, le=16, description="GPUs of each machine; 0: there are none.")
+    ray: RayConfig = Field(default_factory=RayConfig)

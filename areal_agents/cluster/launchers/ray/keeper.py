@@ -1,0 +1,100 @@
+"""Keeps a role process on a node of a Ray cluster, and ends it, with all that it started, when Ray lets go.
+
+`python -m areal_agents.cluster.launchers.ray.keeper --grace-s SECONDS -- COMMAND` runs the command in a
+session of its own. SIGTERM is forwarded to it. When standard input closes, the Ray worker or the whole raylet
+is gone: the command gets SIGTERM, and SIGKILL after the grace. The keeper ends as the command did, with its
+exit code or by its signal, and leaves no process of the command behind.
+
+A Ray worker that ends kills its children at once, which would leave no time for a checkpoint. So the child of
+the worker only waits, and the keeper is that one's child.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from areal_agents.launch.children import EXIT_REFUSED
+from areal_agents.launch.supervision import SUPERVISED
+from areal_agents.process_control import RUN_MARK, end_leftovers, signal_group
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT)
+_DELIVERED_S = 5.0  # longest wait for a signal that this process sent to itself
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    parser = argparse.ArgumentParser(prog="keeper")
+    parser.add_argument("--grace-s", type=float, required=True)
+    parser.add_argument("command", nargs="+")
+    parsed = parser.parse_args(arguments)
+    child = os.fork()
+    if child:
+        end_as(_wait_only(child))
+    end_as(_keep(parsed.command, parsed.grace_s))
+
+
+def end_as(code: int) -> NoReturn:
+    """End this process with an exit code; by a signal, without a core dump, if the code is negative."""
+    sys.stdout.flush()
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        time.sleep(_DELIVERED_S)
+        os._exit(128 - code)  # as a shell says it, if the signal has no effect
+    os._exit(code)
+
+
+def _wait_only(child: int) -> int:
+    """Return how the keeper ended. This process is in its group, and leaves signals to it."""
+    for number in _FORWARDED:
+        signal.signal(number, signal.SIG_IGN)
+    os.close(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _keep(command: Sequence[str], grace_s: float) -> int:
+    """Run the command until it ends, and return its exit code, negative for a signal."""
+    # The launcher may run on the same machine and have the mark too, so this one is another.
+    mark = f"{os.environ.get(RUN_MARK, 'ray')}@{os.getpid()}"
+    environment = {**os.environ, RUN_MARK: mark, SUPERVISED: f"{grace_s:g}"}
+    early: list[int] = []
+    for number in _FORWARDED:
+        signal.signal(number, lambda number, frame: early.append(number))
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    except OSError as error:
+        print(f"{command[0]} cannot be started on this node: {error.strerror}", flush=True)
+        return EXIT_REFUSED
+    for number in _FORWARDED:
+        signal.signal(number, lambda number, frame: signal_group(process.pid, number))
+    for received in early:
+        signal_group(process.pid, received)
+
+    def end_with_worker() -> None:
+        while os.read(0, 4096):
+            pass
+        signal_group(process.pid, signal.SIGTERM)
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            signal_group(process.pid, signal.SIGKILL)
+
+    threading.Thread(target=end_with_worker, name="worker-watch", daemon=True).start()
+    code = process.wait()
+    signal_group(process.pid, signal.SIGKILL)  # the processes that it left in its group
+    end_leftovers(RUN_MARK, mark)  # and those that it left in other sessions
+    return code
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,222 @@
+"""The launcher for Ray on a real cluster of several raylets on this machine: `make test-cluster`.
+
+The commands that are placed are small programs that say where they are. Ray tells a process which raylet is
+its node (RAY_RAYLET_PID) and which GPUs it has, although this machine has none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.ray.config import RayConfig
+from areal_agents.cluster.launchers.ray.launcher import RayLauncher
+from areal_agents.errors import ConfigError
+from areal_agents.launch.children import EXIT_REFUSED
+from areal_agents.process_control import end_process, read_line
+
+pytestmark = pytest.mark.cluster
+pytest.importorskip("ray", reason="Ray is not installed here: make test-cluster")
+
+START_S, END_S = 60.0, 30.0
+WHERE = (
+    "import os; print('raylet', os.environ['RAY_RAYLET_PID'], 'GPUs', os.environ['CUDA_VISIBLE_DEVICES'], "
+    "flush=True); "
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of this machine: two nodes with one GPU each, and one with two."""
+
+    address: str
+    raylets: list[int]
+    control: IO[bytes]
+
+    def lose(self, raylet: int) -> None:
+        """Kill a raylet with SIGKILL."""
+        self.control.write(b"%d\n" % raylet)
+        self.control.flush()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    nodes = [{"cpus": 2, "gpus": 1}, {"cpus": 2, "gpus": 1}, {"cpus": 2, "gpus": 2}]
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), json.dumps(nodes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        started = json.loads(read_line(process.stdout.fileno(), timeout_s=START_S))
+        yield Cluster(started["address"], started["raylets"], process.stdin)
+        process.stdin.close()
+        process.wait(END_S)
+    finally:
+        end_process(process, grace_s=END_S)
+
+
+@dataclass
+class Placed:
+    """The launcher's process of a command that prints the raylet of its node and its GPUs first."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def lines(self, count: int) -> list[str]:
+        """Wait until so many lines were written, and return them."""
+        wait_until(lambda: self.log.read_text().count("\n") >= count or self.process.poll() is not None)
+        lines = self.log.read_text().splitlines()[:count]
+        assert len(lines) == count, lines
+        return lines
+
+    def place(self) -> tuple[int, str]:
+        """Wait until the command runs, and return the process of its raylet, and its GPUs."""
+        placed, where = self.lines(2)
+        assert placed.endswith("placed by Ray")
+        found = re.fullmatch(r"raylet (\d+) GPUs (.*)", where)
+        assert found is not None, where
+        return int(found[1]), found[2]
+
+    def rest(self) -> tuple[str, int]:
+        """Wait for the end, and return what was written after the place, and the exit code."""
+        code = self.process.wait(END_S)
+        return self.log.read_text().partition("raylet ")[2].partition("\n")[2], code
+
+
+@contextmanager
+def placed(
+    cluster: Cluster,
+    program: str,
+    *,
+    gpus: int = 0,
+    wait_s: float = 60.0,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Placed]:
+    """Place a program of Python on some node."""
+    launcher = RayLauncher(RayConfig(address=cluster.address, wait_s=wait_s))
+    command = (sys.executable, "-c", WHERE + program)
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "wb") as log:
+        process = subprocess.Popen(
+            launcher.command(RoleProcess("engine", 0, command, gpus=gpus)),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **(environment or {})},
+        )
+        try:
+            yield Placed(process, Path(folder) / "log")
+        finally:
+            end_process(process, grace_s=END_S)
+
+
+def test_a_process_has_the_folder_and_environment_of_its_launcher_and_gpus_of_ray(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    RayLauncher(RayConfig(address=cluster.address)).check()
+    program = "import sys; print(os.getcwd(), os.environ['OF_THE_RUN'], file=sys.stderr); sys.exit(7)"
+    environment = {"OF_THE_RUN": "yes", "CUDA_VISIBLE_DEVICES": "5"}
+    with placed(cluster, program, gpus=2, cwd=tmp_path, environment=environment) as process:
+        assert process.place() == (cluster.raylets[2], "0,1")
+        assert process.rest() == (f"{tmp_path} yes\n", 7)
+
+
+def test_much_output_comes_whole_and_in_order(cluster: Cluster) -> None:
+    with placed(cluster, "[print(i) for i in range(100_000)]") as process:  # 590 kB
+        out, code = process.rest()
+    assert code == 0, out[-2000:]
+    assert out == "".join(f"{i}\n" for i in range(100_000))
+
+
+def test_sigterm_reaches_the_process_whose_end_the_launcher_takes_over(cluster: Cluster) -> None:
+    handled = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('ready', flush=True); "
+    with placed(cluster, handled + "signal.pause()") as process:
+        assert process.lines(3)[2] == "ready"
+        process.process.terminate()
+        assert process.rest() == ("ready\n", 3)
+
+
+def test_the_launcher_dies_by_the_signal_that_killed_the_process(cluster: Cluster) -> None:
+    with placed(cluster, "os.kill(os.getpid(), 9)") as process:
+        assert process.rest() == ("", -signal.SIGKILL)
+
+
+def test_nothing_is_left_on_the_node_of_a_launcher_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
+    """Neither the process, which has time to end in order, nor what it started in a session of its own."""
+    program = f"""
+import pathlib, signal, subprocess
+folder = pathlib.Path({str(tmp_path)!r})
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: (folder / "ended").write_text("in order") and exit())
+(folder / "pids").write_text(f"{{os.getpid()}} {{child.pid}}\\n")
+print("ready", flush=True)
+signal.pause()
+"""
+    with placed(cluster, program) as process:
+        assert process.lines(3)[2] == "ready"
+        process.process.kill()
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        wait_until(lambda: not any(map(_runs, pids)))
+    assert (tmp_path / "ended").read_text() == "in order"
+
+
+def test_a_process_without_a_place_is_refused_with_what_the_nodes_have(cluster: Cluster) -> None:
+    with placed(cluster, "", gpus=3, wait_s=1.0) as process:
+        assert process.process.wait(START_S) == EXIT_REFUSED
+        out = process.log.read_text()
+    assert "no node had 3 GPU and 1 CPU free within 1 s" in out
+    assert out.count("1 GPU and 2 CPU") == 2 and out.count("2 GPU and 2 CPU") == 1
+
+
+def test_a_lost_node_ends_the_launcher_as_killed_and_the_next_start_goes_elsewhere(cluster: Cluster) -> None:
+    with placed(cluster, "print(os.getpid(), flush=True); import time; time.sleep(1000)", gpus=2) as process:
+        lost, _ = process.place()
+        pid = int(process.lines(3)[2])
+        cluster.lose(lost)
+        out, code = process.rest()
+        assert code == -signal.SIGKILL
+        assert "engine-0 has lost its node" in out
+        wait_until(lambda: not _runs(pid))
+    with placed(cluster, "exit(5)", gpus=1) as again:
+        raylet, _ = again.place()
+        assert raylet in cluster.raylets and raylet != lost
+        assert again.rest() == ("", 5)
+
+
+def test_a_machine_without_a_cluster_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"cluster\.ray\.address: no Ray cluster answers at 127\.0\.0\.1:1 "
+    ):
+        RayLauncher(RayConfig(address="127.0.0.1:1")).check()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + END_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
