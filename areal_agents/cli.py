@@ -77,6 +77,10 @@ def train(
         bool,
         typer.Option("--ablate-tool", help="After training, evaluate the config's `ablation` agent too."),
     ] = False,
+    launcher: Annotated[
+        str,
+        typer.Option(help="Place the processes on the machines of a cluster: local, ….", metavar="NAME"),
+    ] = "",
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -101,6 +105,8 @@ def train(
         raise typer.BadParameter("--quiet and --json are two forms of the same output; give one of them")
     require("torch", "training")
     from areal_agents import telemetry
+    from areal_agents.cluster.launchers.by_name import launcher_of
+    from areal_agents.cluster.train import train_on_cluster
     from areal_agents.config import load_config
     from areal_agents.launch.joining import join
     from areal_agents.launch.nodes import nodes_of
@@ -111,12 +117,17 @@ def train(
     console = Console(stderr=as_json)
     loaded = load_config(config, overrides or ())
     telemetry.check(loaded.telemetry)
-    nodes = nodes_of(loaded.trainer, os.environ)
+    form: Form = "json" if as_json else "quiet" if quiet else "auto"
     try:
+        if launcher:
+            if ablate_tool:
+                raise typer.BadParameter("--ablate-tool is for runs without --launcher")
+            train_on_cluster(loaded, launcher_of(launcher, loaded), console=console, fresh=fresh, form=form)
+            return
+        nodes = nodes_of(loaded.trainer, os.environ)
         if nodes.rank:
             join(loaded, nodes, console=console, fresh=fresh)
         else:
-            form: Form = "json" if as_json else "quiet" if quiet else "auto"
             run(loaded, console=console, fresh=fresh, ablate_tool=ablate_tool, form=form)
     except Interrupted:
         has_checkpoint = RunFolder(Path(loaded.run_dir)).has_checkpoint
@@ -124,6 +135,30 @@ def train(
         command = shlex.join(["areal-agents", "train", str(config), *(overrides or ())])
         console.print(f"to continue{since}: {command}", soft_wrap=True, highlight=False)
         raise
+
+
+@app.command()
+def role(
+    role: Annotated[
+        Literal["engine", "proxy", "rollout", "trainer"], typer.Argument(help="What the process does.")
+    ],
+    run: Annotated[str, typer.Option(help="The URL of the run's store, which has its configuration.")],
+    index: Annotated[int, typer.Option(min=0, help="The number of the process among those of its role.")] = 0,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="The address at which the other machines reach this one; default: the one from which this "
+            "machine reaches the store."
+        ),
+    ] = "",
+) -> None:
+    """Run one process of a run on several machines, as a launcher starts it (train --launcher)."""
+    require("torch", "training")
+    from areal_agents.cluster.role import run_role
+    from areal_agents.launch.processes import with_logging
+
+    with_logging(f"{role}-{index}")
+    raise typer.Exit(run_role(role, index, run, host=host))
 
 
 @app.command()

@@ -8,6 +8,15 @@ from areal_agents.cluster.launchers.ray.config import RayConfig
 from areal_agents.core.settings import Settings
 
 
+class RoleCpus(Settings):
+    """Cores of one process of each role, of which it uses so many threads."""
+
+    engine: int = Field(default=8, ge=1, description="Cores of an engine.")
+    proxy: int = Field(default=2, ge=1, description="Cores of a proxy.")
+    trainer: int = Field(default=8, ge=1, description="Cores of the trainer's process on one machine.")
+    rollout: int = Field(default=4, ge=1, description="Cores of a rollout process, with its agents.")
+
+
 class ClusterConfig(Settings):
     """A run on several machines, as `areal-agents train --launcher` starts it.
 
@@ -25,3 +34,4 @@ class ClusterConfig(Settings):
     )
     gpus_per_node: int = Field(default=8, ge=0, le=16, description="GPUs of each machine; 0: there are none.")
     ray: RayConfig = Field(default_factory=RayConfig)
+    cpus: RoleCpus = Field(default_factory=RoleCpus)

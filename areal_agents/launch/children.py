@@ -50,6 +50,7 @@ class Child:
         due: the time of the next restart; None if none is due.
         stop_timeout_s: longest time from SIGTERM until it is killed.
         log_start: the size of the log before this run, in bytes; earlier runs in the folder wrote it.
+        is_elsewhere: whether the process is the command of a launcher, whose machine may be lost.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Child:
     due: float | None = None
     stop_timeout_s: float = 60.0
     log_start: int = 0
+    is_elsewhere: bool = False
 
     def tail(self) -> str:
         """Return the last lines that the process wrote to its log in this run."""
@@ -108,6 +110,7 @@ class Children:
         log: Path,
         environment: Mapping[str, str],
         module: str = "",
+        program: Sequence[str] = (),
         restarts: bool = False,
         stop_timeout_s: float | None = None,
     ) -> Child:
@@ -115,8 +118,12 @@ class Children:
 
         With `restarts`, the process is restarted when it was killed, or failed after running for
         `STABLE_AFTER_S`. It may take `stop_timeout_s` to end; the default is that of all children.
+
+        Args:
+            program: a command in place of `python -m MODULE`, which runs the process on another machine and
+                ends with its exit code. Such a process is restarted after every failure but a refusal.
         """
-        command = ["-m", module or self.module, *arguments]
+        command = [*(program or (sys.executable, "-m", module or self.module)), *arguments]
         mark = str(log)
         of_the_run = {RUN_MARK: mark, SUPERVISED: f"{stop_timeout_s or GRACE_S:g}"}
 
@@ -125,7 +132,7 @@ class Children:
                 end_leftovers(RUN_MARK, mark)
             with open(log, "ab") as file:
                 return subprocess.Popen(
-                    [sys.executable, *command],
+                    command,
                     stdin=subprocess.PIPE,  # closes when this process ends in any way
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -136,6 +143,7 @@ class Children:
         log_start = log.stat().st_size if log.exists() else 0
         with deferred():
             child = Child(name, launch(), log, launch if restarts else None, log_start=log_start)
+            child.is_elsewhere = bool(program)
             child.stop_timeout_s = stop_timeout_s or (
                 SERVER_STOP_TIMEOUT_S if _is_server(child) else self._stop_timeout_s
             )
@@ -223,7 +231,10 @@ def _may_restart(child: Child, code: int) -> bool:
         child.restarted.popleft()
     killed = code < 0 and code not in _ENDED_ON_REQUEST
     failed_late = code == 1 and now - child.started > STABLE_AFTER_S
-    return child.restart is not None and (killed or failed_late) and len(child.restarted) < MOST_RESTARTS
+    lost = child.is_elsewhere and code not in (0, EXIT_REFUSED)
+    return (
+        child.restart is not None and (killed or failed_late or lost) and len(child.restarted) < MOST_RESTARTS
+    )
 
 
 def _restart(child: Child) -> None:

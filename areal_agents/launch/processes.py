@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--config", type=Path, help="the configuration; default: config.yaml in the run folder"
     )
     parser.add_argument(
+        "--endpoints", type=Path, help="the addresses of the processes; default: endpoints.json in the folder"
+    )
+    parser.add_argument(
         "--first-version", type=int, default=0, help="rollout: the version that the trainer starts with"
     )
     parser.add_argument("--replica", type=int, default=0, help="engine: the index of the engine")
@@ -69,19 +72,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     end_with_supervisor()
     rank = os.environ.get("RANK")
-    answer_with_stacks(options.role if rank is None else f"{options.role}-rank{rank}")
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
-    for name in ("httpx", "httpx2", "openai"):  # the URLs that they log contain episode keys
-        logging.getLogger(name).setLevel(logging.WARNING)
-    folder = RunFolder(options.run)
+    with_logging(options.role if rank is None else f"{options.role}-rank{rank}")
+    folder = RunFolder(options.run, options.endpoints)
     try:
         ROLES[options.role](load_config(options.config or folder.config), folder, options)
     except ArealAgentsError as error:
         logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)
         return EXIT_REFUSED if isinstance(error, AgentError | DataError | ConfigError | RewardError) else 1
     return 0
+
+
+def with_logging(name: str) -> None:
+    """Log to standard error, and answer SIGUSR2 with the stacks of this process, which has a name."""
+    answer_with_stacks(name)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    for library in ("httpx", "httpx2", "openai"):  # the URLs that they log contain episode keys
+        logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
@@ -97,8 +105,13 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
     from areal_agents.view.mounted import FACTORY
 
     endpoints = folder.read_endpoints()
-    settings = config.proxy.for_engines(config.engine.sequences).model_copy(
+    place = endpoints.place
+    sequences = config.engine.sequences if place is None else -(-config.engine.sequences // place.count)
+    # In a cluster each proxy is one process, and a machine may have several.
+    alone = {} if place is None else {"workers": 1}
+    settings = config.proxy.for_engines(sequences).model_copy(
         update={
+            **alone,
             "host": endpoints.proxy_host,
             "port": endpoints.proxy_port,
             "admin_key": endpoints.admin_key,
@@ -121,6 +134,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         page=Page(FACTORY, str(store), config.model, str(folder.root), endpoints.view_key),
         telemetry=config.telemetry,
         run=config.name,
+        **({} if place is None else {"engines_move": True}),
     )
 
 
@@ -177,6 +191,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
         wait_for_engines,
     )
     from areal_agents.launch.gpus import Machine
+    from areal_agents.launch.moving_engines import following_engines
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
     from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
@@ -213,6 +228,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             wait_for_engines(config, urls, check=lambda: _end_if(stop), say=log.info, warn=log.warning)
             timeout_s = config.trainer.publish.timeout_s
             engines = [SGLangEngine(url, update_timeout_s=timeout_s) for url in urls]
+            if folder.read_endpoints().place is not None and store is not None:
+                opened.enter_context(following_engines(store, engines))
             if store is not None and config.loop == "one_step_off":
                 data_ended = end_of_data(config.data, store, seed=config.seed)
         by_ipc = config.trainer.publish.transport == "ipc"

@@ -20,6 +20,22 @@ from areal_agents.whole_files import write_whole
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterPlace:
+    """The place of a process in a run on several machines, whose addresses are in the table of roles.
+
+    Attributes:
+        count: the number of places of the role.
+        epoch: counts the processes that have had the place; see `store/roles.py`.
+        secret: the secret of the run, by which its processes know one another.
+    """
+
+    index: int
+    count: int
+    epoch: int
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoints:
     """The addresses of a run's processes. They are kept in a file that only the owner can read."""
 
@@ -28,6 +44,7 @@ class Endpoints:
     proxy_port: int
     admin_key: str
     view_key: str = ""  # opens the page of the proxy, and nothing else
+    place: ClusterPlace | None = None
 
     @property
     def proxy_url(self) -> str:
@@ -43,9 +60,14 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths in the folder of one run."""
+    """The paths in the folder of one run.
+
+    Attributes:
+        endpoints: where a process finds the addresses of the others; None: in the folder.
+    """
 
     root: Path
+    endpoints: Path | None = None
 
     @property
     def config(self) -> Path:
@@ -139,12 +161,18 @@ class RunFolder:
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         """Write the addresses and the admin key, readable by the owner only."""
-        write_whole(self.root / "endpoints.json", json.dumps(asdict(endpoints)), private=True)
+        write_whole(self._endpoints, json.dumps(asdict(endpoints)), private=True)
 
     def read_endpoints(self) -> Endpoints:
         """Return the addresses that the supervisor wrote."""
-        data = json.loads((self.root / "endpoints.json").read_text())
-        return Endpoints(**{**data, "engine_urls": tuple(data["engine_urls"])})
+        data = json.loads(self._endpoints.read_text())
+        place = data.pop("place", None)
+        urls = tuple(data.pop("engine_urls"))
+        return Endpoints(urls, **data, place=None if place is None else ClusterPlace(**place))
+
+    @property
+    def _endpoints(self) -> Path:
+        return self.endpoints or self.root / "endpoints.json"
 
     def set_aside(self, store_url: str | None = None) -> list[str]:
         """Rename the folder of an earlier run, and its store if that is elsewhere.

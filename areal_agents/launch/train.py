@@ -113,7 +113,7 @@ def train(
             report.result(summary, folder)
             return summary
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
-        has_changed = _report_resume(config, folder, report)
+        has_changed = report_resume(config, folder, report)
         if config.data.traffic:
             with Store.open(folder.store_at(config.store.url)) as store:
                 _check_share(config, store)  # before the share is in the folder, where other commands read it
@@ -140,7 +140,7 @@ def train(
             if ablate_tool:
                 report.say("evaluating with the agent's tool switched off")
                 without_tool = _evaluate_once(config, folder, children, WITHOUT_TOOL, ablate_tool=True)
-        return _finish(config, folder, report, wall_s=wall_s, engine_idle=idle, without_tool=without_tool)
+        return finish(config, folder, report, wall_s=wall_s, engine_idle=idle, without_tool=without_tool)
 
 
 def without_place(config: Config) -> Config:
@@ -186,7 +186,7 @@ def plan_of(config: Config, *, trains: bool = True) -> EnginePlan:
     return plan
 
 
-def _report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
+def report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
     """Say that a run is resumed, and what of its agent has changed; return whether something has."""
     metrics = MetricsFile(folder.metrics)
     metrics.update()
@@ -349,17 +349,17 @@ def _run(
             begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
             stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
             report.warn(disk_space.shortage() or stalled)
-            _show_notice(folder, report)
+            show_notice(folder, report)
             report.update(metrics.rows, progress, memory)
             time.sleep(REFRESH_S)
         children.check(may_finish=("rollout", "trainer"))
         metrics.update()
-        _show_notice(folder, report)
+        show_notice(folder, report)
         report.update(metrics.rows, read_progress(store), memory)
     return busy.idle_share()
 
 
-def _show_notice(folder: RunFolder, report: Report) -> None:
+def show_notice(folder: RunFolder, report: Report) -> None:
     """Show, once, what the rollout process tells the user, such as that its agent blocks its event loop."""
     if folder.notice.exists():
         taken = folder.notice.rename(folder.notice.with_suffix(".shown"))
@@ -592,7 +592,7 @@ def start_trainer(
     )
 
 
-def _finish(
+def finish(
     config: Config,
     folder: RunFolder,
     report: Report,

@@ -17,6 +17,7 @@ from areal_agents.inference.pool import (
     PoolLimits,
     RouterEngine,
     canary_engines,
+    move_engines,
     refuse_other_models,
 )
 from areal_agents.rendering import ChatRenderer
@@ -37,12 +38,14 @@ class EngineUrls:
         router: base URL of a router in front of the replicas that generation requests go through, or "".
         adapters: whether the policy is a LoRA adapter of the model that the engines serve.
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
+        move: whether engines that are started again may have other addresses, which the store has.
     """
 
     engines: tuple[str, ...]
     router: str = ""
     adapters: bool = False
     vocab_size: int | None = None
+    move: bool = False
 
     def describe(self) -> str:
         """Return the addresses in a form for people."""
@@ -79,6 +82,8 @@ def make_pool(
     )
 
     def current() -> CurrentVersion | None:
+        if urls.move:
+            move_engines(engines, store.addresses("engine"))
         served = store.served_versions()
         if served is None:
             return None
@@ -89,7 +94,7 @@ def make_pool(
 
     return EnginePool(
         engines,
-        names=urls.engines,
+        names=[f"engine {index}" for index in range(len(engines))] if urls.move else urls.engines,
         current=current,
         without_trainer=lambda: without_trainer(store),
         decode=lambda ids: renderer.tokenizer.decode(list(ids)),

@@ -69,6 +69,7 @@ def serve(
     router_url: str = "",
     adapters: bool = False,
     vocab_size: int | None = None,
+    engines_move: bool = False,
     engine_options: dict[str, Any] | None = None,
     page: Page | None = None,
     telemetry: TelemetryConfig | None = None,
@@ -88,6 +89,7 @@ def serve(
         router_url: a router in front of `engine_urls` that generation requests go through.
         adapters: whether the policy is a LoRA adapter of the model that the engines serve.
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
+        engines_move: whether engines that are started again may have other addresses, which the store has.
         engine_options: options of the embedded engine, fields of EmbeddedEngineConfig.
         page: the page at /view; None: there is none.
         telemetry: where spans are exported to; None: as the environment says.
@@ -115,7 +117,7 @@ def serve(
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
         check_models(engine_urls)
-        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size)
+        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size, engines_move)
         announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
         announce(recording_notice(store, config))
         announce_page(page, url_of(listener), announce)

@@ -290,6 +290,17 @@ def shown(url: str) -> str:
     return parsed.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
+def host_of(url: str) -> tuple[str, int]:
+    """Return the host and the port of the server; of several, the first."""
+    parsed = sa.make_url(url)
+    given = parsed.host or parsed.query.get("host") or "127.0.0.1"
+    host = (given if isinstance(given, str) else given[0]).split(",")[0]
+    name, separator, port = host.rpartition(":")
+    if separator and port.isdigit():
+        return name.strip("[]"), int(port)
+    return host, parsed.port or 5432
+
+
 def schema_of(url: str) -> str:
     """Return the name of the schema that is the store. Raises StoreError if it is not a plain name."""
     given = sa.make_url(url).query.get("schema", DEFAULT_SCHEMA)

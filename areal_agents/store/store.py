@@ -408,6 +408,10 @@ class Store:
         """Return the places of a role, or of all roles, by role and index."""
         return self._database.query(lambda c: roles.all_of(c, role))
 
+    def addresses(self, role: Role) -> dict[int, str]:
+        """Return the addresses of the running processes of a role by index."""
+        return {row.index: row.url for row in self.role_rows(role) if row.is_alive and row.url is not None}
+
     # -- everybody reads ----------------------------------------------------------------------
 
     def served_versions(self) -> ServedVersions | None:

@@ -227,6 +227,20 @@ class SGLangEngine(SGLangControl):
         if weight_version is not None:
             self._served = max(self._served or 0, version_from_wire(weight_version))
 
+    def move_to(self, base_url: str) -> None:
+        """Send every further request to another address, where the engine was started again.
+
+        Requests that are under way stay where they are.
+        """
+        if base_url.rstrip("/") != self.base_url:
+            self._http.base_url = base_url.rstrip("/")
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget what the server has reported."""
+        self._server, self._vocab_size, self._info = None, self._given_vocab_size, None
+        self._end_ids, self._folder = None, ""
+
     async def abort(self, rid: str) -> None:
         """See Engine.abort."""
         await self._call("POST", "/abort_request", {"rid": rid + RID_END})
@@ -240,8 +254,7 @@ class SGLangEngine(SGLangControl):
         try:
             info = as_object(await self._call("GET", "/model_info"), "/model_info")
         except EngineUnavailable:
-            self._server, self._vocab_size, self._info = None, self._given_vocab_size, None
-            self._end_ids, self._folder = None, ""
+            self._forget()
             raise  # the next answer may come from another server
         path = info.get("model_path")
         if not isinstance(path, str):

@@ -1,0 +1,23 @@
+"""Finds a launcher by the name that --launcher gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal_agents.cluster.launchers.base import Launcher
+from areal_agents.cluster.launchers.local import LocalLauncher
+from areal_agents.cluster.launchers.ray.launcher import RayLauncher
+from areal_agents.config import Config
+from areal_agents.errors import ConfigError
+
+_LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {
+    "local": lambda config: LocalLauncher(),
+    "ray": lambda config: RayLauncher(config.cluster.ray),
+}
+
+
+def launcher_of(name: str, config: Config) -> Launcher:
+    """Return a launcher by its name. ConfigError if there is none of that name."""
+    if name not in _LAUNCHERS:
+        raise ConfigError(f"--launcher must be one of {', '.join(_LAUNCHERS)}, got {name!r}")
+    return _LAUNCHERS[name](config)

@@ -1,0 +1,126 @@
+"""The place of this process in the run: claimed, shown to be alive by a thread, and left at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from types import TracebackType
+
+from areal_agents.errors import ConfigError, StoreError
+from areal_agents.store import Conflict, Store
+from areal_agents.store.postgres import host_of, is_postgres
+from areal_agents.store.roles import BEAT_S, DEAD_AFTER_S, Role, RoleRow
+
+logger = logging.getLogger(__name__)
+
+CLAIM_S = 3 * DEAD_AFTER_S  # longest wait for the process that had the place before
+_POLL_S = 1.0
+
+
+class Place:
+    """A place that this process has. Leaving the with-block leaves the place.
+
+    Attributes:
+        row: the place when it was claimed.
+    """
+
+    def __init__(self, store: Store, row: RoleRow) -> None:
+        self.row = row
+        self._store = store
+        self._url: str | None = None
+        self._lost = False
+        self._ended = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._beating.start()
+
+    @classmethod
+    def claim(cls, store: Store, role: Role, index: int, *, host: str, wait_s: float = CLAIM_S) -> Place:
+        """Take a place, after the process that has it now has ended.
+
+        Raises:
+            ConfigError: that process is still running after `wait_s`.
+        """
+        deadline = time.monotonic() + wait_s
+        said = False
+        while True:
+            earlier = next((row for row in store.role_rows(role) if row.index == index), None)
+            is_gone = earlier is not None and _is_gone(earlier, host)
+            try:
+                return cls(store, store.claim_role(role, index, host=host, pid=os.getpid(), is_gone=is_gone))
+            except Conflict as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"{error}; end it, or start another index") from None
+                if not said:
+                    logger.info("%s; waiting for its end, for at most %.0f s", error, wait_s)
+                    said = True
+            time.sleep(_POLL_S)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._beating.join()
+        try:
+            self._store.leave_role(self.row.role, self.row.index, self.row.epoch)
+        except StoreError as failed:  # the place becomes free when its last heartbeat is old
+            logger.warning("the end of this process could not be recorded: %s", failed)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether another process has the place now, so that this one must end."""
+        return self._lost
+
+    def announce(self, url: str) -> None:
+        """Tell the others the address of this process."""
+        self._url = url
+        self._show()
+
+    def _show(self) -> None:
+        row = self.row
+        if not self._store.beat_role(row.role, row.index, row.epoch, url=self._url):
+            self._lost = True
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S) and not self._lost:
+            try:
+                self._show()
+            except StoreError as error:
+                # Nobody can take the place while the store cannot be reached.
+                logger.warning("no heartbeat could be written: %s", error)
+
+
+def own_address(store_url: str) -> str:
+    """Return the address of this machine on the network over which it reaches the store.
+
+    It is 127.0.0.1 for a store that is a file, because the whole run is then on this machine.
+    """
+    if not is_postgres(store_url):
+        return "127.0.0.1"
+    host, port = host_of(store_url)
+    if host.startswith("/"):  # a socket in the file system
+        return "127.0.0.1"
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _is_gone(row: RoleRow, host: str) -> bool:
+    """Whether a process of this machine is known to have ended. A number that is used again is not."""
+    if row.host != host:
+        return False
+    if row.pid == os.getpid():  # in a container that was started again
+        return True
+    try:
+        os.kill(row.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False

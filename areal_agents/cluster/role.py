@@ -1,0 +1,297 @@
+"""`areal-agents role`: one process of a run on several machines.
+
+It needs the URL of the store and nothing else: the configuration is in the store, and so are the addresses of
+the other processes. It takes its place, waits for those that it needs, and runs the same program as a run on
+one machine does, as a child process, which it ends when it loses the place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from areal_agents.cluster.place import Place, own_address
+from areal_agents.cluster.run_record import RunRecord
+from areal_agents.config import Config
+from areal_agents.errors import ConfigError
+from areal_agents.inference.ports import reserved_ports
+from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
+from areal_agents.launch.stopping import stop_timeout_s
+from areal_agents.launch.supervision import EXIT_STOPPED, SUPERVISED, end_with_supervisor
+from areal_agents.process_control import RUN_MARK, end_leftovers, end_process, signal_group
+from areal_agents.store import Store
+from areal_agents.store.roles import Role
+from areal_agents.store.urls import shown_store
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_LOOK_S = 2.0  # how often the addresses of the others are read
+_SERVER_STOP_S = 15.0
+
+
+def run_role(role: Role, index: int, store_url: str, *, host: str = "") -> int:
+    """Run one process of a run until it ends, or SIGTERM; return its exit code.
+
+    Args:
+        host: the address of this machine at which the others reach it; "": the one from which this machine
+            reaches the store.
+
+    Raises:
+        ConfigError: the run has no such process, or another process has its place.
+        StoreError: the store cannot be opened, or has no run.
+    """
+    end_with_supervisor()
+    with _told_to_end() as told, Store.open(store_url) as store, _private_folder() as own:
+        record = RunRecord.read(store)
+        config, file = record.resolved(own)
+        count = counts(config, record.nodes)[role]
+        if index >= count:
+            raise ConfigError(
+                f"the run has {count} processes of the role {role}, numbered from 0: no {index}"
+            )
+        address = host or own_address(store_url)
+        with Place.claim(store, role, index, host=address) as place:
+            logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
+            return _Process(store, store_url, record, config, file, place, count, told).run()
+
+
+def counts(config: Config, nodes: int) -> dict[Role, int]:
+    """Return the number of processes of each role.
+
+    Args:
+        nodes: the number of processes of the trainer.
+    """
+    return {
+        "engine": 0 if config.engine.urls else config.engine.replicas,
+        "proxy": config.cluster.proxies,
+        "trainer": nodes,
+        "rollout": config.cluster.rollouts,
+    }
+
+
+class _Process:
+    """The process of one place, from the addresses that it needs to its end."""
+
+    def __init__(
+        self,
+        store: Store,
+        store_url: str,
+        record: RunRecord,
+        config: Config,
+        file: Path,
+        place: Place,
+        count: int,
+        told: threading.Event,
+    ) -> None:
+        self._store = store
+        self._store_url = store_url
+        self._record = record
+        self._config = config
+        self._file = file
+        self._place = place
+        self._role, self._index, self._host = place.row.role, place.row.index, place.row.host
+        self._told = told
+        self._count = count
+        self._is_trainer = self._role == "trainer"
+        self._stop_timeout_s = stop_timeout_s(config) if self._is_trainer else _SERVER_STOP_S
+
+    def run(self) -> int:
+        Path(self._config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+        with reserved_ports(1, self._host) as (port,):
+            while True:
+                endpoints = self._endpoints(port)
+                if endpoints is None:
+                    return EXIT_STOPPED
+                code = self._child(endpoints, port)
+                if code is not None:
+                    return code
+
+    def _endpoints(self, port: int) -> Endpoints | None:
+        """Wait for the processes that this one needs, and return the addresses; None if told to end."""
+        place = ClusterPlace(self._index, self._count, self._place.row.epoch, self._record.secret)
+        engines = self._config.engine.urls
+        host, own_port = self._host, port
+        if self._role == "engine":
+            # The other engines are nothing to this one, but its place in the list is its index.
+            engines = ("",) * self._index + (f"http://{self._host}:{port}",)
+        elif not engines and not self._config.data.episodes:
+            found = self._wait_for("engine", self._config.engine.replicas)
+            if found is None:
+                return None
+            engines = tuple(found)
+        if self._role == "rollout":
+            proxies = self._wait_for("proxy", self._config.cluster.proxies)
+            if proxies is None:
+                return None
+            parts = urlsplit(proxies[self._index % len(proxies)])
+            host, own_port = parts.hostname or "", parts.port or 80
+        keys = self._record.admin_key, self._record.view_key
+        return Endpoints(engines, host, own_port, *keys, place=place)
+
+    def _child(self, endpoints: Endpoints, port: int) -> int | None:
+        """Run the child to its end; return the exit code, or None if it has to start with new addresses."""
+        with tempfile.TemporaryDirectory(prefix="areal-agents-") as own:
+            file = Path(own) / "endpoints.json"
+            folder = RunFolder(Path(self._config.run_dir), file)
+            folder.write_endpoints(endpoints)
+            command = self._command(file, port)
+            if command is None:
+                return EXIT_STOPPED
+            if self._role in ("engine", "proxy"):
+                self._place.announce(f"http://{self._host}:{port}")
+            mark = f"{self._store_url}#{self._role}-{self._index}@{os.getpid()}"
+            child = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                stdin=subprocess.PIPE,
+                env={**os.environ, RUN_MARK: mark, SUPERVISED: f"{self._stop_timeout_s:g}"},
+                start_new_session=True,
+            )
+            try:
+                return self._watch(child, endpoints)
+            finally:
+                end_process(child, grace_s=0.0)
+                signal_group(child.pid, signal.SIGKILL)
+                end_leftovers(RUN_MARK, mark)
+
+    def _watch(self, child: subprocess.Popen[bytes], endpoints: Endpoints) -> int | None:
+        looked = time.monotonic()
+        while (code := child.poll()) is None:
+            if self._place.is_lost:
+                logger.error(
+                    "another process is %s %d of the run now; this one ends", self._role, self._index
+                )
+                return 1
+            if self._told.is_set():
+                child.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return _exit_code(child.wait(self._stop_timeout_s))
+                logger.error("%s %d did not end within %.0f s", self._role, self._index, self._stop_timeout_s)
+                return 128 + signal.SIGKILL
+            if self._role == "rollout" and time.monotonic() - looked > _LOOK_S:
+                looked = time.monotonic()
+                if (moved := self._moved_proxy(endpoints)) is not None:
+                    logger.warning("the proxy is at %s now; the episodes that are open are given up", moved)
+                    child.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.wait(self._stop_timeout_s)
+                    return None
+            time.sleep(_POLL_S)
+        return _exit_code(code)
+
+    def _moved_proxy(self, endpoints: Endpoints) -> str | None:
+        """Return the address of this rollout process's proxy if it is a new one; None otherwise."""
+        index = self._index % self._config.cluster.proxies
+        url = self._store.addresses("proxy").get(index)
+        return url if url is not None and url != endpoints.proxy_url else None
+
+    def _command(self, endpoints: Path, port: int) -> list[str] | None:
+        """Return the arguments of Python for the child; None if told to end while it waited."""
+        options = [
+            "--folder",
+            self._config.run_dir,
+            "--config",
+            str(self._file),
+            "--endpoints",
+            str(endpoints),
+        ]
+        program = "areal_agents.launch.processes"
+        if self._role == "engine":
+            gpus = ",".join(map(str, range(engine_gpus(self._config))))
+            return [program, "engine", *options, "--replica", str(self._index), "--gpus", gpus]
+        if self._role == "rollout":
+            return [program, "rollout", *options, "--first-version", str(self._record.first_version)]
+        ranks = self._config.trainer.ranks
+        if not self._is_trainer or ranks == 1:
+            return [program, self._role, *options]
+        master = self._master(port)
+        if master is None:
+            return None
+        nodes = ["--nodes", str(self._count), "--node-rank", str(self._index), "--master", master]
+        return ["areal_agents.launch.local_ranks", "--ranks", str(ranks), *nodes, "--", "trainer", *options]
+
+    def _master(self, port: int) -> str | None:
+        """Return where the ranks of the trainer meet: at the first of its processes."""
+        if self._index == 0:
+            self._place.announce(f"tcp://{self._host}:{port}")
+            return f"{self._host}:{port}"
+        found = self._wait_for("trainer", 1)
+        return None if found is None else urlsplit(found[0]).netloc
+
+    def _wait_for(self, role: Role, count: int) -> list[str] | None:
+        """Wait until the first `count` processes of a role have addresses; None if told to end."""
+        return wait_for_addresses(
+            self._store, role, count, is_over=lambda: self._told.is_set() or self._place.is_lost
+        )
+
+
+def wait_for_addresses(
+    store: Store,
+    role: Role,
+    count: int,
+    *,
+    is_over: Callable[[], bool],
+    say: Callable[[str], None] = logger.info,
+) -> list[str] | None:
+    """Wait until the first `count` processes of a role have addresses, and return these.
+
+    Args:
+        is_over: called again and again; True ends the wait, and None is returned.
+        say: called with a message when it changes for whom this process waits.
+    """
+    said = ""
+    while not is_over():
+        found = store.addresses(role)
+        missing = [index for index in range(count) if index not in found]
+        if not missing:
+            return [found[index] for index in range(count)]
+        text = f"waiting for {role} {', '.join(map(str, missing))}"
+        if text != said:
+            say(text)
+            said = text
+        time.sleep(_POLL_S)
+    return None
+
+
+def engine_gpus(config: Config) -> int:
+    """Return the number of GPUs of one engine; 0 if it computes on a CPU."""
+    engine = config.engine
+    if engine.device == "cpu" or (engine.kind != "sglang" and not engine.device.startswith("cuda")):
+        return 0
+    if config.cluster.gpus_per_node == 0:
+        return 0
+    return engine.tensor_parallel if engine.kind == "sglang" else 1
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and SIGINT set."""
+    told = threading.Event()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, lambda number, frame: told.set()) for number in numbers}
+    try:
+        yield told
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    """Yield a folder that only the owner can read, and remove it at the end."""
+    with tempfile.TemporaryDirectory(prefix="areal-agents-") as folder:
+        yield Path(folder)

@@ -1,0 +1,269 @@
+"""`areal-agents train --launcher`: the supervisor of a run on several machines.
+
+It does what the supervisor of a run on one machine does, and a launcher places the processes. It has no state
+of its own: it can be ended and started again on any machine that sees the run folder and the store.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from areal_agents.cluster.launchers.base import Launcher, RoleProcess
+from areal_agents.cluster.place import Place, own_address
+from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
+from areal_agents.cluster.run_record import RunRecord, text_of
+from areal_agents.config import Config, save_config
+from areal_agents.errors import ConfigError
+from areal_agents.health.waiting import Waiting
+from areal_agents.launch.children import Children
+from areal_agents.launch.disk_space import disk_space_of
+from areal_agents.launch.engine_busy import EngineBusy
+from areal_agents.launch.memory_use import MemoryUse
+from areal_agents.launch.progress import MetricsFile, read_progress
+from areal_agents.launch.report.report import Form, Report, report_of
+from areal_agents.launch.run_folder import Endpoints, RunFolder
+from areal_agents.launch.signals import interruptible
+from areal_agents.launch.stopping import stop_timeout_s
+from areal_agents.launch.summary import Summary
+from areal_agents.launch.train import (
+    REFRESH_S,
+    finish,
+    has_ended,
+    report_resume,
+    show_notice,
+    threads_for,
+    wait_until_serving,
+    without_place,
+)
+from areal_agents.launch.trial import run_trial
+from areal_agents.proxy.page import link_of_page
+from areal_agents.rollout.seeds import FIXED_HASHES
+from areal_agents.store import Store
+from areal_agents.store.postgres import is_postgres
+from areal_agents.store.roles import DEAD_AFTER_S
+from areal_agents.store.urls import shown_store
+from areal_agents.training.metrics.trackers import check_trackers
+
+_ROLE_STOP_S = DEAD_AFTER_S  # on top of what its child may take
+
+
+def train_on_cluster(
+    config: Config, launcher: Launcher, *, console: Console, fresh: bool = False, form: Form = "auto"
+) -> Summary:
+    """Train the run that `config` describes to its last step, on the machines of a launcher.
+
+    Args:
+        fresh: set an earlier run in the same folder aside instead of resuming it.
+        form: how the run is shown, see `report_of`.
+
+    Raises:
+        ConfigError: the configuration cannot be run on several machines, or the launcher cannot be used.
+        ChildDied: a process ended too often.
+        Interrupted: the user stopped the run; all processes have been ended.
+    """
+    check_config(config, launcher)
+    check_trackers(config.trainer.trackers)
+    launcher.check()
+    nodes = max(1, config.trainer.nodes)
+    report = report_of(config, console, form)
+    config = without_place(config)
+    folder = RunFolder(Path(config.run_dir))
+    for earlier in folder.set_aside(config.store.url) if fresh else ():
+        report.say(f"the earlier run is kept in {earlier}")
+    with folder.locked(config.store.url), interruptible():
+        if has_ended(config, folder):
+            report.say(
+                f"{folder.root} is finished; raise trainer.steps to continue, or use --fresh to start over"
+            )
+            summary = Summary.read(folder.summary)
+            report.result(summary, folder)
+            return summary
+        folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
+        has_changed = report_resume(config, folder, report)
+        save_config(config, folder.config)
+        if config.trial and config.agent and (has_changed or not folder.metrics.exists()):
+            run_trial(folder, say=report.say, ablate_tool=False)
+        url = str(folder.store_at(config.store.url))
+        with (
+            Store.open(url, config.store.durability) as store,
+            Place.claim(store, "supervisor", 0, host=own_address(url)),
+        ):
+            run = _ClusterRun(config, folder, store, url, launcher, nodes, report)
+            begun = time.monotonic()
+            try:
+                idle = run.train()
+            finally:
+                wall_s = folder.add_wall_s(time.monotonic() - begun)
+        return finish(config, folder, report, wall_s=wall_s, engine_idle=idle, without_tool=None)
+
+
+def check_config(config: Config, launcher: Launcher) -> None:
+    """Raise ConfigError, with what to do, for a configuration that cannot be run on several machines."""
+    for fault in _faults(config, launcher):
+        raise ConfigError(fault)
+
+
+def _faults(config: Config, launcher: Launcher) -> Iterator[str]:
+    trainer, engine = config.trainer, config.engine
+    if launcher.name != "local" and not is_postgres(config.store.url or ""):
+        yield (
+            "store.url: the machines of a cluster share a store in PostgreSQL; set it to "
+            "postgresql://user@host/database?schema=NAME (docs/store.md)"
+        )
+    if config.data.episodes:
+        yield "data.episodes: training on recorded episodes needs no cluster; leave --launcher out"
+    if config.data.traffic:
+        yield "data.traffic is for one machine so far; leave --launcher out"
+    if not trainer.start:
+        yield "trainer.start: with --launcher, the launcher starts the trainer; leave it out"
+    if engine.colocate != "none":
+        yield "engine.colocate: in a cluster, engines and trainer have GPUs of their own; leave it out"
+    if trainer.publish.transport == "ipc":
+        yield "trainer.publish.transport: ipc is for engines on the trainer's GPUs; use broadcast or disk"
+
+
+class _ClusterRun:
+    """The processes of one start of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        store: Store,
+        url: str,
+        launcher: Launcher,
+        nodes: int,
+        report: Report,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._store = store
+        self._url = url
+        self._launcher = launcher
+        self._nodes = nodes
+        self._report = report
+
+    def train(self) -> float | None:
+        """Run every process until the last step is trained and evaluated; return the engines' idle share."""
+        config, folder, store, report = self._config, self._folder, self._store, self._report
+        folder.notice.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix="areal-agents-") as own:
+            text = text_of(config, Path(own))
+        record = RunRecord.of(
+            text,
+            nodes=self._nodes,
+            first_version=store.max_version() + 1,
+            admin_key=config.proxy.admin_key or "",
+        )
+        record.write(store)
+        report.say(f"store: {shown_store(self._url)}; logs of all processes: {folder.log('trainer').parent}")
+        with Children(say=report.event, events=folder.process_events) as children, report:
+            names = self._start(children)
+            ending = [name for name in names if name.partition("-")[0] in ("trainer", "rollout")]
+            endpoints = self._addresses(children, record)
+            folder.write_endpoints(endpoints)
+            wait_until_serving(config, endpoints, children, report.stage, report.event)
+            link = link_of_page(endpoints.local_url, endpoints.view_key)
+            report.say(f"the run in a browser, while it trains: {link}")
+            report.stage("waiting for the trainer's first version")
+            metrics = MetricsFile(folder.metrics)
+            disk_space = disk_space_of(config, folder)
+            memory = MemoryUse(children.pids)
+            busy = EngineBusy(endpoints.engine_urls)
+            waiting = Waiting(endpoints.engine_urls, endpoints.proxy_url, groups=config.rollout.groups)
+            while not all(children.finished(name) for name in ending):
+                children.check(may_finish=ending)
+                metrics.update()
+                busy.follow(len(metrics.rows), config.trainer.steps)
+                memory.update()
+                progress = read_progress(store)
+                begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
+                stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
+                report.warn(disk_space.shortage() or stalled)
+                show_notice(folder, report)
+                report.update(metrics.rows, progress, memory)
+                time.sleep(REFRESH_S)
+            children.check(may_finish=ending)
+            metrics.update()
+            show_notice(folder, report)
+            report.update(metrics.rows, read_progress(store), memory)
+            return busy.idle_share()
+
+    def _start(self, children: Children) -> list[str]:
+        """Start every process, and return their names."""
+        names = []
+        for process in processes_of(self._config, self._url, nodes=self._nodes):
+            self._report.say(f"{process.name}: {self._launcher.name}")
+            children.start(
+                process.name,
+                (),
+                program=self._launcher.command(process),
+                log=self._folder.log(process.name),
+                environment=self._environment(process),
+                restarts=True,
+                stop_timeout_s=_ROLE_STOP_S
+                + (stop_timeout_s(self._config) if process.role == "trainer" else 0),
+            )
+            names.append(process.name)
+        return names
+
+    def _environment(self, process: RoleProcess) -> Mapping[str, str]:
+        hashes = FIXED_HASHES if process.role == "rollout" else {}
+        if self._launcher.name == "local":
+            return {**threads_for(process.role, engines=self._config.engine.replicas), **hashes}
+        threads = str(process.cpus)
+        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+        return {**dict.fromkeys(names, threads), "TOKENIZERS_PARALLELISM": "false", **hashes}
+
+    def _addresses(self, children: Children, record: RunRecord) -> Endpoints:
+        """Wait until engines and proxies have addresses, and return them."""
+
+        def is_over() -> bool:
+            children.check()
+            return False
+
+        config = self._config
+        say = self._report.stage
+        engines = config.engine.urls or wait_for_addresses(
+            self._store, "engine", config.engine.replicas, is_over=is_over, say=say
+        )
+        proxies = wait_for_addresses(self._store, "proxy", config.cluster.proxies, is_over=is_over, say=say)
+        assert engines is not None and proxies is not None, "the wait ends only with them, or an error"
+        first = urlsplit(proxies[0])
+        return Endpoints(
+            tuple(engines), first.hostname or "", first.port or 80, record.admin_key, record.view_key
+        )
+
+
+def processes_of(config: Config, store_url: str, *, nodes: int) -> list[RoleProcess]:
+    """Return every process of a run, in the order in which they are started.
+
+    Args:
+        nodes: the number of processes of the trainer.
+    """
+    gpus = {"engine": engine_gpus(config), "trainer": _trainer_gpus(config) // nodes}
+    cpus = config.cluster.cpus
+    number = counts(config, nodes)
+    return [
+        RoleProcess(
+            role,
+            index,
+            (sys.executable, "-m", "areal_agents", "role", role, "--run", store_url, "--index", str(index)),
+            gpus=gpus.get(role, 0),
+            cpus=getattr(cpus, role),
+        )
+        for role in ("engine", "proxy", "trainer", "rollout")
+        for index in range(number[role])
+    ]
+
+
+def _trainer_gpus(config: Config) -> int:
+    on_cpu = config.trainer.device == "cpu" or config.cluster.gpus_per_node == 0
+    return 0 if on_cpu else config.trainer.ranks

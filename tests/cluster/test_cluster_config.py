@@ -1,0 +1,77 @@
+"""Which configurations a launcher takes, and which processes it starts for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_agents.cluster.launchers.by_name import launcher_of
+from areal_agents.cluster.launchers.local import LocalLauncher
+from areal_agents.cluster.run_record import RunRecord, text_of
+from areal_agents.cluster.train import check_config, processes_of
+from areal_agents.config import Config, load_config
+from areal_agents.errors import ConfigError
+from areal_agents.store import Store
+
+QUICK_START = Path(__file__).parents[2] / "examples/search_agent/config.yaml"
+
+
+class Elsewhere(LocalLauncher):
+    """A launcher whose processes are on other machines."""
+
+    name = "elsewhere"
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(QUICK_START, overrides)
+
+
+def test_the_processes_of_a_run() -> None:
+    config = config_of(
+        "engine.replicas=2",
+        "cluster.proxies=2",
+        "cluster.rollouts=3",
+        "trainer.ranks=4",
+        "cluster.cpus.proxy=1",
+    )
+    found = processes_of(config, "postgresql://db/x", nodes=2)
+    assert [process.name for process in found] == [
+        "engine-0", "engine-1", "proxy-0", "proxy-1", "trainer-0", "trainer-1", "rollout-0",
+        "rollout-1", "rollout-2",
+    ]  # fmt: skip
+    assert found[2].command[-6:] == ("role", "proxy", "--run", "postgresql://db/x", "--index", "0")
+    assert [process.cpus for process in found if process.role == "proxy"] == [1, 1]
+    assert not any(process.gpus for process in found[:4])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("store.url=/tmp/store.db", "store.url: the machines of a cluster share a store in PostgreSQL"),
+        ("trainer.start=false", "trainer.start: with --launcher"),
+    ],
+)
+def test_what_cannot_run_on_several_machines_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(config_of("store.url=postgresql://db/x", override), Elsewhere())
+
+
+def test_a_launcher_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--launcher must be one of local"):
+        launcher_of("nomad", config_of())
+
+
+def test_every_process_reads_the_configuration_from_the_store(tmp_path: Path) -> None:
+    config = config_of("trainer.steps=7")
+    record = RunRecord.of(text_of(config, tmp_path), nodes=2, first_version=3, admin_key="")
+    with Store.open(tmp_path / "store.db") as store:
+        with pytest.raises(ConfigError, match="areal-agents train CONFIG --launcher"):
+            RunRecord.read(store)
+        record.write(store)
+        found = RunRecord.read(store)
+        assert found == record and len({record.admin_key, record.view_key, record.secret}) == 3
+        assert found.resolved(tmp_path)[0] == config
+        store.write_run({"config": "", "future": 1})
+        with pytest.raises(ConfigError, match="another release"):
+            RunRecord.read(store)
