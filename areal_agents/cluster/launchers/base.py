@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from areal_agents.store.roles import Role
+if TYPE_CHECKING:  # a launcher's program is imported for each process, and its import should take no time
+    from areal_agents.store.roles import Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Runs on a Slurm cluster: one batch job, in which each process of the run is a job step."""

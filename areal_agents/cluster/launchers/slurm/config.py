@@ -1,0 +1,54 @@
+"""Settings of the Slurm job of a run."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from areal_agents.core.settings import Settings
+
+
+class SlurmConfig(Settings):
+    """The batch job that `areal-agents train --launcher slurm` submits. An empty string: Slurm's default."""
+
+    partition: str = Field(default="", description="Partition of the job.")
+    account: str = Field(default="", description="Account that the job is charged to.")
+    qos: str = Field(default="", description="Quality of service of the job.")
+    constraint: str = Field(default="", description="Features that the nodes must have, such as `h100`.")
+    time: str = Field(
+        default="",
+        description="Time limit as sbatch takes it, such as `1-12:00:00`. A run that is longer ends with a "
+        "checkpoint before it, and the job is requeued.",
+    )
+    nodes: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="Number of nodes. Default: as many as the GPUs of engines and trainer need, and 1 "
+        "without GPUs. With one more, a run goes on after the loss of a node without waiting in the queue.",
+    )
+    exclusive: bool = Field(
+        default=True,
+        description="Whether the job has its nodes alone, with all cores and all memory; otherwise give what "
+        "it needs in `extra`, such as `--cpus-per-task=32` and `--mem=200G`, which are per node.",
+    )
+    requeue: bool = Field(
+        default=True,
+        description="Whether the job is queued again when its time limit, or the loss of a node, ends it.",
+    )
+    notice_s: int = Field(
+        default=600,
+        ge=60,
+        le=65_535,
+        description="Time in seconds before the time limit at which the run ends with a checkpoint.",
+    )
+    step_wait_s: int = Field(
+        default=60,
+        ge=1,
+        description="Longest time in seconds that a process waits for free GPUs in the allocation.",
+    )
+    setup: tuple[str, ...] = Field(
+        default=(), description="Lines of bash before the run, such as `module load cuda`."
+    )
+    extra: tuple[str, ...] = Field(
+        default=(), description="Further options of sbatch, such as `--gpus-per-node=h100:8`; they win."
+    )
