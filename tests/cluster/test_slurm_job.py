@@ -1,0 +1,86 @@
+"""The batch job of a run, as far as it needs no Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.slurm.config import SlurmConfig
+from areal_agents.cluster.launchers.slurm.job import batch_script, submit
+from areal_agents.cluster.launchers.slurm.launcher import SlurmLauncher
+from areal_agents.cluster.launchers.slurm.placing import nodes_for, place
+from areal_agents.errors import ConfigError
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=search
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --partition=h100
+#SBATCH --time=12:00:00
+#SBATCH --chdir=/home/ada/search
+#SBATCH --output=/shared/search/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --export=ALL
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --mail-type=END
+
+module load cuda
+exec areal-agents train cluster.yaml --launcher slurm 'agent=my agent.py:run'
+"""
+
+
+def test_the_script_of_a_job() -> None:
+    config = SlurmConfig(
+        partition="h100",
+        time="12:00:00",
+        notice_s=300,
+        setup=("module load cuda",),
+        extra=("--mail-type=END",),
+    )
+    command = ["areal-agents", "train", "cluster.yaml", "--launcher", "slurm", "agent=my agent.py:run"]
+    script = batch_script(
+        config,
+        command,
+        name="search",
+        nodes=3,
+        gpus_per_node=8,
+        folder=Path("/home/ada/search"),
+        output=Path("/shared/search/slurm-%j.log"),
+    )
+    assert script == SCRIPT
+
+
+def test_processes_with_gpus_fill_nodes_and_the_others_are_spread() -> None:
+    engines = [RoleProcess("engine", index, ("engine",), gpus=2) for index in range(3)]
+    trainers = [RoleProcess("trainer", index, ("trainer",), gpus=4) for index in range(2)]
+    others = [RoleProcess("proxy", index, ("proxy",)) for index in range(3)]
+    processes = [*engines, *others, *trainers]
+    assert nodes_for(processes, 8) == 2
+    assert place(processes, 8, 2) == {
+        "trainer-0": 0, "trainer-1": 0, "engine-0": 1, "engine-1": 1, "engine-2": 1,
+        "proxy-0": 0, "proxy-1": 1, "proxy-2": 0,
+    }  # fmt: skip
+    assert nodes_for(others, 8) == 1  # without GPUs, one node has room for all
+    with pytest.raises(ConfigError, match=r"cluster\.slurm\.nodes: .* need 2 nodes with 8 GPUs each, got 1"):
+        place(processes, 8, 1)
+    with pytest.raises(
+        ConfigError, match="trainer-0 needs 4 GPUs on one node, .* use engine.tensor_parallel"
+    ):
+        nodes_for(processes, 2)
+
+
+def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigError, match="call it on a login node of the cluster, or print .* --dry-run"):
+        submit(SCRIPT)
+    with pytest.raises(ConfigError, match="no Slurm job"):
+        SlurmLauncher(SlurmConfig(), [], gpus_per_node=8)
