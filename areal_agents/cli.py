@@ -79,13 +79,16 @@ def train(
     ] = False,
     launcher: Annotated[
         str,
-        typer.Option(help="Place the processes on the machines of a cluster: local, ….", metavar="NAME"),
+        typer.Option(
+            help="Place the processes on the machines of a cluster: local, ray or slurm.", metavar="NAME"
+        ),
     ] = "",
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the configuration with the origin of each value, and start nothing.",
+            help="Print the configuration with the origin of each value, or the job of --launcher slurm, and "
+            "start nothing.",
         ),
     ] = False,
     quiet: Annotated[
@@ -96,7 +99,7 @@ def train(
     ] = False,
 ) -> None:
     """Train an agent: start the engine, proxy, rollout and trainer processes, and end them with the run."""
-    if dry_run:
+    if dry_run and launcher != "slurm":
         from areal_agents.config.origins import annotated
 
         print(annotated(config, overrides or ()), end="")
@@ -105,8 +108,7 @@ def train(
         raise typer.BadParameter("--quiet and --json are two forms of the same output; give one of them")
     require("torch", "training")
     from areal_agents import telemetry
-    from areal_agents.cluster.launchers.by_name import launcher_of
-    from areal_agents.cluster.train import train_on_cluster
+    from areal_agents.cluster.start import start_on_cluster
     from areal_agents.config import load_config
     from areal_agents.launch.joining import join
     from areal_agents.launch.nodes import nodes_of
@@ -122,7 +124,12 @@ def train(
         if launcher:
             if ablate_tool:
                 raise typer.BadParameter("--ablate-tool is for runs without --launcher")
-            train_on_cluster(loaded, launcher_of(launcher, loaded), console=console, fresh=fresh, form=form)
+            arguments = [str(config), *(overrides or ()), f"--launcher={launcher}"]
+            options = {"--fresh": fresh, "--quiet": quiet, "--json": as_json}
+            arguments += [option for option, given in options.items() if given]
+            start_on_cluster(
+                launcher, loaded, arguments, console=console, fresh=fresh, form=form, dry_run=dry_run
+            )
             return
         nodes = nodes_of(loaded.trainer, os.environ)
         if nodes.rank:
@@ -132,7 +139,8 @@ def train(
     except Interrupted:
         has_checkpoint = RunFolder(Path(loaded.run_dir)).has_checkpoint
         since = " from the last checkpoint" if has_checkpoint else ""
-        command = shlex.join(["areal-agents", "train", str(config), *(overrides or ())])
+        placed = ["--launcher", launcher] if launcher else []
+        command = shlex.join(["areal-agents", "train", str(config), *(overrides or ()), *placed])
         console.print(f"to continue{since}: {command}", soft_wrap=True, highlight=False)
         raise
 

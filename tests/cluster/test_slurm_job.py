@@ -58,6 +58,13 @@ def test_the_script_of_a_job() -> None:
     assert script == SCRIPT
 
 
+def test_a_time_that_yaml_read_as_seconds_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match='YAML read it as the number 43200; write it in quotes, as "12:00:00"'
+    ):
+        SlurmConfig.model_validate({"time": 43200})
+
+
 def test_processes_with_gpus_fill_nodes_and_the_others_are_spread() -> None:
     engines = [RoleProcess("engine", index, ("engine",), gpus=2) for index in range(3)]
     trainers = [RoleProcess("trainer", index, ("trainer",), gpus=4) for index in range(2)]
@@ -82,5 +89,6 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match="call it on a login node of the cluster, or print .* --dry-run"):
         submit(SCRIPT)
+    processes = [RoleProcess("proxy", 0, ("proxy",))]
     with pytest.raises(ConfigError, match="no Slurm job"):
-        SlurmLauncher(SlurmConfig(), [], gpus_per_node=8)
+        SlurmLauncher(SlurmConfig(), processes, gpus_per_node=8).command(processes[0])

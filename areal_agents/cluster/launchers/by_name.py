@@ -7,12 +7,19 @@ from collections.abc import Callable
 from areal_agents.cluster.launchers.base import Launcher
 from areal_agents.cluster.launchers.local import LocalLauncher
 from areal_agents.cluster.launchers.ray.launcher import RayLauncher
+from areal_agents.cluster.launchers.slurm.launcher import SlurmLauncher
+from areal_agents.cluster.train import processes_of
 from areal_agents.config import Config
 from areal_agents.errors import ConfigError
 
 _LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {
     "local": lambda config: LocalLauncher(),
     "ray": lambda config: RayLauncher(config.cluster.ray),
+    "slurm": lambda config: SlurmLauncher(
+        config.cluster.slurm,
+        processes_of(config, config.store.url or "", nodes=max(1, config.trainer.nodes)),
+        gpus_per_node=config.cluster.gpus_per_node,
+    ),
 }
 
 

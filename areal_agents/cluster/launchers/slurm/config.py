@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Any
+
+from pydantic import Field, field_validator
 
 from areal_agents.core.settings import Settings
 
@@ -16,8 +18,8 @@ class SlurmConfig(Settings):
     constraint: str = Field(default="", description="Features that the nodes must have, such as `h100`.")
     time: str = Field(
         default="",
-        description="Time limit as sbatch takes it, such as `1-12:00:00`. A run that is longer ends with a "
-        "checkpoint before it, and the job is requeued.",
+        description='Time limit as sbatch takes it, in quotes: "12:00:00" or "1-12:00:00". A run that is '
+        "longer ends with a checkpoint before it, and the job is requeued.",
     )
     nodes: int | None = Field(
         default=None,
@@ -52,3 +54,13 @@ class SlurmConfig(Settings):
     extra: tuple[str, ...] = Field(
         default=(), description="Further options of sbatch, such as `--gpus-per-node=h100:8`; they win."
     )
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _in_quotes(cls, value: Any) -> Any:
+        if isinstance(value, int):
+            raise ValueError(
+                f'YAML read it as the number {value}; write it in quotes, as "12:00:00" (on the command line '
+                "'\"12:00:00\"')"
+            )
+        return value

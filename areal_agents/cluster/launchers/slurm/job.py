@@ -63,7 +63,7 @@ def batch_script(
     ]
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in options),
+        *(f"#SBATCH {shlex.quote(option)}" for option in options),
         "",
         *config.setup,
         f"exec {shlex.join(command)}",

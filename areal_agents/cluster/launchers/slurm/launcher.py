@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.slurm.allocation import Allocation
@@ -26,17 +27,17 @@ class SlurmLauncher:
 
     def __init__(self, config: SlurmConfig, processes: Sequence[RoleProcess], *, gpus_per_node: int) -> None:
         self._config = config
-        self._allocation = Allocation.of(os.environ)
+        self._processes = processes
         self._gpus_per_node = gpus_per_node
-        self._node_of = place(processes, gpus_per_node, len(self._allocation.first_nodes))
 
     def check(self) -> None:
-        """Raise ConfigError if this machine does not have Slurm's commands."""
+        """Raise ConfigError if this process is in no job, or in one that is too small."""
         missing = [name for name in ("srun", "squeue", "scontrol", "scancel") if shutil.which(name) is None]
         if missing:
             raise ConfigError(
                 f"--launcher slurm needs {', '.join(missing)}, which this machine does not have"
             )
+        assert set(self._nodes) == {process.name for process in self._processes}
 
     def command(self, process: RoleProcess) -> tuple[str, ...]:
         """Return the command that runs the process as a step on its node."""
@@ -45,7 +46,15 @@ class SlurmLauncher:
             cpus = max(1, self._allocation.cpus * process.gpus // self._gpus_per_node)
         return (
             *(sys.executable, "-m", "areal_agents.cluster.launchers.slurm.step"),
-            *(f"--name={process.name}", f"--node={self._node_of[process.name]}"),
+            *(f"--name={process.name}", f"--node={self._nodes[process.name]}"),
             *(f"--gpus={process.gpus}", f"--cpus={cpus}", f"--wait-s={self._config.step_wait_s}", "--"),
             *process.command,
         )
+
+    @cached_property
+    def _allocation(self) -> Allocation:
+        return Allocation.of(os.environ)
+
+    @cached_property
+    def _nodes(self) -> dict[str, int]:
+        return place(self._processes, self._gpus_per_node, len(self._allocation.first_nodes))
