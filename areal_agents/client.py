@@ -90,6 +90,7 @@ class Client:
         self,
         task: Mapping[str, Any] | None = None,
         *,
+        id: str | None = None,
         group: str | None = None,
         group_size: int | None = None,
         surplus: int | None = None,
@@ -103,6 +104,7 @@ class Client:
 
         Args:
             task: `{"id": …, "input": {…}}`.
+            id: the episode's id, which no other episode may have; None: the proxy chooses one.
             group: the id of the episode's group; the members of a group share a baseline.
             group_size: the number of members that complete the group, the same for each of them.
             surplus: how many members beyond `group_size` may be open; those still open when the group is
@@ -113,7 +115,7 @@ class Client:
             limits: `max_turns`, `max_tokens`, `max_completion_tokens`, `context_tokens`, `time_s`.
             sampling: sampling parameters that replace those that the agent requests.
         """
-        body = _opening(task, group, group_size, surplus, index, split, metadata, limits, sampling)
+        body = _opening(task, id, group, group_size, surplus, index, split, metadata, limits, sampling)
         return _opened(self._call("POST", "/episodes", body))
 
     def reward(
@@ -148,6 +150,34 @@ class Client:
     def fail(self, episode_id: str, error: str, *, aborted: bool = False) -> dict[str, Any]:
         """End an episode as failed or aborted, for a reason that is not the model's doing."""
         return self.post_to_episode(episode_id, "fail", {"error": error, "aborted": aborted})
+
+    def begin_group(
+        self,
+        group: str,
+        task: Mapping[str, Any],
+        *,
+        group_size: int,
+        surplus: int,
+        runner: str,
+        at_most: int,
+        at_step: int | None = None,
+    ) -> dict[str, Any]:
+        """Begin a training group for one of several rollout processes; the answer's `state` says whether.
+
+        Args:
+            group, task, group_size, surplus: see `open_episode`.
+            runner: the name of the process, which alone may open episodes of the group, with the metadata
+                `{"runner": name}`.
+            at_most: refuse ("full") if the run would then have more untrained groups than this.
+            at_step: refuse as well if this is not the step of the newest version.
+        """
+        body = _beginning(group, task, group_size, surplus, runner, at_most, at_step)
+        return self._call("POST", "/groups", body)
+
+    def claim_group(self, group: str, *, expected: str | None, runner: str | None) -> bool:
+        """Take a pending group over from the rollout process `expected`; whether `runner` has it now."""
+        body = {"expected": expected, "runner": runner}
+        return bool(self._call("POST", f"/groups/{_segment(group)}/claim", body)["claimed"])
 
     def drop_group(self, group: str, reason: str) -> dict[str, Any]:
         """Drop a group: it will not be trained on."""
@@ -238,6 +268,7 @@ class AsyncClient:
         self,
         task: Mapping[str, Any] | None = None,
         *,
+        id: str | None = None,
         group: str | None = None,
         group_size: int | None = None,
         surplus: int | None = None,
@@ -248,7 +279,7 @@ class AsyncClient:
         sampling: Mapping[str, Any] | None = None,
     ) -> OpenedEpisode:
         """See `Client.open_episode`."""
-        body = _opening(task, group, group_size, surplus, index, split, metadata, limits, sampling)
+        body = _opening(task, id, group, group_size, surplus, index, split, metadata, limits, sampling)
         return _opened(await self._call("POST", "/episodes", body))
 
     async def reward(
@@ -276,6 +307,26 @@ class AsyncClient:
     async def fail(self, episode_id: str, error: str, *, aborted: bool = False) -> dict[str, Any]:
         """See `Client.fail`."""
         return await self.post_to_episode(episode_id, "fail", {"error": error, "aborted": aborted})
+
+    async def begin_group(
+        self,
+        group: str,
+        task: Mapping[str, Any],
+        *,
+        group_size: int,
+        surplus: int,
+        runner: str,
+        at_most: int,
+        at_step: int | None = None,
+    ) -> dict[str, Any]:
+        """See `Client.begin_group`."""
+        body = _beginning(group, task, group_size, surplus, runner, at_most, at_step)
+        return await self._call("POST", "/groups", body)
+
+    async def claim_group(self, group: str, *, expected: str | None, runner: str | None) -> bool:
+        """See `Client.claim_group`."""
+        body = {"expected": expected, "runner": runner}
+        return bool((await self._call("POST", f"/groups/{_segment(group)}/claim", body))["claimed"])
 
     async def drop_group(self, group: str, reason: str) -> dict[str, Any]:
         """See `Client.drop_group`."""
@@ -334,6 +385,7 @@ def _headers(admin_key: str | None) -> dict[str, str]:
 
 def _opening(
     task: Mapping[str, Any] | None,
+    id: str | None,
     group: str | None,
     group_size: int | None,
     surplus: int | None,
@@ -345,6 +397,7 @@ def _opening(
 ) -> dict[str, Any]:
     body = {
         "task": task,
+        "id": id,
         "group": group,
         "group_size": group_size,
         "surplus": surplus,
@@ -355,6 +408,26 @@ def _opening(
         "sampling": sampling,
     }
     return {key: value for key, value in body.items() if value is not None}
+
+
+def _beginning(
+    group: str,
+    task: Mapping[str, Any],
+    group_size: int,
+    surplus: int,
+    runner: str,
+    at_most: int,
+    at_step: int | None,
+) -> dict[str, Any]:
+    return {
+        "id": group,
+        "task": task,
+        "group_size": group_size,
+        "surplus": surplus,
+        "runner": runner,
+        "at_most": at_most,
+        "at_step": at_step,
+    }
 
 
 def _opened(answer: Mapping[str, Any]) -> OpenedEpisode:

@@ -22,6 +22,7 @@ DATA_SOURCE = "data_source"  # field of a task's input: the name of the source, 
 FINGERPRINT = "fingerprint"  # metadata of an episode: a name of what it was played with
 # Metadata of the episodes that the runner opened, by which a restarted runner recognises its own.
 OPENED_BY_RUNNER: Mapping[str, str] = {"source": "rollout"}
+RUNNER = "runner"  # metadata of an episode: the rollout process that opened it, if there are several
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.reward_values import RewardValue
+from areal_agents.core.rollout import Task
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.attempt import FailureStreak, abort_episodes, backoff_s
 
@@ -33,6 +34,18 @@ class ControlCalls:
     async def drop(self, group_id: str, reason: str) -> None:
         """Drop a group."""
         await self._repeat(lambda: self._client.drop_group(group_id, reason))
+
+    async def begin(self, group_id: str, task: Task, **how: Any) -> dict[str, Any]:
+        """Have the store admit a group for this process; arguments and answer of `Client.begin_group`."""
+        body = {"id": task.id, "input": dict(task.input)}
+        answer = await self._repeat(lambda: self._client.begin_group(group_id, body, **how))
+        assert answer is not None, "the answer says whether there is a conflict"
+        return answer
+
+    async def claim(self, group_id: str, *, expected: str | None, runner: str | None) -> bool:
+        """Take a group over from a process that has ended; return whether this process has it now."""
+        call = self._client.claim_group
+        return bool(await self._repeat(lambda: call(group_id, expected=expected, runner=runner)))
 
     async def abort(self, episodes: Iterable[str], reason: str) -> None:
         """Abort open episodes that no runner runs."""

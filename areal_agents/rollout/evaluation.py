@@ -1,18 +1,26 @@
 """Evaluates the policy: plays each held-out task some times. These episodes are never trained on.
 
 A collection plays tasks of training in the same way, without a trainer: its episodes are of split train.
+
+Several rollout processes share an evaluation. Each begins with a part of its own and goes on with what the
+others have not begun, or what one of them has left. The id of an episode follows from what it plays, and the
+store has each id once, so no two processes play the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, Split, Task
+from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, RUNNER, Split, Task
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.attempt import (
@@ -26,9 +34,12 @@ from areal_agents.rollout.agents.attempt import (
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.rollout.seeds import episode_seed
+from areal_agents.rollout.worker_share import WorkerShare
 from areal_agents.store import Store
 
 logger = logging.getLogger(__name__)
+
+SHARED_POLL_S = 0.5  # between looks whether the other processes have ended their part
 
 
 async def evaluate_tasks(
@@ -50,6 +61,7 @@ async def evaluate_tasks(
     function: RewardFunction | None = None,
     fingerprint: str = "",
     split: Split = "eval",
+    worker: WorkerShare | None = None,
 ) -> None:
     """Run every task until it has `attempts` scored episodes under this label and step in the store.
 
@@ -61,39 +73,86 @@ async def evaluate_tasks(
     Args:
         fingerprint: a name of what episodes are played with, which is recorded as metadata; episodes with
             another one do not count. "": there is none.
+        worker: this process's part, if several share the evaluation. This returns when all of it has ended.
 
     Raises:
         AgentError: too many attempts in a row failed.
     """
-    await abort_open(client, store, split=split, label=label)
     metadata: dict[str, Any] = {"eval": label, **({} if step is None else {"step": step})}
     if fingerprint:
         metadata[FINGERPRINT] = fingerprint
-    ended = store.episodes(split=split, metadata=metadata)
-    scored = {
-        (episode.task_id, episode.metadata.get("attempt", 0))
-        for episode in ended
-        if episode.status in ("finished", "truncated")
-    }
-    waiting = deque(
-        (task, index) for index in range(attempts) for task in tasks if (task.id, index) not in scored
-    )
-
-    await play_attempts(
+    every = [(task, index) for index in range(attempts) for task in tasks]
+    play = partial(
+        play_attempts,
         client,
         agent,
-        waiting,
-        metadata=metadata,
         temperature=temperature,
         seed=seed,
         concurrency=concurrency,
         limits=limits,
-        retries=retries,
         patience=patience,
         agent_error_reward=agent_error_reward,
         function=function,
         split=split,
     )
+    if worker is None:
+        await abort_open(client, store, split=split, label=label)
+        played = _played(store, split, metadata)
+        waiting = deque(one for one in every if not played[one[0].id, one[1]].is_scored)
+        await play(waiting, metadata=metadata, retries=retries)
+        return
+
+    own = frozenset((task.id, index) for task, index in every[worker.index :: worker.count])
+    while True:
+        await abort_open(client, store, split=split, label=label, worker=worker)
+        played = _played(store, split, metadata)
+        left = [one for one in every if played[one[0].id, one[1]].is_left(retries)]
+        if not left:
+            return
+        free = [one for one in left if not played[one[0].id, one[1]].is_open]
+        # Of what others have not begun yet, the last come first, because the others begin with the first.
+        chosen = [one for one in free if (one[0].id, one[1]) in own] or free[: -concurrency - 1 : -1]
+        if not chosen:
+            await asyncio.sleep(SHARED_POLL_S)
+            continue
+        await play(deque(chosen), metadata={**metadata, RUNNER: worker.name}, retries=0, played=played)
+
+
+@dataclass(slots=True)
+class _Played:
+    """What the store has of an attempt at a task, over all its repetitions."""
+
+    is_scored: bool = False
+    is_open: bool = False
+    failed: int = 0
+    episodes: int = 0
+
+    def is_left(self, retries: int) -> bool:
+        """Whether an episode runs or should run."""
+        return not self.is_scored and (self.is_open or self.failed <= retries)
+
+
+def _played(store: Store, split: Split, metadata: Mapping[str, Any]) -> dict[tuple[str, int], _Played]:
+    """Return what the store has under these metadata, by task id and index of the attempt."""
+    found: dict[tuple[str, int], _Played] = defaultdict(_Played)
+    for episode in store.episodes(split=split, metadata=metadata):
+        of_attempt = found[episode.task_id, episode.metadata.get("attempt", 0)]
+        of_attempt.is_scored |= episode.status in ("finished", "truncated")
+        of_attempt.is_open |= episode.status == "open"
+        of_attempt.failed += episode.status == "failed"
+        of_attempt.episodes += 1
+    return found
+
+
+def _episode_id(metadata: Mapping[str, Any], task_id: str, index: int, number: int) -> str:
+    """Return the id of the `number`th episode of an attempt in an evaluation."""
+    of_evaluation = [metadata["eval"], metadata.get("step"), metadata.get(FINGERPRINT)]
+    named = json.dumps([*of_evaluation, task_id, index, number]).encode()
+    return f"eval-{hashlib.blake2b(named, digest_size=16).hexdigest()}"
+
+
+class _PlayedElsewhere(Exception):
+    """Another process has opened the episode."""
 
 
 async def play_attempts(
@@ -112,24 +171,40 @@ async def play_attempts(
     function: RewardFunction | None = None,
     split: Split = "eval",
     check: Callable[[], None] = lambda: None,
+    played: Mapping[tuple[str, int], _Played] | None = None,
 ) -> None:
     """Play attempts, each a task and the index of the attempt; arguments as in `evaluate_tasks`.
 
     Args:
         check: called after each episode; what it raises ends the evaluation.
+        played: what was played before, by task id and index, if several processes share the evaluation; an
+            attempt that another one has begun is then left to it.
 
     Raises:
         AgentError: too many attempts in a row failed.
     """
 
     async def attempt(task: Task, index: int, tried: int) -> str | None:
+        named = None
+        if played is not None:
+            before = played[task.id, index]
+            tried += before.failed
+            named = _episode_id(metadata, task.id, index, before.episodes)
+            if before.failed:
+                await asyncio.sleep(backoff_s(before.failed))
         sampling = {
             "temperature": temperature,
             "base_seed": episode_seed(seed, "eval", task.id, index, tried),
         }
-        of_attempt = Attempt(task, split, metadata={**metadata, "attempt": index}, sampling=sampling)
+        own = {**metadata, "attempt": index}
+        of_attempt = Attempt(task, split, metadata=own, sampling=sampling, id=named)
         try:
             opened = await open_attempt(client, of_attempt, limits=limits)
+        except RequestError as error:
+            if named is not None and error.status == 409:
+                raise _PlayedElsewhere from None
+            return str(error)
+        try:
             outcome = await run_rollout(
                 client,
                 agent,
@@ -147,7 +222,10 @@ async def play_attempts(
         while waiting:
             task, index = waiting.popleft()
             for tried in range(1, retries + 2):
-                error = await attempt(task, index, tried)
+                try:
+                    error = await attempt(task, index, tried)
+                except _PlayedElsewhere:
+                    break
                 check()
                 patience.note(error)
                 if error is None:
@@ -168,8 +246,16 @@ async def abort_open(
     split: str | None = None,
     label: str | None = None,
     reason: str = "its runner no longer runs it",
+    worker: WorkerShare | None = None,
 ) -> None:
-    """Abort the open episodes of runners, for example those of one that was killed."""
+    """Abort the open episodes of runners, for example those of one that was killed.
+
+    With a `worker`, those of other running processes are not aborted.
+    """
     metadata = OPENED_BY_RUNNER if label is None else {**OPENED_BY_RUNNER, "eval": label}
     left = store.episodes(split=split, status="open", metadata=metadata)
+    if worker is not None:
+        runners = {episode.metadata.get(RUNNER) for episode in left}
+        ended = {name for name in runners if name == worker.name or worker.may_take(name)}
+        left = [episode for episode in left if episode.metadata.get(RUNNER) in ended]
     await abort_episodes(client, [episode.id for episode in left], reason)

@@ -26,6 +26,7 @@ from areal_agents.rollout.groups.collector import Collector
 from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.rollout.samplers import sampler_of
 from areal_agents.rollout.watch import StoreWatch
+from areal_agents.rollout.worker_share import WorkerShare
 from areal_agents.store import Store, VersionRow
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ async def run(
     stop: asyncio.Event | None = None,
     fingerprint: str = "",
     training_fingerprint: str = "",
+    worker: WorkerShare | None = None,
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
 
@@ -76,6 +78,9 @@ async def run(
         stop: an event that ends the run early; agents are ended and open episodes aborted.
         fingerprint: a name of what episodes are played with; evaluations are recorded under it.
         training_fingerprint: the same for training episodes; see `Collector`.
+        worker: this process's part, if several processes play the episodes of the run. They share the groups,
+            the evaluations, `rollout.concurrency` and `evaluation.concurrency`; failures in a row count for
+            each process by itself. Every process returns when the run has ended.
 
     Raises:
         AgentError: the agent cannot be loaded, or too many attempts in a row failed.
@@ -87,8 +92,14 @@ async def run(
     source = load_tasks(data, seed=seed)
     _check_enough(source, groups=rollout.groups, steps=steps)
     tasks = held_out_tasks(evaluation) if evaluation else []
+    if worker is not None:
+        assert rollout.concurrency, "RolloutConfig.for_engines chooses an automatic concurrency"
+        rollout = rollout.model_copy(update={"concurrency": worker.part_of(rollout.concurrency)})
+        if evaluation is not None:
+            part = worker.part_of(evaluation.concurrency)
+            evaluation = evaluation.model_copy(update={"concurrency": part})
     async with _runner(
-        store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward, fingerprint
+        store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward, fingerprint, worker
     ) as runner:
         running = runner.run(
             source,
@@ -170,6 +181,7 @@ async def _runner(
     logs: Path | None,
     reward: RewardConfig | None,
     fingerprint: str,
+    worker: WorkerShare | None = None,
 ) -> AsyncIterator[_RolloutRunner]:
     """Create a runner, and close its agents and connections at the end of the block."""
     assert rollout.concurrency, "RolloutConfig.for_engines chooses an automatic concurrency"
@@ -181,7 +193,7 @@ async def _runner(
     client = AsyncClient(proxy_url, admin_key)
     try:
         yield _RolloutRunner(
-            client, store, trained, evaluated, rollout, evaluation, seed, function, fingerprint
+            client, store, trained, evaluated, rollout, evaluation, seed, function, fingerprint, worker
         )
     finally:
         await trained.close()
@@ -201,7 +213,9 @@ class _RolloutRunner:
         seed: int,
         function: RewardFunction | None,
         fingerprint: str,
+        worker: WorkerShare | None,
     ) -> None:
+        self._worker = worker
         self._seed = seed
         self._fingerprint = fingerprint
         self._function = function
@@ -226,7 +240,7 @@ class _RolloutRunner:
         await self._published(first_version)
         await self._reach_proxy()
         first = await self._served(FIRST_VERSION_TIMEOUT_S)
-        await abort_open(self._client, self._store)
+        await abort_open(self._client, self._store, worker=self._worker)
         try:
             if held_out and first.step == 0:
                 await self.evaluate(held_out, "before", step=0, alone=True)
@@ -234,7 +248,8 @@ class _RolloutRunner:
                 await self.evaluate(held_out, f"step-{first.step}", step=first.step, alone=True)
             if first.step < steps:
                 await self._train(source, held_out, steps=steps, shortage=shortage, fingerprint=fingerprint)
-                await abort_open(self._client, self._store, reason="every step of the run was trained")
+                reason = "every step of the run was trained"
+                await abort_open(self._client, self._store, reason=reason, worker=self._worker)
             if held_out:
                 last = await self._served(SWAP_TIMEOUT_S)
                 await self.evaluate(held_out, "after", step=last.step, alone=True)
@@ -273,6 +288,7 @@ class _RolloutRunner:
             function=self._function,
             fingerprint=self._fingerprint,
             split=split,
+            worker=self._worker,
         )
         logger.info("evaluation %s has ended", label)
 
@@ -369,8 +385,12 @@ class _RolloutRunner:
             patience=self._patience,
             function=self._function,
             fingerprint=fingerprint,
+            worker=self._worker,
         )
-        evaluating = self._evaluate_along(held_out, watch.listen(), steps=steps)
+        if self._worker is None or self._worker.index == 0:
+            evaluating = self._evaluate_along(held_out, watch.listen(), steps=steps)
+        else:
+            evaluating = self._join_evaluations(held_out, watch.listen())
         async with (
             _running_beside(watch.run()),
             _running_beside(collector.run()),
@@ -402,10 +422,25 @@ class _RolloutRunner:
                 await self.evaluate(held_out, f"step-{evaluated}", step=evaluated)
             await changed.wait()
 
+    async def _join_evaluations(self, held_out: Sequence[Task], changed: asyncio.Event) -> None:
+        """Take part in the evaluations beside training that the first process begins."""
+        if not held_out:
+            return
+        metadata = dict(OPENED_BY_RUNNER)
+        if self._fingerprint:
+            metadata[FINGERPRINT] = self._fingerprint
+        while True:
+            changed.clear()
+            running = self._store.episodes(split="eval", status="open", metadata=metadata)
+            labels = {e.metadata["eval"]: e.metadata.get("step") for e in running if "eval" in e.metadata}
+            for label, step in labels.items():
+                await self.evaluate(held_out, label, step=step)
+            await changed.wait()
+
     async def _abort_at_the_end(self) -> None:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await abort_open(self._client, self._store)
+                await abort_open(self._client, self._store, worker=self._worker)
         except (
             TimeoutError,
             RequestError,

@@ -37,6 +37,10 @@ class Sampler(Protocol):
         """Return the task of the next group, and how often it was begun before; None: none is left."""
         ...
 
+    def note_begun(self, task_id: str, epoch: int) -> None:
+        """Record a group that another process has begun, and that this sampler has not chosen."""
+        ...
+
 
 def sampler_of(
     tasks: TaskSource | TaskMixture, started: Sequence[tuple[str, int]], scores: Scores
@@ -58,11 +62,16 @@ class UniformSampler:
     """Takes every task once in an epoch, in the order of `TaskSource.epoch`."""
 
     def __init__(self, tasks: TaskSource, started: Sequence[tuple[str, int]]) -> None:
-        self._tasks = tasks.stream(set(started))
+        self._started = set(started)
+        self._tasks = tasks.stream(self._started)
 
     def next(self) -> tuple[Task, int] | None:
         """See `Sampler`."""
         return next(self._tasks, None)
+
+    def note_begun(self, task_id: str, epoch: int) -> None:
+        """See `Sampler`."""
+        self._started.add((task_id, epoch))
 
 
 class DifficultySampler:
@@ -96,8 +105,12 @@ class DifficultySampler:
         for task in tasks.epoch(0):
             self._move(task.id, "new")
         for task_id, epoch in started:
-            if task_id in self._tasks:
-                self._begin(task_id, epoch)
+            self.note_begun(task_id, epoch)
+
+    def note_begun(self, task_id: str, epoch: int) -> None:
+        """See `Sampler`."""
+        if task_id in self._tasks:
+            self._begin(task_id, epoch)
 
     def next(self) -> tuple[Task, int] | None:
         """See `Sampler`. There is always one."""
@@ -174,11 +187,13 @@ class MixtureSampler:
 
     def __init__(self, mixture: TaskMixture, started: Sequence[tuple[str, int]], scores: Scores) -> None:
         self._weights = [source.weight for source in mixture.sources]
-        places = {task.id: index for index, source in enumerate(mixture.sources) for task in source.tasks}
+        self._places = {
+            task.id: index for index, source in enumerate(mixture.sources) for task in source.tasks
+        }
         of_sources: list[list[tuple[str, int]]] = [[] for _ in mixture.sources]
         for task_id, epoch in started:
-            if task_id in places:
-                of_sources[places[task_id]].append((task_id, epoch))
+            if task_id in self._places:
+                of_sources[self._places[task_id]].append((task_id, epoch))
         taken = [len(begun) for begun in of_sources]
         furthest = max(count / weight for count, weight in zip(taken, self._weights, strict=True))
         self._taken = [
@@ -201,6 +216,13 @@ class MixtureSampler:
                 return found
             self._left.remove(index)
         return None
+
+    def note_begun(self, task_id: str, epoch: int) -> None:
+        """See `Sampler`."""
+        index = self._places.get(task_id)
+        if index is not None:
+            self._taken[index] += 1
+            self._samplers[index].note_begun(task_id, epoch)
 
 
 def pool_of(solved: int, episodes: int) -> Pool:

@@ -13,15 +13,24 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.dialects.postgresql import psycopg
 
-from areal_agents.core.rollout import Reward, Task
+from areal_agents.core.rollout import RUNNER, Reward, Split, Task
 from areal_agents.store.chunks import chunks
 from areal_agents.store.database import driver_of
 from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
 from areal_agents.store.groups import complete_if_scored
+from areal_agents.store.reads import group_counts
 from areal_agents.store.rewards import write_default_reward, write_rewards
-from areal_agents.store.rows import LIVE, EpisodeRow, EpisodeState, NewEpisode, opened_row
+from areal_agents.store.rows import (
+    LIVE,
+    Admission,
+    EpisodeRow,
+    EpisodeState,
+    NewEpisode,
+    NewGroup,
+    opened_row,
+)
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
-from areal_agents.store.versions import oldest_served
+from areal_agents.store.versions import latest_version, oldest_served
 
 SealedStatus = Literal["finished", "truncated", "failed", "aborted"]
 
@@ -51,11 +60,13 @@ _UNREWARDED = sa.and_(
 def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
     """Open an episode, and create its group and task if they are new.
 
-    Raises Conflict if the group is full, no longer pending, or of another size, task or split, or if the
-    index is taken by an episode that did not fail; SessionTaken if `only_one` and the implicit key has an
-    open episode.
+    Raises Conflict if the group is full, no longer pending, of another size, task or split, or of another
+    rollout process, if the index is taken by an episode that did not fail, or if an episode `is_named` so;
+    SessionTaken if `only_one` and the implicit key has an open episode.
     """
     now = time.time()
+    if new.is_named and connection.execute(sa.select(episodes.c.id).where(episodes.c.id == new.id)).first():
+        raise Conflict(f"there is an episode {new.id} already")
     if new.only_one:
         _refuse_second(connection, new)
     if new.group_id is None:
@@ -70,6 +81,25 @@ def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
     del values["task_id"]
     connection.execute(sa.insert(episodes).values(**values, task_uid=task_uid))
     return row
+
+
+def begin_group(connection: sa.Connection, new: NewGroup) -> Admission:
+    """Begin a training group if the gate admits it and no other process has it, see `NewGroup`."""
+    found = connection.execute(
+        sa.select(groups.c.seq, groups.c.state, groups.c.runner).where(groups.c.id == new.id)
+    ).one_or_none()
+    if found is not None:
+        is_own = found.state == "pending" and found.runner == new.runner
+        return Admission("begun", found.seq) if is_own else Admission("taken")
+    if new.at_step is not None:
+        latest = latest_version(connection)
+        if new.at_step != (latest.step if latest is not None else 0):
+            return Admission("full")
+    counts = group_counts(connection, "train")
+    if counts["pending"] + counts["complete"] + counts["leased"] >= new.at_most:
+        return Admission("full")
+    seq = _insert_group(connection, new.id, new.task, "train", new.size, new.surplus, time.time(), new.runner)
+    return Admission("begun", seq)
 
 
 def insert_if_missing(connection: sa.Connection, new: NewEpisode) -> None:
@@ -217,11 +247,15 @@ def _refuse_second(connection: sa.Connection, new: NewEpisode) -> None:
 
 
 def _ensure_task(connection: sa.Connection, task: Task) -> str:
-    payload = orjson.dumps(dict(task.input), option=orjson.OPT_SORT_KEYS)
-    uid = hashlib.blake2b(task.id.encode() + b"\0" + payload, digest_size=16).hexdigest()
+    uid = _uid(task)
     if connection.execute(sa.select(tasks.c.uid).where(tasks.c.uid == uid)).first() is None:
         connection.execute(sa.insert(tasks).values(uid=uid, id=task.id, input=dict(task.input)))
     return uid
+
+
+def _uid(task: Task) -> str:
+    payload = orjson.dumps(dict(task.input), option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(task.id.encode() + b"\0" + payload, digest_size=16).hexdigest()
 
 
 def _join_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple[str, Task]:
@@ -237,6 +271,8 @@ def _join_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple
         raise Conflict(f"group {new.group_id} has group_size {group.size}, got group_size {new.group_size}")
     if new.surplus is not None and new.surplus != (group.surplus or 0):
         raise Conflict(f"group {new.group_id} has surplus {group.surplus or 0}, got surplus {new.surplus}")
+    if group.runner is not None and new.metadata.get(RUNNER) != group.runner:
+        raise Conflict(f"group {new.group_id} is played by {group.runner}, and only that may add episodes")
     if new.split != group.split:
         raise Conflict(f"group {new.group_id} has split {group.split!r}, got {new.split!r}")
     if new.task is not None and new.task.id != group.task_id:
@@ -251,20 +287,36 @@ def _create_group(connection: sa.Connection, new: NewEpisode, now: float) -> tup
     if new.group_id is None or size is None or size < 1:
         raise ValueError(f"a new group needs a size of at least 1, got {size}")
     task = new.task or Task(id=new.group_id, input={})
-    uid = _ensure_task(connection, task)
-    connection.execute(
+    _insert_group(connection, new.group_id, task, new.split, size, new.surplus or 0, now)
+    return _uid(task), task
+
+
+def _insert_group(
+    connection: sa.Connection,
+    group_id: str,
+    task: Task,
+    split: Split,
+    size: int,
+    surplus: int,
+    now: float,
+    runner: str | None = None,
+) -> int:
+    """Add a pending group, and its task if that is new; return the group's seq."""
+    inserted = connection.execute(
         sa.insert(groups).values(
-            id=new.group_id,
-            task_uid=uid,
-            split=new.split,
+            id=group_id,
+            task_uid=_ensure_task(connection, task),
+            split=split,
             size=size,
-            surplus=new.surplus or None,
+            surplus=surplus or None,
             version=oldest_served(connection),
             state="pending",
             created_at=now,
+            runner=runner,
         )
     )
-    return uid, task
+    assert inserted.inserted_primary_key is not None
+    return int(inserted.inserted_primary_key[0])
 
 
 def _free_index(connection: sa.Connection, new: NewEpisode) -> int:

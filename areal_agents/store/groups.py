@@ -27,6 +27,20 @@ def group_row(connection: sa.Connection, group_id: str) -> sa.Row:
     return row
 
 
+def claim_group(connection: sa.Connection, group_id: str, expected: str | None, runner: str | None) -> bool:
+    """Make `runner` the rollout process of a pending group if `expected` is; return whether it has it now."""
+    changed = connection.execute(
+        sa.update(groups)
+        .where(
+            groups.c.id == group_id,
+            groups.c.state == "pending",
+            groups.c.runner.is_not_distinct_from(expected) | groups.c.runner.is_not_distinct_from(runner),
+        )
+        .values(runner=runner)
+    )
+    return changed.rowcount == 1
+
+
 def complete_if_scored(connection: sa.Connection, group_id: str) -> bool:
     """Make a pending group complete if it has enough scored episodes; return whether it became complete."""
     group = group_row(connection, group_id)

@@ -272,6 +272,8 @@ def open_groups(connection: sa.Connection) -> list[OpenGroup]:
             surplus=row.surplus or 0,
             split=row.split,
             attempts={index: tuple(tried) for index, tried in attempts[row.id].items()},
+            runner=row.runner,
+            seq=row.seq,
         )
         for row in pending
     ]

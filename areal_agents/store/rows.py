@@ -36,6 +36,7 @@ class NewEpisode:
         implicit_key: the key of an episode that a call without an episode opened; None otherwise.
         only_one: refuse (Conflict) while another episode with this `implicit_key` is open.
         owner: the proxy worker that opens the episode; None if there is a single one.
+        is_named: the caller chose the id, so another episode may have it.
     """
 
     id: str
@@ -53,6 +54,41 @@ class NewEpisode:
     implicit_key: str | None = None
     only_one: bool = False
     owner: str | None = None
+    is_named: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup:
+    """A training group that one of several rollout processes would begin.
+
+    Attributes:
+        size, surplus: see `NewEpisode`.
+        runner: the process, which alone may open episodes of the group.
+        at_most: the gate, as the number of groups that may be submitted and not trained, with this one.
+        at_step: the step for which that number was computed; None: it does not depend on the step.
+    """
+
+    id: str
+    task: Task
+    size: int
+    surplus: int
+    runner: str
+    at_most: int
+    at_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What became of a `NewGroup`.
+
+    Attributes:
+        state: "begun"; "taken": the group exists, and is that of another process or has ended; "full": the
+            gate admits no group now.
+        seq: groups with smaller numbers were begun before; None unless it was begun.
+    """
+
+    state: Literal["begun", "taken", "full"]
+    seq: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +194,8 @@ class EpisodeSummary:
 class OpenGroup:
     """A pending group: for each index its attempts, oldest first (the last one counts).
 
-    It is complete with `size` scored episodes, and may have `surplus` episodes more than that.
+    It is complete with `size` scored episodes, and may have `surplus` episodes more than that. `runner` is
+    the rollout process that plays it, if there are several; groups are begun in the order of `seq`.
     """
 
     id: str
@@ -167,6 +204,8 @@ class OpenGroup:
     surplus: int
     split: Split
     attempts: Mapping[int, tuple[EpisodeSummary, ...]]
+    runner: str | None
+    seq: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +240,15 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class UntrainedGroup:
-    """A training group that is neither trained nor dropped; `is_pending` if it is not complete yet."""
+    """A training group that is neither trained nor dropped.
+
+    It is `is_pending` if it is not complete yet; `runner` is the rollout process that plays it, if there are
+    several.
+    """
 
     id: str
     is_pending: bool
+    runner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ groups = sa.Table(
     sa.Column("reason", sa.Text),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("completed_at", sa.Float),
+    sa.Column("runner", sa.Text),  # the rollout process that plays it; null if there is a single one
     sa.Index("groups_by_state", "state", "split"),
 )
 

@@ -39,12 +39,14 @@ from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.roles import Role, RoleRow
 from areal_agents.store.rows import (
     Activity,
+    Admission,
     EndedEpisode,
     EpisodeRow,
     EpisodeState,
     EpisodeSummary,
     GroupHistory,
     NewEpisode,
+    NewGroup,
     OpenEpisode,
     OpenGroup,
     ScoredConversation,
@@ -111,6 +113,20 @@ class Store:
     def open_episode(self, new: NewEpisode) -> Future[EpisodeRow]:
         """Open an episode. Conflict if it does not fit into its group."""
         return self._database.submit(lambda c: episodes.insert_episode(c, new))
+
+    def begin_group(self, new: NewGroup) -> Future[Admission]:
+        """Begin a training group before its first episode, if the gate admits it and no other process has it.
+
+        Repeating this changes nothing, and has the same result while the group is pending.
+        """
+        return self._database.submit(lambda c: episodes.begin_group(c, new))
+
+    def claim_group(self, group_id: str, expected: str | None, runner: str | None) -> Future[bool]:
+        """Make `runner` the rollout process of a pending group if `expected` is, or if it is so already.
+
+        The result is whether `runner` has the group now.
+        """
+        return self._database.submit(lambda c: groups.claim_group(c, group_id, expected, runner))
 
     def add_turn(self, episode_id: str, *turns: Turn, opening: NewEpisode | None = None) -> Future[None]:
         """Record a turn, or several siblings, all or none. Conflict unless the episode is open.
@@ -498,6 +514,14 @@ class Store:
     def untrained_groups(self) -> list[UntrainedGroup]:
         """Return the training groups that are neither trained nor dropped, oldest first."""
         return self._database.query(waiting.untrained_groups)
+
+    def runners(self) -> set[str]:
+        """Return the rollout processes, of several, that play the pending training groups."""
+        return self._database.query(waiting.runners)
+
+    def groups_begun(self, after: int) -> list[tuple[int, str]]:
+        """Return (seq, id) of the training groups begun after the one with number `after`, in order."""
+        return self._database.query(lambda c: waiting.groups_begun(c, after))
 
     def abandoned_groups(self) -> list[str]:
         """Return the pending training groups that no runner submitted and that have no active episode."""

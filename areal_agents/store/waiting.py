@@ -30,11 +30,24 @@ def waiting_groups(connection: sa.Connection) -> list[WaitingGroup]:
 def untrained_groups(connection: sa.Connection) -> list[UntrainedGroup]:
     """Return the training groups that are neither trained nor dropped, in the order of submission."""
     done = sa.exists().where(leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased")
-    query = sa.select(groups.c.id, (groups.c.state == "pending").label("is_pending")).where(_TRAINING, ~done)
+    is_pending = (groups.c.state == "pending").label("is_pending")
+    query = sa.select(groups.c.id, is_pending, groups.c.runner).where(_TRAINING, ~done)
     return [
-        UntrainedGroup(row.id, bool(row.is_pending))
+        UntrainedGroup(row.id, bool(row.is_pending), row.runner)
         for row in connection.execute(query.order_by(groups.c.seq))
     ]
+
+
+def runners(connection: sa.Connection) -> set[str]:
+    """Return the rollout processes, of several, that play the pending training groups."""
+    query = sa.select(groups.c.runner).where(groups.c.split == "train", groups.c.state == "pending")
+    return set(connection.execute(query.where(groups.c.runner.is_not(None)).distinct()).scalars())
+
+
+def groups_begun(connection: sa.Connection, after: int) -> list[tuple[int, str]]:
+    """Return (seq, id) of the training groups that were begun after the one with number `after`, in order."""
+    query = sa.select(groups.c.seq, groups.c.id).where(groups.c.split == "train", groups.c.seq > after)
+    return [(seq, group_id) for seq, group_id in connection.execute(query.order_by(groups.c.seq))]
 
 
 def abandoned_groups(connection: sa.Connection) -> list[str]:
@@ -50,6 +63,7 @@ def abandoned_groups(connection: sa.Connection) -> list[str]:
     query = sa.select(groups.c.id).where(
         groups.c.split == "train",
         groups.c.state == "pending",
+        groups.c.runner.is_(None),
         ~sa.exists().where(episodes.c.group_id == groups.c.id, is_of_runner | is_active),
     )
     return list(connection.execute(query.order_by(groups.c.seq)).scalars())

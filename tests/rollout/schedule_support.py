@@ -28,12 +28,13 @@ from areal_agents.core.messages import Message
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
-from areal_agents.proxy.episodes.control_forms import final_rewards_of, new_episode
+from areal_agents.proxy.episodes.control_forms import final_rewards_of, new_episode, new_group
 from areal_agents.rollout.agents.attempt import FailureStreak
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.evaluation import abort_open
 from areal_agents.rollout.groups.collector import Collector
+from areal_agents.rollout.worker_share import WorkerShare
 from areal_agents.store import Conflict, NoTurn, Store
 from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
@@ -76,6 +77,7 @@ class Setting:
     swap_between_batches: bool = False
     deaths: int = 2
     changes: bool = True  # of groups and max_staleness, between lives
+    workers: int = 1  # rollout processes
 
 
 @dataclass(eq=False)
@@ -128,6 +130,21 @@ class Network:
     async def drop_group(self, group: str, reason: str) -> None:
         self._do(self._store.drop_open_group, group, reason)
 
+    async def begin_group(self, group: str, task: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+        await self._travel()
+        begun = len(self._store.task_ids_started())
+        admission = self._do(self._store.begin_group, new_group({"id": group, "task": task, **fields}))
+        if len(self._store.task_ids_started()) > begun:
+            self._world.check_gate()
+        await self._travel()
+        return asdict(admission)
+
+    async def claim_group(self, group: str, *, expected: str | None, runner: str | None) -> bool:
+        await self._travel()
+        claimed = self._do(self._store.claim_group, group, expected, runner)
+        await self._travel()
+        return bool(claimed)
+
     async def _seal(self, episode: str, status: str, **how: Any) -> dict[str, Any]:
         await self._travel()
         state = self._do(self._store.seal, episode, status, **how)
@@ -147,6 +164,16 @@ class Network:
         await asyncio.sleep(0)
         if self._world.random.random() < self._world.losses:
             raise RequestError("lost", status=503, code="unreachable")
+
+
+@dataclass(eq=False)
+class Process:
+    """A rollout process; `name` is None if it is the only one."""
+
+    index: int
+    name: str | None
+    changed: asyncio.Event
+    collecting: asyncio.Task[None]
 
 
 class Agents:
@@ -203,11 +230,13 @@ class World:
         self.store = DrivenStore.open(self.folder / "store.db")  # type: ignore[assignment]
         self.store.world = self
         self.loop = asyncio.new_event_loop()
-        self.collecting: asyncio.Task[None] | None = None
+        self.processes: dict[int, Process] = {}  # those that run, by index
+        self.alive: set[str | None] = set()  # the names of those that others see running
+        self.begun = 0
 
     def close(self) -> None:
         """End everything."""
-        self.kill_collector()
+        self.kill_collectors()
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
         self.store.close()
@@ -222,7 +251,7 @@ class World:
             try:
                 self._one_step()
             except Died:
-                self.kill_collector()  # whose supervisor ends it
+                self.kill_collectors()  # whose supervisor ends them
                 self.resume()
             else:
                 self._maybe_change()
@@ -235,8 +264,9 @@ class World:
         self.version = self.store.max_version() + 1
         self._publish(self.version, self.step)
         self.engine = self.version
-        if self.collecting is None:
-            self.start_collector()
+        for index in range(self.setting.workers):
+            if index not in self.processes:
+                self.start_collector(index)
 
     def _one_step(self) -> None:
         rollout, step = self.rollout, self.step + 1
@@ -282,7 +312,7 @@ class World:
         groups, bound = self.random.randint(1, 3), self.random.choice([0, 1, 2])
         if self.setting.swap_between_batches:
             bound = 1
-        self.kill_collector()
+        self.kill_collectors()
         self.rollout = self.rollout.model_copy(update={"groups": groups, "max_staleness": bound})
         self.unchanged = False
         self.saved_step = self.step  # a run that is stopped saves
@@ -290,34 +320,60 @@ class World:
 
     # -- the others ---------------------------------------------------------------------------
 
-    def start_collector(self) -> None:
+    def start_collector(self, index: int) -> None:
         """Start a rollout process."""
         network: Any = Network(self)
-        self.changed = asyncio.Event()
+        changed = asyncio.Event()
+        worker = None
+        if self.setting.workers > 1:
+            self.begun += 1
+            name = f"rollout-{index}-{self.begun}"
+            worker = WorkerShare(index, self.setting.workers, name, lambda runner: runner in self.alive)
         losses, self.losses = self.losses, 0.0
-        self.loop.run_until_complete(abort_open(network, self.store))
+        self.loop.run_until_complete(abort_open(network, self.store, worker=worker))
         self.losses = losses
         collector = Collector(
             client=network, store=self.store, agent=Agents(self), source=self.tasks, config=self.rollout,
-            steps=self.steps, changed=self.changed, patience=FailureStreak(10**6, least_s=0.0),
+            steps=self.steps, changed=changed, patience=FailureStreak(10**6, least_s=0.0), worker=worker,
         )  # fmt: skip
-        self.collecting = self.loop.create_task(collector.run())
+        name_ = worker.name if worker is not None else None
+        self.processes[index] = Process(index, name_, changed, self.loop.create_task(collector.run()))
+        self.alive.add(name_)
         self.wake()
 
-    def kill_collector(self) -> None:
+    def kill_collector(self, index: int) -> None:
         """Leave its episodes open, as a kill does."""
-        if self.collecting is not None:
-            self.collecting.cancel()
-            with suppress(asyncio.CancelledError):
-                self.loop.run_until_complete(self.collecting)
-            self.collecting = None
+        process = self.processes.pop(index)
+        self.alive.discard(process.name)
+        process.collecting.cancel()
+        with suppress(asyncio.CancelledError):
+            self.loop.run_until_complete(process.collecting)
+
+    def kill_collectors(self) -> None:
+        """Kill all of them."""
+        for index in list(self.processes):
+            self.kill_collector(index)
+
+    def _kill_or_suspect_one(self) -> None:
+        """Kill one of several, and perhaps start it again only later; or others hold it for dead wrongly."""
+        index = self.random.choice(list(self.processes))
+        name = self.processes[index].name
+        chance = self.random.random()
+        if self.setting.workers > 1 and chance < 0.3:
+            self.alive ^= {name}
+            return
+        self.kill_collector(index)
+        if not self.processes or chance < 0.6:
+            self.start_collector(index)
 
     def wake(self) -> None:
-        """Let the collector see what has changed, and come to rest."""
-        self.changed.set()
+        """Let the collectors see what has changed, and come to rest."""
+        for process in self.processes.values():
+            process.changed.set()
         self.loop.run_until_complete(self._settle())
-        if self.collecting is not None and self.collecting.done():
-            self.collecting.result()
+        for process in self.processes.values():
+            if process.collecting.done():
+                process.collecting.result()
 
     async def _settle(self) -> None:
         """Return when no coroutine has anything left to do but wait for the schedule."""
@@ -332,8 +388,12 @@ class World:
             self.deaths += 1
             raise Died
         if chance < 0.05:
-            self.kill_collector()
-            self.start_collector()
+            self._kill_or_suspect_one()
+            self.wake()
+            return True
+        missing = [index for index in range(self.setting.workers) if index not in self.processes]
+        if missing and chance < 0.15:
+            self.start_collector(missing[0])
             return True
         if self.unrewarded and (chance < 0.3 or not self.running):
             self._reward_late()
@@ -384,7 +444,12 @@ class World:
             reply=Message("assistant", "-"),
             sampling=SamplingParams(max_new_tokens=count),
         )
-        self.store.add_turn(run.id, turn).result()
+        try:
+            self.store.add_turn(run.id, turn).result()
+        except Conflict:  # another process held that of the agent for dead, and aborted the episode
+            assert self.setting.workers > 1
+            run.end.set_exception(RuntimeError("refused"))
+            return
         run.turns += 1
         run.began = self.engine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,10 +40,13 @@ def play(seed: int, *, steps: int = STEPS, **changes: Any) -> World:
         try:
             world.train(steps)
             counts = world.store.group_counts()
+            begun = world.store.task_ids_started()
         finally:
             world.close()
     assert world.step == steps and counts["trained"] == len(world.trained)
     assert sorted(set(world.trained.values())) == list(range(1, steps + 1))
+    if world.setting.workers > 1:  # together they begin what one would, each once
+        assert begun == [(task.id, epoch) for task, epoch in islice(world.tasks.stream(), len(begun))]
     return world
 
 
@@ -65,6 +69,20 @@ SCHEDULES = st.fixed_dictionaries(
 @given(SCHEDULES)
 def test_the_bound_holds_and_nothing_deadlocks(schedule: dict[str, Any]) -> None:
     play(**schedule)
+
+
+@settings(max_examples=8, deadline=None)
+@given(SCHEDULES, st.integers(2, 3))
+def test_several_processes_keep_the_bound_together(schedule: dict[str, Any], workers: int) -> None:
+    """While some die, and others are held for dead though they run on."""
+    play(**schedule, workers=workers)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@given(SCHEDULES, st.integers(2, 4))
+def test_several_processes_in_many_more(schedule: dict[str, Any], workers: int) -> None:
+    play(**schedule, workers=workers, steps=6)
 
 
 @pytest.mark.slow

@@ -26,10 +26,12 @@ from areal_agents.proxy.calls.labels import USER
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.turn_ids import turn_id_of
 from areal_agents.proxy.episodes.control_forms import (
+    claim_of,
     describe,
     final_rewards_of,
     flag_of,
     new_episode,
+    new_group,
     refuse_unknown,
     rewards_of,
 )
@@ -83,6 +85,8 @@ class Control:
             Route("/episodes/{id}/reward", self.reward, methods=["POST"]),
             Route("/episodes/{id}/finish", self.finish, methods=["POST"]),
             Route("/episodes/{id}/fail", self.fail, methods=["POST"]),
+            Route("/groups", self.begin_group, methods=["POST"]),
+            Route("/groups/{id:path}/claim", self.claim_group, methods=["POST"]),
             Route("/groups/{id:path}/drop", self.drop_group, methods=["POST"]),
             Route("/rewards", self.reward_completion, methods=["POST"]),
         ]
@@ -209,6 +213,24 @@ class Control:
         refuse_unknown(body, ("error", "aborted"))
         error = str(body.get("error") or "failed")[:10_000]
         return await self._seal(episode_id, "aborted" if flag_of(body, "aborted") else "failed", error=error)
+
+    async def begin_group(self, request: Request) -> Response:
+        """POST /groups: begin a training group for one of several rollout processes, if the gate admits it.
+
+        The answer's `state` is begun, taken (the group exists) or full (the gate admits none now).
+        """
+        self._auth.require_admin(request)
+        new = new_group(await self._bodies.object(request, _CONTROL_BODY_BYTES))
+        admission = await asyncio.wrap_future(self._store.begin_group(new))
+        return _json({"id": new.id, **dataclasses.asdict(admission)})
+
+    async def claim_group(self, request: Request) -> Response:
+        """POST /groups/{id}/claim: take a pending group over from a rollout process that has ended."""
+        self._auth.require_admin(request)
+        expected, runner = claim_of(await self._bodies.object(request, _CONTROL_BODY_BYTES))
+        group_id = request.path_params["id"]
+        claimed = await asyncio.wrap_future(self._store.claim_group(group_id, expected, runner))
+        return _json({"id": group_id, "claimed": claimed})
 
     async def drop_group(self, request: Request) -> Response:
         """POST /groups/{id}/drop: drop a group that the trainer has not leased."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,10 +20,14 @@ from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.calls.sampling import BASE_SEED, PINS
 from areal_agents.proxy.dialects.turn_ids import turn_id_of
 from areal_agents.proxy.episodes.sessions import EpisodeLimits
-from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
+from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode, NewGroup
 
 _SCOPES = ("episode", "turn", "branch")
-_OPENING = ("task", "group", "group_size", "surplus", "index", "split", "metadata", "limits", "sampling")
+_OPENING = (
+    "task", "id", "group", "group_size", "surplus", "index", "split", "metadata", "limits", "sampling"
+)  # fmt: skip
+_BEGINNING = ("id", "task", "group_size", "surplus", "runner", "at_most", "at_step")
+_EPISODE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REWARD = ("reward", "completion_id", "scope", "name")
 _MOST_REWARDS = 10_000  # in one request, because its transaction delays other writes
 
@@ -45,8 +50,14 @@ def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> N
     """Return the episode that a request opens. A RequestError 400 names the field at fault."""
     refuse_unknown(body, _OPENING)
     group_id = _optional(body, "group", str)
+    given_id = _optional(body, "id", str)
+    if given_id is not None and not _EPISODE_ID.fullmatch(given_id):
+        raise RequestError(
+            f"id must have 1 to 64 letters, digits, - and _, got {shown(given_id)}", param="id"
+        )
     return NewEpisode(
-        id=f"episode-{secrets.token_hex(8)}",
+        id=given_id or f"episode-{secrets.token_hex(8)}",
+        is_named=given_id is not None,
         key_hash=key_hash(key),
         task=_task(body.get("task")),
         group_id=group_id,
@@ -59,6 +70,38 @@ def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> N
         limits=_limits(_optional(body, "limits", dict) or {}),
         sampling=_sampling(_optional(body, "sampling", dict) or {}),
     )
+
+
+def new_group(body: Mapping[str, Any]) -> NewGroup:
+    """Return the group that a rollout process would begin. A RequestError 400 names the field at fault."""
+    refuse_unknown(body, _BEGINNING)
+    task, size, at_most = _task(body.get("task")), _group_size(body), _optional(body, "at_most", int)
+    for name, value in (("task", task), ("group_size", size), ("at_most", at_most)):
+        if value is None:
+            raise RequestError(f"{name} is required", param=name)
+    assert task is not None and size is not None and at_most is not None
+    return NewGroup(
+        id=_named(body, "id"),
+        task=task,
+        size=size,
+        surplus=_surplus(body) or 0,
+        runner=_named(body, "runner"),
+        at_most=at_most,
+        at_step=_optional(body, "at_step", int),
+    )
+
+
+def claim_of(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the rollout process that has a group, and the one that claims it; None: a run's only one."""
+    refuse_unknown(body, ("expected", "runner"))
+    return _optional(body, "expected", str), _optional(body, "runner", str)
+
+
+def _named(body: Mapping[str, Any], name: str) -> str:
+    value: str | None = _optional(body, name, str)
+    if not value:
+        raise RequestError(f"{name} is required: a string", param=name)
+    return value
 
 
 def _optional(body: Mapping[str, Any], name: str, kind: type) -> Any:

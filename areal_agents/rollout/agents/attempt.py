@@ -54,6 +54,7 @@ class Attempt:
         group, group_size, surplus, index: the episode's position in its group; None outside groups.
         metadata: stored with the episode.
         sampling: replaces the sampling parameters that the agent requests.
+        id: the id of the episode, which only one process can open; None: the proxy chooses one.
     """
 
     task: Task
@@ -64,6 +65,7 @@ class Attempt:
     surplus: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] | None = None
+    id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsC
     opening = asyncio.create_task(
         client.open_episode(
             {"id": attempt.task.id, "input": dict(attempt.task.input)},
+            id=attempt.id,
             group=attempt.group,
             group_size=attempt.group_size,
             surplus=attempt.surplus,

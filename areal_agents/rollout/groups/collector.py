@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import FINGERPRINT, training_group_id
+from areal_agents.core.rollout import FINGERPRINT, RUNNER, training_group_id
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
@@ -25,6 +25,7 @@ from areal_agents.rollout.groups.settling import SlotSettler
 from areal_agents.rollout.groups.submission import Submission, newest_step
 from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.rollout.seeds import episode_seed
+from areal_agents.rollout.worker_share import WorkerShare
 from areal_agents.store import Store
 
 
@@ -40,6 +41,7 @@ class Collector:
         patience: counts failures in a row, also of evaluations; ends the run when there are too many.
         fingerprint: a name of what episodes are played with, which is recorded as metadata. Groups that were
             begun with something else are dropped, because their episodes cannot be compared. "": no name.
+        worker: this process's part, if several processes collect for the run.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Collector:
         patience: FailureStreak,
         function: RewardFunction | None = None,
         fingerprint: str = "",
+        worker: WorkerShare | None = None,
     ) -> None:
         self._client = client
         self._store = store
@@ -67,12 +70,20 @@ class Collector:
         self._patience = patience
         self._function = function
         self._metadata = {FINGERPRINT: fingerprint} if fingerprint else {}
+        self._worker = worker
+        if worker is not None:
+            self._metadata[RUNNER] = worker.name
         self._capacity = min(config.concurrency, agent.capacity or config.concurrency)
         self._submission = Submission(
-            store=store, source=source, config=config, steps=steps, shortage=shortage
+            store=store,
+            source=source,
+            config=config,
+            steps=steps,
+            shortage=shortage,
+            is_shared=worker is not None,
         )
         self._groups = groups = GroupsInProgress(size=config.group_size, changed=changed)
-        calls = ControlCalls(client, patience)
+        self._calls = calls = ControlCalls(client, patience)
         self._settler = SlotSettler(groups=groups, calls=calls, store=store, config=config, function=function)
         self._reconciler = Reconciler(
             groups=groups,
@@ -82,6 +93,7 @@ class Collector:
             store=store,
             config=config,
             fingerprint=fingerprint,
+            worker=worker,
         )
 
     async def run(self) -> None:
@@ -98,7 +110,7 @@ class Collector:
                 self._changed.clear()
                 await self._reconciler.look_for_changes()
                 held_back = self._submission.held_back()
-                while self._groups.running < self._capacity and self._may_fill(held_back):
+                while self._groups.running < self._capacity and await self._may_fill(held_back):
                     group, index = self._groups.take()
                     task = members.create_task(self._fill(group, index), name=f"{group.id}[{index}]")
                     self._groups.note_running(group, index, task)
@@ -106,21 +118,41 @@ class Collector:
                     self._submission.check_data()
                 await self._changed.wait()
 
-    def _may_fill(self, held_back: Collection[str]) -> bool:
+    async def _may_fill(self, held_back: Collection[str]) -> bool:
         """Whether an episode may start, in a new group if necessary. The newest groups are held back."""
-        first = self._groups.first_vacant
-        return self._submit() if first is None else first not in held_back
-
-    def _submit(self) -> bool:
-        """Submit one more group if that is allowed; return whether it was."""
-        submitted = self._submission.next(unregistered=self._groups.unregistered)
-        if submitted is None:
+        if self._groups.first_vacant is None and not await self._submit():
             return False
-        task, epoch = submitted
-        group = self._groups.begin(training_group_id(task.id, epoch), task, surplus=self._config.over_sample)
-        for index in range(group.slots):
-            self._groups.put(group, index)
-        return True
+        return self._groups.first_vacant not in held_back
+
+    async def _submit(self) -> bool:
+        """Submit one more group if that is allowed; return whether it was."""
+        surplus = self._config.over_sample
+        while (chosen := self._submission.next(unregistered=self._groups.unregistered)) is not None:
+            group_id = training_group_id(chosen[0].id, chosen[1])
+            order = None
+            if self._worker is not None:
+                at_most, at_step = self._submission.bound()
+                admission = await self._calls.begin(
+                    group_id,
+                    chosen[0],
+                    group_size=self._config.group_size,
+                    surplus=surplus,
+                    runner=self._worker.name,
+                    at_most=at_most,
+                    at_step=at_step,
+                )
+                if admission["state"] == "taken":
+                    continue
+                if admission["state"] == "full":
+                    self._submission.put_back(chosen)
+                    return False
+                order = admission["seq"]
+            group = self._groups.begin(group_id, chosen[0], surplus=surplus, order=order)
+            group.registered = order is not None
+            for index in range(group.slots):
+                self._groups.put(group, index)
+            return True
+        return False
 
     async def _fill(self, group: GroupRun, index: int) -> None:
         """Make one attempt at an index of a group, and act on its outcome."""

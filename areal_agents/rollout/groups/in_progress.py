@@ -29,10 +29,14 @@ class GroupsInProgress:
         self._begun = 0
         self._ending = 0  # groups that are removed here and not yet dropped in the store
         self._queue: list[tuple[int, int, GroupRun]] = []  # vacant slots: (group's order, index, group)
-        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._running: dict[tuple[GroupRun, int], asyncio.Task[None]] = {}
 
     def __contains__(self, group: GroupRun) -> bool:
-        return group.id in self._groups
+        return self._groups.get(group.id) is group
+
+    def has(self, group_id: str) -> bool:
+        """Whether the group of this id is in progress."""
+        return group_id in self._groups
 
     @property
     def is_idle(self) -> bool:
@@ -62,9 +66,14 @@ class GroupsInProgress:
         """Return the groups with slots that wait for a reward over HTTP."""
         return [group for group in self._groups.values() if group.unrewarded]
 
-    def begin(self, group_id: str, task: Task, *, surplus: int) -> GroupRun:
-        """Add and return a group, ordered after all others. Its slots are not queued yet."""
-        group = GroupRun(group_id, task, self._size, surplus, self._begun)
+    def begin(self, group_id: str, task: Task, *, surplus: int, order: int | None = None) -> GroupRun:
+        """Add and return a group. Its slots are not queued yet.
+
+        Args:
+            order: groups with smaller numbers come first. Give it for every group or for none; None: this one
+                comes after all others.
+        """
+        group = GroupRun(group_id, task, self._size, surplus, self._begun if order is None else order)
         self._begun += 1
         self._groups[group_id] = group
         return group
@@ -81,11 +90,11 @@ class GroupsInProgress:
 
     def note_running(self, group: GroupRun, index: int, task: asyncio.Task[None]) -> None:
         """Record that `task` runs an episode at a slot."""
-        self._running[group.id, index] = task
+        self._running[group, index] = task
 
     def note_ended(self, group: GroupRun, index: int) -> None:
         """Record that the task at a slot has ended."""
-        self._running.pop((group.id, index), None)
+        self._running.pop((group, index), None)
         group.open.pop(index, None)
         self._changed.set()
 
@@ -94,11 +103,14 @@ class GroupsInProgress:
         self._queue = [entry for entry in self._queue if entry[2] is not group]
         heapq.heapify(self._queue)
         self._changed.set()
-        return self._groups.pop(group.id, None) is not None
+        if group not in self:
+            return False
+        del self._groups[group.id]
+        return True
 
     async def cancel(self, group: GroupRun) -> None:
         """Cancel the running tasks of a group, and wait for them."""
-        others = [task for (group_id, _), task in self._running.items() if group_id == group.id]
+        others = [task for (of_group, _), task in self._running.items() if of_group is group]
         for task in others:
             task.cancel()
         if others:

@@ -1,4 +1,8 @@
-"""Reconciles a collector with the store: groups from before a restart, lost answers, and late rewards."""
+"""Reconciles a collector with the store: groups from before a restart, lost answers, and late rewards.
+
+Of several rollout processes, each takes over the groups of those that have ended. The store lets one of them
+have a group, and then refuses episodes of its former owner, which may only have been slow to answer.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from areal_agents.rollout.control_calls import ControlCalls
 from areal_agents.rollout.groups.group import GroupRun, Slot, read_slots
 from areal_agents.rollout.groups.in_progress import GroupsInProgress
 from areal_agents.rollout.groups.settling import SlotSettler
+from areal_agents.rollout.worker_share import WorkerShare
 from areal_agents.store import OpenGroup, Store
 
 logger = logging.getLogger(__name__)
@@ -24,7 +29,7 @@ class Reconciler:
     """Updates a collector's groups to their state in the store. Raises what `ControlCalls` raises.
 
     Args:
-        fingerprint: see `Collector`.
+        fingerprint, worker: see `Collector`.
     """
 
     def __init__(
@@ -37,8 +42,11 @@ class Reconciler:
         store: Store,
         config: RolloutConfig,
         fingerprint: str,
+        worker: WorkerShare | None,
     ) -> None:
         self._fingerprint = fingerprint
+        self._worker = worker
+        self._name = worker.name if worker is not None else None
         self._groups = groups
         self._settler = settler
         self._calls = calls
@@ -48,10 +56,23 @@ class Reconciler:
         self._next_look_s = 0.0
 
     async def resume(self) -> None:
-        """Take over the groups that this runner left unfinished before a restart."""
+        """Take over the groups that runners left unfinished when they ended."""
         for group in self._store.open_groups():
-            if group.split == "train" and _is_ours(group):
+            is_left = group.split == "train" and _is_of_a_runner(group) and self._may_take(group.runner)
+            # A group that another process took over from this one, before this one has noticed, comes later.
+            if not is_left or self._groups.has(group.id):
+                continue
+            if group.runner == self._name or await self._claim(group):
                 await self._take_over(group)
+
+    def _may_take(self, runner: str | None) -> bool:
+        return self._worker is None or self._worker.may_take(runner)
+
+    async def _claim(self, group: OpenGroup) -> bool:
+        claimed = await self._calls.claim(group.id, expected=group.runner, runner=self._name)
+        if claimed:
+            logger.info("group %s of %s is taken over", group.id, group.runner or "an earlier process")
+        return claimed
 
     async def look_again(self, group: GroupRun, index: int, error: str) -> None:
         """Read the state of a slot from the store, after the proxy refused a call or its answer was lost."""
@@ -63,7 +84,8 @@ class Reconciler:
         if group not in self._groups:
             return
         found = self._open_groups().get(group.id)
-        if found is None and group.registered:  # it was completed, or dropped by another process
+        # It was completed, or dropped or taken over by another process.
+        if (found is None and group.registered) or (found is not None and found.runner != self._name):
             await self._settler.release(group)
             return
         slots = _slots(found) if found is not None else [Slot("vacant", 0, None)] * group.slots
@@ -73,20 +95,22 @@ class Reconciler:
         """Look, at most once a second, for what others did to groups in progress over HTTP.
 
         The agents of a dropped group are ended, and rewards are noted; the proxy fails episodes that get none
-        in time.
+        in time. Groups of other processes that have ended are taken over.
         """
         now = asyncio.get_running_loop().time()
-        if self._groups.is_idle or now < self._next_look_s:
+        if now < self._next_look_s or (self._groups.is_idle and self._worker is None):
             return
         self._next_look_s = now + LOOK_PERIOD_S
         registered = self._groups.registered()  # read before the store, which has a row of each
-        untrained = {group.id for group in self._store.untrained_groups()}
+        runners = {group.id: group.runner for group in self._store.untrained_groups()}
         for group in registered:
-            if group.id not in untrained:
-                logger.warning("group %s was completed or dropped by another process", group.id)
+            if group.id not in runners or runners[group.id] != self._name:
+                logger.warning("another process has completed, dropped or taken over group %s", group.id)
                 await self._settler.release(group)
         if waiting := self._groups.unrewarded():
             await self._look_at_unrewarded(waiting)
+        if self._worker is not None and any(map(self._worker.may_take, self._store.runners())):
+            await self.resume()
 
     async def _look_at_unrewarded(self, waiting: Iterable[GroupRun]) -> None:
         pending = self._open_groups()
@@ -107,7 +131,8 @@ class Reconciler:
         if self._fingerprint and _fingerprints(found) - {self._fingerprint}:
             await self._calls.drop(found.id, "the agent, its reward or its limits changed since it was begun")
             return
-        group = self._groups.begin(found.id, found.task, surplus=found.surplus)
+        order = found.seq if self._worker is not None else None
+        group = self._groups.begin(found.id, found.task, surplus=found.surplus, order=order)
         group.registered = True
         for index, slot in enumerate(_slots(found)):
             await self._settler.settle_found(group, index, slot)
@@ -127,8 +152,8 @@ def _fingerprints(group: OpenGroup) -> set[str]:
     return {fingerprint for fingerprint in played if fingerprint is not None}
 
 
-def _is_ours(group: OpenGroup) -> bool:
-    return any(
+def _is_of_a_runner(group: OpenGroup) -> bool:
+    return group.runner is not None or any(
         attempt.metadata.items() >= OPENED_BY_RUNNER.items()
         for attempts in group.attempts.values()
         for attempt in attempts
