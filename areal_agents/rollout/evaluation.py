@@ -256,6 +256,6 @@ async def abort_open(
     left = store.episodes(split=split, status="open", metadata=metadata)
     if worker is not None:
         runners = {episode.metadata.get(RUNNER) for episode in left}
-        ended = {name for name in runners if name == worker.name or worker.may_take(name)}
+        ended = {name for name in runners if worker.has_left(name)}
         left = [episode for episode in left if episode.metadata.get(RUNNER) in ended]
     await abort_episodes(client, [episode.id for episode in left], reason)

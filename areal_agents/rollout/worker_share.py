@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from areal_agents.store import Store
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerShare:
@@ -18,7 +20,7 @@ class WorkerShare:
     Attributes:
         index, count: this is process `index` of 0 … `count` - 1. The first one decides when there is an
             evaluation beside training.
-        name: names this process in the store. A process that is restarted has another name.
+        name: names this process in the store. No other process that runs has this name.
         is_alive: whether the process of a name is running. One that is held for dead although it runs on
             loses its groups and evaluation episodes, and nothing else.
     """
@@ -35,6 +37,16 @@ class WorkerShare:
                 f"{self.name!r}"
             )
 
+    @classmethod
+    def of_place(cls, store: Store, *, index: int, count: int, epoch: int) -> WorkerShare:
+        """Return the part of the process that has the place `index` of the role rollout, in its `epoch`."""
+
+        def is_alive(name: str) -> bool:
+            rows = store.role_rows("rollout")
+            return any(row.is_alive and name == f"rollout-{row.index}-{row.epoch}" for row in rows)
+
+        return cls(index, count, f"rollout-{index}-{epoch}", is_alive)
+
     def part_of(self, total: int) -> int:
         """Return this process's part of `total` episodes that run at the same time; at least 1."""
         return max(1, total // self.count + (self.index < total % self.count))
@@ -42,3 +54,7 @@ class WorkerShare:
     def may_take(self, runner: str | None) -> bool:
         """Whether what `runner` has left is for the taking: it is another process, and does not run."""
         return runner is None or (runner != self.name and not self.is_alive(runner))
+
+    def has_left(self, runner: str | None) -> bool:
+        """The same at the start of this process, which may follow another of the same name."""
+        return runner == self.name or self.may_take(runner)

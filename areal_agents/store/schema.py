@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 6  # the newest revision of migrations/versions
+SCHEMA_VERSION = 7  # the newest revision of migrations/versions
 
 metadata = sa.MetaData()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER
 from areal_agents.rollout.agents.attempt import FailureStreak, backoff_s
@@ -56,17 +56,18 @@ class Reconciler:
         self._next_look_s = 0.0
 
     async def resume(self) -> None:
-        """Take over the groups that runners left unfinished when they ended."""
+        """Take over the groups that runners left unfinished when they ended. Call this before any other."""
+        worker = self._worker
+        await self._take_over_if(lambda runner: worker is None or worker.has_left(runner))
+
+    async def _take_over_if(self, is_left: Callable[[str | None], bool]) -> None:
         for group in self._store.open_groups():
-            is_left = group.split == "train" and _is_of_a_runner(group) and self._may_take(group.runner)
-            # A group that another process took over from this one, before this one has noticed, comes later.
-            if not is_left or self._groups.has(group.id):
+            if group.split != "train" or not _is_of_a_runner(group) or not is_left(group.runner):
+                continue
+            if self._groups.has(group.id):  # another process took it over, and this one has not noticed yet
                 continue
             if group.runner == self._name or await self._claim(group):
                 await self._take_over(group)
-
-    def _may_take(self, runner: str | None) -> bool:
-        return self._worker is None or self._worker.may_take(runner)
 
     async def _claim(self, group: OpenGroup) -> bool:
         claimed = await self._calls.claim(group.id, expected=group.runner, runner=self._name)
@@ -110,7 +111,7 @@ class Reconciler:
         if waiting := self._groups.unrewarded():
             await self._look_at_unrewarded(waiting)
         if self._worker is not None and any(map(self._worker.may_take, self._store.runners())):
-            await self.resume()
+            await self._take_over_if(self._worker.may_take)
 
     async def _look_at_unrewarded(self, waiting: Iterable[GroupRun]) -> None:
         pending = self._open_groups()
