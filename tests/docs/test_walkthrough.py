@@ -113,6 +113,7 @@ NOT_RUN = {
         "docs/benchmarks.md",
         "areal-agents train examples/search_agent/config.yaml --fresh engine.kind",
     ): "test-sglang",
+    ("docs/clusters.md", "areal-agents train cluster.yaml --launcher local"): "tests/cluster",
     ("docs/configuration.md", "areal-agents train"): "an example of overriding; tests/test_config.py",
     ("docs/credit.md", "reply = await"): "tests/algorithms and tests/sdk",
     ("docs/deploying.md", "python -m sglang.launch_server"): "needs a GPU",
