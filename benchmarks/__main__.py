@@ -135,6 +135,14 @@ def simulator(
     run(json=as_json, save=save)
 
 
+@app.command("recipes")
+def recipes() -> None:
+    """Time and cost of the GPU configurations of examples/, computed from their settings; nothing is run."""
+    from benchmarks.recipes_cost import run
+
+    run()
+
+
 @app.command("credit")
 def credit(
     as_json: AsJson = False,
