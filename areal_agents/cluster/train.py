@@ -121,6 +121,11 @@ def _faults(config: Config, launcher: Launcher) -> Iterator[str]:
         yield "data.episodes: training on recorded episodes needs no cluster; leave --launcher out"
     if config.data.traffic:
         yield "data.traffic is for one machine so far; leave --launcher out"
+    if config.proxy.workers > 1:
+        yield (
+            "proxy.workers: in a cluster each proxy is one process; leave it out, and set cluster.proxies to "
+            "the number of proxies"
+        )
     if not trainer.start:
         yield "trainer.start: with --launcher, the launcher starts the trainer; leave it out"
     if engine.colocate != "none":

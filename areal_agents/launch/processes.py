@@ -101,17 +101,14 @@ def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> N
 
 def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.proxy.page import Page
+    from areal_agents.proxy.workers.places import ProxyPlace
     from areal_agents.proxy.workers.supervisor import serve_with_workers
     from areal_agents.view.mounted import FACTORY
 
     endpoints = folder.read_endpoints()
     place = endpoints.place
-    sequences = config.engine.sequences if place is None else -(-config.engine.sequences // place.count)
-    # In a cluster each proxy is one process, and a machine may have several.
-    alone = {} if place is None else {"workers": 1}
-    settings = config.proxy.for_engines(sequences).model_copy(
+    settings = config.proxy.for_engines(config.engine.sequences, is_alone=place is None).model_copy(
         update={
-            **alone,
             "host": endpoints.proxy_host,
             "port": endpoints.proxy_port,
             "admin_key": endpoints.admin_key,
@@ -134,7 +131,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         page=Page(FACTORY, str(store), config.model, str(folder.root), endpoints.view_key),
         telemetry=config.telemetry,
         run=config.name,
-        **({} if place is None else {"engines_move": True}),
+        place=None if place is None else ProxyPlace(place.index, place.epoch, place.count, place.secret),
     )
 
 

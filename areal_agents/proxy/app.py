@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -43,8 +44,8 @@ from areal_agents.proxy.redaction import Redaction, redaction_of
 from areal_agents.proxy.status import StatusRoutes
 from areal_agents.proxy.traces import Traces
 from areal_agents.proxy.workers.forwarding import WorkerRouting
-from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
+from areal_agents.proxy.workers.peers import Peers, new_key
 from areal_agents.proxy.workers.placement import WorkerLookup
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Retention, Store
@@ -74,7 +75,7 @@ def create_app(
         engine=engine,
         renderer=renderer,
         config=config,
-        workers=None,
+        peers=None,
         starts=starts,
         traces=traces,
     )
@@ -88,7 +89,7 @@ def create_worker_app(
     engine: Sampler,
     renderer: ChatRenderer,
     config: ProxyConfig,
-    workers: Workers,
+    peers: Peers,
     retention: Retention | None = None,
     page: ASGIApp | None = None,
     traces: Traces | None = None,
@@ -99,13 +100,13 @@ def create_worker_app(
     the worker that a request path belongs to.
     """
     parts = _Parts.of(
-        store=store, engine=engine, renderer=renderer, config=config, workers=workers, traces=traces
+        store=store, engine=engine, renderer=renderer, config=config, peers=peers, traces=traces
     )
     app, calls = _app_of(parts, None, retention, page)
     ownership = parts.ownership
     assert ownership is not None
     placement = WorkerLookup(
-        workers=workers,
+        peers=peers,
         ownership=ownership,
         store=store,
         sessions=parts.sessions,
@@ -116,7 +117,7 @@ def create_worker_app(
         bodies=parts.bodies,
         redaction=parts.redaction,
     )
-    routed = WorkerRouting(app, workers=workers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
+    routed = WorkerRouting(app, peers=peers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
     return _guarded(routed, config), placement.worker_of
 
 
@@ -168,13 +169,13 @@ def _app_of(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The objects that the routes share. `workers` and `ownership` are None in a proxy of one process."""
+    """The objects that the routes share. `peers` and `ownership` are None in a proxy of one process."""
 
     store: Store
     engine: Sampler
     renderer: ChatRenderer
     config: ProxyConfig
-    workers: Workers | None
+    peers: Peers | None
     ownership: Ownership | None
     sessions: Sessions
     implicit: ImplicitEpisodes
@@ -193,20 +194,19 @@ class _Parts:
         engine: Sampler,
         renderer: ChatRenderer,
         config: ProxyConfig,
-        workers: Workers | None,
+        peers: Peers | None,
         traces: Traces | None,
         starts: Mapping[str, RecordedStart] | None = None,
     ) -> _Parts:
-        ownership = Ownership(store, workers) if workers is not None else None
-        owner = ownership.owner if ownership is not None else None
         ended = None if traces is None else traces.episode_ended
-        sessions = Sessions(store, owner, starts, ended=ended)
+        sessions = Sessions(store, None if peers is None else peers.owner, starts, ended=ended)
+        ownership = None if peers is None else Ownership(store, peers, sessions.lose)
         return cls(
             store=store,
             engine=engine,
             renderer=renderer,
             config=config,
-            workers=workers,
+            peers=peers,
             ownership=ownership,
             sessions=sessions,
             implicit=ImplicitEpisodes(
@@ -258,7 +258,7 @@ class _Parts:
             auth=self.auth,
             config=self.config,
             bodies=self.bodies,
-            new_key=self.workers.new_key if self.workers is not None else new_episode_key,
+            new_key=new_episode_key if self.peers is None else partial(new_key, self.peers),
             keeps_trace=self.traces is not None,
         )
 

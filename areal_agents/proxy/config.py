@@ -222,19 +222,31 @@ class ProxyConfig(Settings):
         """The value of `max_body_mb`, in bytes."""
         return int(self.max_body_mb * 2**20)
 
-    def for_engines(self, sequences: int) -> ProxyConfig:
+    def for_engines(self, sequences: int, *, is_alone: bool = True) -> ProxyConfig:
         """Return these settings with values for what is automatic.
 
         Args:
             sequences: the number of sequences that all engines together sample at the same time.
+            is_alone: whether this is the only proxy of its run; if not, it is one process.
         """
         workers = min(math.ceil(sequences / SEQUENCES_PER_WORKER), available_cores() // CORES_PER_WORKER)
+        workers = workers if is_alone else 1
         return self.model_copy(
             update={
                 "workers": self.workers or min(max(1, workers), MOST_WORKERS),
                 "max_concurrent": self.max_concurrent or max(FEWEST_CALLS, 2 * sequences),
             }
         )
+
+
+def shared_among(count: int, config: ProxyConfig) -> ProxyConfig:
+    """Return the settings of one of `count` processes, with its share of the limits of all of them."""
+    return config.model_copy(
+        update={
+            "max_concurrent": math.ceil(config.max_concurrent / count),
+            "max_queued": math.ceil(config.max_queued / count),
+        }
+    )
 
 
 def available_cores() -> int:

@@ -27,7 +27,7 @@ from areal_agents.proxy.dialects.gemini.urls import is_google_path
 from areal_agents.proxy.dialects.messages.dialect import Messages
 from areal_agents.proxy.dialects.writing import openai_error
 from areal_agents.proxy.paths import split_path
-from areal_agents.store import Conflict, NotFound, NoTurn
+from areal_agents.store import Conflict, NotFound, NoTurn, OwnedElsewhere
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ def as_request_error(error: Exception) -> RequestError:
             return RequestError(str(error), status=404, code="not_found")
         case NoTurn():
             return RequestError(str(error), status=409, code="no_turn")
+        case OwnedElsewhere():
+            return episode_elsewhere(str(error))
         case Conflict():
             return RequestError(str(error), status=409, code="conflict")
         case StoreError():

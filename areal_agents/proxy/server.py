@@ -21,11 +21,12 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from areal_agents.errors import ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.process_control import exit_on_sigterm
 from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.auth import refuse_open_access
-from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.config import ProxyConfig, shared_among
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models, make_pool
 from areal_agents.proxy.http_limits import LimitedProtocol
 from areal_agents.proxy.logs import logging_as
@@ -34,6 +35,8 @@ from areal_agents.proxy.socket_limits import LimitedWebSocket
 from areal_agents.proxy.traces import Traces
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_of, wait_for_orphans
+from areal_agents.proxy.workers.peers import Peers
+from areal_agents.proxy.workers.places import Places, ProxyPlace
 from areal_agents.rendering import ChatRenderer
 from areal_agents.sockets import BACKLOG, allow_many_connections, url_of
 from areal_agents.store import Retention, Store, StoreConfig
@@ -69,11 +72,11 @@ def serve(
     router_url: str = "",
     adapters: bool = False,
     vocab_size: int | None = None,
-    engines_move: bool = False,
     engine_options: dict[str, Any] | None = None,
     page: Page | None = None,
     telemetry: TelemetryConfig | None = None,
     run: str = "",
+    place: ProxyPlace | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
@@ -89,19 +92,28 @@ def serve(
         router_url: a router in front of `engine_urls` that generation requests go through.
         adapters: whether the policy is a LoRA adapter of the model that the engines serve.
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
-        engines_move: whether engines that are started again may have other addresses, which the store has.
         engine_options: options of the embedded engine, fields of EmbeddedEngineConfig.
         page: the page at /view; None: there is none.
         telemetry: where spans are exported to; None: as the environment says.
         run: the name of the run that the proxy belongs to.
+        place: the place of this proxy among those of a run on several machines. They share `max_concurrent`
+            and `max_queued` equally, and the store has the present addresses of the engines. None: the proxy
+            is the only one.
         announce: called with one line for the user when the proxy is about to answer requests.
 
     Raises:
-        ConfigError: the port is taken, the model folder is missing, an admin key is needed, or the engines
-            serve different models.
+        ConfigError: the port is taken, the model folder is missing, an admin key is needed, the engines
+            serve different models, or `config.workers` is above 1 and there is a place.
         EngineUnavailable: the embedded engine does not start.
         StoreError: the store cannot be opened.
     """
+    if place is not None:
+        if config.workers > 1:
+            raise ConfigError(
+                f"proxy.workers is {config.workers}, and each proxy of a run on several machines is one "
+                "process: set proxy.workers to 1, and cluster.proxies to the number of proxies"
+            )
+        config = shared_among(place.count, config)
     refuse_open_access(config)
     check_addresses(engine_urls, router_url)
     with contextlib.ExitStack() as stack:
@@ -114,10 +126,14 @@ def serve(
         settings = durability or StoreConfig()
         spans = stack.enter_context(exporting(telemetry or TelemetryConfig(), "proxy", run=run))
         opened = stack.enter_context(Store.open(store, settings.durability))
+        peers = None
+        if place is not None:
+            peers = Places(opened, place)
+            stack.enter_context(peers.watching())
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
         check_models(engine_urls)
-        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size, engines_move)
+        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size, place is not None)
         announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
         announce(recording_notice(store, config))
         announce_page(page, url_of(listener), announce)
@@ -127,7 +143,9 @@ def serve(
             store=opened,
             renderer=renderer,
             config=config,
-            retention=retention_of(opened, settings),
+            peers=peers,
+            # Only the first removes turns, so that no turn is exported twice.
+            retention=retention_of(opened, settings) if place is None or place.index == 0 else None,
             page=page,
             traces=None if spans is None else Traces(spans, run),
         )
@@ -170,6 +188,7 @@ def serve_with_engines(
     renderer: ChatRenderer,
     config: ProxyConfig,
     worker: WorkerSockets | None = None,
+    peers: Peers | None = None,
     retention: Retention | None = None,
     page: Page | None = None,
     traces: Traces | None = None,
@@ -177,7 +196,8 @@ def serve_with_engines(
 ) -> None:
     """Serve on bound sockets, with running engines, until SIGTERM or Ctrl-C.
 
-    `worker` is None unless this is one of several processes; `on_ready` is called once requests are answered.
+    `worker` is given if this is one of several processes on one port, and `peers` if it is one of several on
+    ports of their own. `on_ready` is called once requests are answered.
     """
     allow_many_connections()
     pool = make_pool(
@@ -196,16 +216,20 @@ def serve_with_engines(
             admin_key=config.admin_key, is_stopping=lambda: any(server.should_exit for server in servers)
         )
     app: ASGIApp
-    if worker is None:
-        handover, app = None, create_app(**parts, retention=retention)
-    else:
-        app, worker_of = create_worker_app(**parts, retention=retention, workers=worker.workers)
+    handover = None
+    if worker is not None:
+        app, worker_of = create_worker_app(**parts, retention=retention, peers=worker.workers)
         handover = Handover(worker, worker_of)
+    elif peers is not None:
+        app, _ = create_worker_app(**parts, retention=retention, peers=peers)
+    else:
+        app = create_app(**parts, retention=retention)
+    most_bytes = config.max_body_bytes if worker is None and peers is None else None
     served = app if on_ready is None else _calling_when_ready(app, on_ready)
 
     async def run() -> None:
         try:
-            servers.append(build_server(served, handover, max_message_bytes=config.max_body_bytes))
+            servers.append(build_server(served, handover, max_message_bytes=most_bytes))
             await servers[0].serve(sockets=list(listeners))
         finally:
             await pool.aclose()
@@ -239,10 +263,10 @@ def build_server(
     """Return the HTTP server of the proxy; set its `should_exit` to stop it.
 
     With `handover` it is the server of one of several workers, which pass connections to one another.
-    `max_message_bytes` limits the messages on WebSockets; without it, and with `handover`, because the
-    episodes of one WebSocket may belong to several workers, the app gets their requests as HTTP requests.
+    `max_message_bytes` limits the messages on WebSockets; without it, as for one of several proxies, because
+    the episodes of one WebSocket may belong to several, the app gets their requests as HTTP requests.
     """
-    has_websockets = handover is None and max_message_bytes is not None
+    has_websockets = max_message_bytes is not None
     config = uvicorn.Config(
         app,
         http=LimitedProtocol if handover is None else protocol_of(handover),

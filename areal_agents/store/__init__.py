@@ -9,7 +9,7 @@ from areal_agents.lazy_imports import on_first_use
 if TYPE_CHECKING:
     from areal_agents.store.config import RetainConfig, StoreConfig
     from areal_agents.store.episodes import SealedStatus
-    from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
+    from areal_agents.store.errors import Conflict, NotFound, NoTurn, OwnedElsewhere, SessionTaken
     from areal_agents.store.retention_job import Retention
     from areal_agents.store.rewards import DEFAULT_REWARD_NAME
     from areal_agents.store.rows import (
@@ -52,6 +52,7 @@ __all__ = [
     "NotFound",
     "OpenEpisode",
     "OpenGroup",
+    "OwnedElsewhere",
     "RetainConfig",
     "Retention",
     "ScoredConversation",
@@ -82,6 +83,7 @@ __getattr__ = on_first_use(
             "Conflict",
             "NotFound",
             "NoTurn",
+            "OwnedElsewhere",
             "SessionTaken",
         ),
         "retention_job": ("Retention",),

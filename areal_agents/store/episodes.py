@@ -18,6 +18,7 @@ from areal_agents.store.chunks import chunks
 from areal_agents.store.database import driver_of
 from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
 from areal_agents.store.groups import complete_if_scored
+from areal_agents.store.ownership import refuse_other_owner
 from areal_agents.store.reads import group_counts
 from areal_agents.store.rewards import write_default_reward, write_rewards
 from areal_agents.store.rows import (
@@ -35,18 +36,29 @@ from areal_agents.store.versions import latest_version, oldest_served
 SealedStatus = Literal["finished", "truncated", "failed", "aborted"]
 
 _TURN_COLUMNS = [column for column in turns.c if column.name != "seq"]
-# The check and the write are one statement, compiled once, because this is the hot path of a run.
-_INSERT_TURN_IF_OPEN = sa.insert(turns).from_select(
-    _TURN_COLUMNS,
-    sa.select(*(sa.bindparam(column.name, type_=column.type) for column in _TURN_COLUMNS))
-    .select_from(episodes)
-    .where(episodes.c.id == sa.bindparam("episode_id"), episodes.c.status == sa.literal_column("'open'")),
-    include_defaults=False,
+_IS_OPEN = sa.and_(
+    episodes.c.id == sa.bindparam("episode_id"), episodes.c.status == sa.literal_column("'open'")
 )
-_INSERT_TURN_IN = {
-    "sqlite": str(_INSERT_TURN_IF_OPEN.compile(dialect=sqlite.dialect(paramstyle="named"))),
-    "postgresql": str(_INSERT_TURN_IF_OPEN.compile(dialect=psycopg.dialect())),
-}
+
+
+def _insert_turn_if(condition: sa.ColumnElement[bool]) -> dict[str, str]:
+    """Return the statement that inserts a turn if its episode fulfils a condition, by dialect."""
+    statement = sa.insert(turns).from_select(
+        _TURN_COLUMNS,
+        sa.select(*(sa.bindparam(column.name, type_=column.type) for column in _TURN_COLUMNS))
+        .select_from(episodes)
+        .where(condition),
+        include_defaults=False,
+    )
+    return {
+        "sqlite": str(statement.compile(dialect=sqlite.dialect(paramstyle="named"))),
+        "postgresql": str(statement.compile(dialect=psycopg.dialect())),
+    }
+
+
+# The check and the write are one statement, compiled once, because this is the hot path of a run.
+_INSERT_TURN_IN = _insert_turn_if(_IS_OPEN)
+_INSERT_OWN_TURN_IN = _insert_turn_if(sa.and_(_IS_OPEN, episodes.c.owner == sa.bindparam("owner")))
 
 
 _UNREWARDED = sa.and_(
@@ -108,44 +120,51 @@ def insert_if_missing(connection: sa.Connection, new: NewEpisode) -> None:
         insert_episode(connection, new)
 
 
-def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
-    """Add an encoded turn. Raises NotFound or Conflict unless its episode is open."""
-    if driver_of(connection).execute(_INSERT_TURN_IN[connection.dialect.name], row).rowcount:
+def insert_turn(connection: sa.Connection, row: dict[str, Any], *, owner: str | None = None) -> None:
+    """Add an encoded turn. Raises NotFound or Conflict unless its episode is open.
+
+    Raises OwnedElsewhere if `owner` is given and is not the owner of the episode.
+    """
+    if owner is None:
+        statements = _INSERT_TURN_IN
+    else:
+        statements, row = _INSERT_OWN_TURN_IN, {**row, "owner": owner}
+    if driver_of(connection).execute(statements[connection.dialect.name], row).rowcount:
         return
-    status = connection.execute(
-        sa.select(episodes.c.status).where(episodes.c.id == row["episode_id"])
-    ).scalar_one_or_none()
-    if status is None:
+    found = connection.execute(
+        sa.select(episodes.c.status, episodes.c.owner).where(episodes.c.id == row["episode_id"])
+    ).one_or_none()
+    if found is None:
         raise NotFound(f"no episode {row['episode_id']}")
-    raise Conflict(f"episode {row['episode_id']} is {status}: it takes no more model calls")
+    refuse_other_owner(row["episode_id"], found.status, found.owner, owner)
+    raise Conflict(f"episode {row['episode_id']} is {found.status}: it takes no more model calls")
 
 
-def discard_turn(connection: sa.Connection, turn_id: str, reason: str | None) -> None:
-    """Record why a turn never reached its client; None clears it, when a retry fetches the turn after all."""
-    connection.execute(sa.update(turns).where(turns.c.id == turn_id).values(discarded=reason))
+def discard_turn(
+    connection: sa.Connection, turn_id: str, reason: str | None, *, owner: str | None = None
+) -> None:
+    """Record why a turn never reached its client; None clears it, when a retry fetches the turn after all.
+
+    Has no effect if `owner` is given and is not the owner of the episode: another proxy may have delivered
+    the turn.
+    """
+    change = sa.update(turns).where(turns.c.id == turn_id)
+    if owner is not None:
+        change = change.where(turns.c.episode_id == episodes.c.id, episodes.c.owner == owner)
+    connection.execute(change.values(discarded=reason))
 
 
-def claim_episode(connection: sa.Connection, episode_id: str, expected_owner: str | None, owner: str) -> bool:
-    """Make `owner` the owner of an open episode if `expected_owner` is; return whether it was."""
-    claimed = connection.execute(
-        sa.update(episodes)
-        .where(
-            episodes.c.id == episode_id,
-            episodes.c.status == "open",
-            episodes.c.owner.is_not_distinct_from(expected_owner),
-        )
-        .values(owner=owner)
+def mark_limit(connection: sa.Connection, episode_id: str, limit: str, *, owner: str | None = None) -> None:
+    """Record that the policy ran into a limit, so that finishing makes the episode truncated.
+
+    Has no effect if `owner` is given and is not the owner of the episode.
+    """
+    change = sa.update(episodes).where(
+        episodes.c.id == episode_id, episodes.c.status == "open", episodes.c.limit_reached.is_(None)
     )
-    return claimed.rowcount == 1
-
-
-def mark_limit(connection: sa.Connection, episode_id: str, limit: str) -> None:
-    """Record that the policy ran into a limit, so that finishing makes the episode truncated."""
-    connection.execute(
-        sa.update(episodes)
-        .where(episodes.c.id == episode_id, episodes.c.status == "open", episodes.c.limit_reached.is_(None))
-        .values(limit_reached=limit)
-    )
+    if owner is not None:
+        change = change.where(episodes.c.owner == owner)
+    connection.execute(change.values(limit_reached=limit))
 
 
 def seal_episode(
@@ -157,20 +176,23 @@ def seal_episode(
     error: str | None = None,
     truncated_reward: float = 0.0,
     require_turn: bool = False,
+    owner: str | None = None,
 ) -> EpisodeState:
     """End an open episode, with its last rewards if there are any; return its state.
 
     "finished" becomes "truncated" if a limit was reached; a truncated episode without a reward gets
     `truncated_reward`. Sealing again in the same way changes nothing, and in another way raises Conflict.
-    Raises NoTurn if `require_turn` and the model was never called.
+    Raises NoTurn if `require_turn` and the model was never called, and OwnedElsewhere if `owner` is given and
+    is not the owner of the open episode.
     """
     found = connection.execute(
-        sa.select(episodes.c.status, episodes.c.limit_reached, episodes.c.group_id).where(
+        sa.select(episodes.c.status, episodes.c.limit_reached, episodes.c.group_id, episodes.c.owner).where(
             episodes.c.id == episode_id
         )
     ).one_or_none()
     if found is None:
         raise NotFound(f"no episode {episode_id}")
+    refuse_other_owner(episode_id, found.status, found.owner, owner)
     if status == "finished" and found.limit_reached is not None:
         status = "truncated"
     is_repeated = found.status == status or (status == "finished" and found.status == "truncated")

@@ -17,5 +17,9 @@ class SessionTaken(Conflict):
     """Another open episode already has the session name of the new episode."""
 
 
+class OwnedElsewhere(Conflict):
+    """Another proxy has taken over the open episode, so this one must not write to it any more."""
+
+
 class NoTurn(Conflict):
     """An episode cannot be finished, because it has no model call and at least one is required."""

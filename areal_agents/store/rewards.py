@@ -15,21 +15,26 @@ from areal_agents.core.rollout import Reward
 from areal_agents.store.chunks import chunks
 from areal_agents.store.errors import Conflict, NotFound
 from areal_agents.store.groups import complete_if_scored
+from areal_agents.store.ownership import refuse_other_owner
 from areal_agents.store.schema import episodes, leases, rewards, turns
 
 DEFAULT_REWARD_NAME = "truncated_reward"  # reserved: the proxy refuses it as the name of a given reward
 
 
-def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Reward]) -> None:
+def write_rewards(
+    connection: sa.Connection, episode_id: str, given: Sequence[Reward], *, owner: str | None = None
+) -> None:
     """Set rewards of an episode; the last write for a (scope, target, name) wins.
 
     Raises NotFound for an unknown episode or turn, and Conflict if the episode failed or its group is leased.
+    Raises OwnedElsewhere if the episode is open and `owner` is given and is not its owner.
     """
     episode = connection.execute(
-        sa.select(episodes.c.status, episodes.c.group_id).where(episodes.c.id == episode_id)
+        sa.select(episodes.c.status, episodes.c.group_id, episodes.c.owner).where(episodes.c.id == episode_id)
     ).one_or_none()
     if episode is None:
         raise NotFound(f"no episode {episode_id}")
+    refuse_other_owner(episode_id, episode.status, episode.owner, owner)
     if episode.status in ("failed", "aborted"):
         raise Conflict(f"episode {episode_id} is {episode.status}: it accepts no rewards")
     if episode.group_id is not None:

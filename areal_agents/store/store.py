@@ -25,6 +25,7 @@ from areal_agents.store import (
     episodes,
     groups,
     leases,
+    ownership,
     reads,
     retention,
     rewards,
@@ -128,11 +129,20 @@ class Store:
         """
         return self._database.submit(lambda c: groups.claim_group(c, group_id, expected, runner))
 
-    def add_turn(self, episode_id: str, *turns: Turn, opening: NewEpisode | None = None) -> Future[None]:
+    # With an `owner`, a write to an open episode has an effect only while that proxy is the episode's owner.
+
+    def add_turn(
+        self,
+        episode_id: str,
+        *turns: Turn,
+        opening: NewEpisode | None = None,
+        owner: str | None = None,
+    ) -> Future[None]:
         """Record a turn, or several siblings, all or none. Conflict unless the episode is open.
 
         `opening` is an episode that may not have been opened yet: if the store does not have it, it is opened
-        in the same transaction, which may then raise SessionTaken too.
+        in the same transaction, which may then raise SessionTaken too. OwnedElsewhere if `owner` is not the
+        episode's owner.
         """
         created_at = time.time()
 
@@ -147,30 +157,36 @@ class Store:
             if opening is not None:
                 episodes.insert_if_missing(connection, opening)
             for row in rows or encode():
-                episodes.insert_turn(connection, row)
+                episodes.insert_turn(connection, row, owner=owner)
 
         return self._database.submit(write)
 
-    def discard_turn(self, turn_id: str, reason: str | None) -> Future[None]:
+    def discard_turn(self, turn_id: str, reason: str | None, *, owner: str | None = None) -> Future[None]:
         """Record why a turn never reached its client, so that it is not trained; None clears the reason."""
-        return self._database.submit(lambda c: episodes.discard_turn(c, turn_id, reason))
+        return self._database.submit(lambda c: episodes.discard_turn(c, turn_id, reason, owner=owner))
 
-    def set_rewards(self, episode_id: str, given: Sequence[Reward]) -> Future[EpisodeState]:
-        """Set rewards; the last write of a name wins. NotFound, or Conflict once the group is leased."""
+    def set_rewards(
+        self, episode_id: str, given: Sequence[Reward], *, owner: str | None = None
+    ) -> Future[EpisodeState]:
+        """Set rewards; the last write of a name wins. NotFound, or Conflict once the group is leased.
+
+        `owner` is the owner that the open episode had when the rewards arrived, which need not be the proxy
+        that writes them; OwnedElsewhere if the episode was taken over since.
+        """
 
         def write(connection: sa.Connection) -> EpisodeState:
-            rewards.write_rewards(connection, episode_id, given)
+            rewards.write_rewards(connection, episode_id, given, owner=owner)
             return episodes.state_of(connection, episode_id)
 
         return self._database.submit(write)
 
     def claim_episode(self, episode_id: str, expected_owner: str | None, owner: str) -> Future[bool]:
         """Make `owner` the owner of an open episode if `expected_owner` is; the result is whether it was."""
-        return self._database.submit(lambda c: episodes.claim_episode(c, episode_id, expected_owner, owner))
+        return self._database.submit(lambda c: ownership.claim_episode(c, episode_id, expected_owner, owner))
 
-    def mark_limit(self, episode_id: str, limit: str) -> Future[None]:
+    def mark_limit(self, episode_id: str, limit: str, *, owner: str | None = None) -> Future[None]:
         """Record the limit that the policy ran into; finishing the episode then makes it truncated."""
-        return self._database.submit(lambda c: episodes.mark_limit(c, episode_id, limit))
+        return self._database.submit(lambda c: episodes.mark_limit(c, episode_id, limit, owner=owner))
 
     def seal(
         self,
@@ -181,10 +197,12 @@ class Store:
         error: str | None = None,
         truncated_reward: float = 0.0,
         require_turn: bool = False,
+        owner: str | None = None,
     ) -> Future[EpisodeState]:
         """End an episode, with its last rewards; the result is its state.
 
-        Conflict if it ended in another way; NoTurn if `require_turn` and the model was never called.
+        Conflict if it ended in another way; NoTurn if `require_turn` and the model was never called;
+        OwnedElsewhere if it is open and `owner` is not its owner.
         """
         return self._database.submit(
             lambda c: episodes.seal_episode(
@@ -195,6 +213,7 @@ class Store:
                 error=error,
                 truncated_reward=truncated_reward,
                 require_turn=require_turn,
+                owner=owner,
             )
         )
 

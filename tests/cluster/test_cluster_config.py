@@ -49,6 +49,7 @@ def test_the_processes_of_a_run() -> None:
     ("override", "message"),
     [
         ("store.url=/tmp/store.db", "store.url: the machines of a cluster share a store in PostgreSQL"),
+        ("proxy.workers=2", "proxy.workers: in a cluster each proxy is one process"),
         ("trainer.start=false", "trainer.start: with --launcher"),
     ],
 )

@@ -27,6 +27,7 @@ from areal_agents.proxy.workers.identity import (
     wait_for_orphans,
 )
 from areal_agents.proxy.workers.ownership import Ownership
+from areal_agents.proxy.workers.peers import home, homes, new_key
 from areal_agents.sockets import listen
 from areal_agents.store import NewEpisode, OpenEpisode, Store
 
@@ -42,6 +43,11 @@ with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "s")).holding_lo
 
 def worker(folder: Path, index: int, starts: int = 0, run: str = "run") -> Workers:
     return Workers(WorkerSpec(folder, run, index, starts, (1, 2, 3), "s"))
+
+
+def owned_by(store: Store, workers: Workers) -> Ownership:
+    """What a worker with nothing in memory claims."""
+    return Ownership(store, workers, Sessions(store, workers.owner).lose)
 
 
 def test_a_process_run_ends_with_its_process(tmp_path: Path) -> None:
@@ -75,8 +81,8 @@ def test_a_process_run_removes_what_the_one_before_left(tmp_path: Path) -> None:
 def test_an_episode_key_is_at_home_where_it_was_created(tmp_path: Path) -> None:
     workers = [worker(tmp_path, index) for index in range(3)]
     for item in workers:
-        keys = [item.new_key() for _ in range(20)]
-        assert {other.home(key) for other in workers for key in keys} == {item.index}
+        keys = [new_key(item) for _ in range(20)]
+        assert {home(key, 3) for key in keys} == {item.index}
         assert len(set(keys)) == 20
 
 
@@ -140,7 +146,7 @@ def swept(ownership: Ownership) -> list[str | None]:
 def test_the_first_living_worker_takes_care_of_what_nobody_owns(tmp_path: Path) -> None:
     workers = [worker(tmp_path / "locks", index) for index in range(3)]
     with Store.open(tmp_path / "s.db") as store:
-        owned = [Ownership(store, item) for item in workers]
+        owned = [owned_by(store, item) for item in workers]
         with workers[1].holding_lock(), workers[2].holding_lock():
             assert [swept(item) for item in owned[1:]] == [[None, "run.0.0", "run.1.0"], ["run.2.0"]]
             with workers[0].holding_lock():
@@ -155,8 +161,8 @@ async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path:
             store.open_episode(NewEpisode(f"of {owner}", f"{owner}", owner=owner)).result()
 
         async def sweep(workers: Workers) -> list[str]:
-            ownership = Ownership(store, workers)
-            sessions = Sessions(store, ownership.owner)
+            sessions = Sessions(store, workers.owner)
+            ownership = Ownership(store, workers, sessions.lose)
             implicit = ImplicitEpisodes(store, sessions, split="eval", ownership=ownership)
             housekeeping = Housekeeping(
                 store=store, sessions=sessions, implicit=implicit, config=config, ownership=ownership
@@ -180,22 +186,21 @@ async def test_an_episode_belongs_to_one_process_run(tmp_path: Path) -> None:
             return store.episode_row("e")
 
         with old.holding_lock():
-            assert await Ownership(store, other).locate(find) == 0  # type: ignore[arg-type]
+            assert await owned_by(store, other).locate(find) == 0  # type: ignore[arg-type]
             with pytest.raises(RequestError, match="started separately"):
-                await Ownership(store, stranger).locate(find)  # type: ignore[arg-type]
+                await owned_by(store, stranger).locate(find)  # type: ignore[arg-type]
         with new.holding_lock():
-            assert await Ownership(store, other).locate(find) == 1  # type: ignore[arg-type]
+            assert await owned_by(store, other).locate(find) == 1  # type: ignore[arg-type]
             assert store.episode_row("e").owner == other.owner
-            assert await Ownership(store, new).locate(find) == 1  # type: ignore[arg-type]
-            assert not await Ownership(store, new).claim("e", old.owner)
+            assert await owned_by(store, new).locate(find) == 1  # type: ignore[arg-type]
+            assert not await owned_by(store, new).claim("e", old.owner)
 
 
-def test_what_falls_to_whom_is_the_same_for_all_and_shared(tmp_path: Path) -> None:
+def test_what_falls_to_whom_is_shared() -> None:
     keys = [str(number).encode() for number in range(300)]
-    homes = [worker(tmp_path, 0).homes(key) for key in keys]
-    assert homes == [worker(tmp_path, 2).homes(key) for key in keys]
-    assert all(sorted(order) == [0, 1, 2] for order in homes)
-    counts = [sum(order[0] == index for order in homes) for index in range(3)]
+    orders = [homes(key, 3) for key in keys]
+    assert all(sorted(order) == [0, 1, 2] for order in orders)
+    counts = [sum(order[0] == index for order in orders) for index in range(3)]
     assert min(counts) > 70
 
 

@@ -42,7 +42,7 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.turn_ids import new_turn_id
 from areal_agents.proxy.episodes.sessions import Session
 from areal_agents.proxy.errors import episode_elsewhere
-from areal_agents.store import Conflict, SessionTaken, Store
+from areal_agents.store import Conflict, OwnedElsewhere, SessionTaken, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,8 @@ class Exchange(SharedReply):
     async def _reach_limit(self, limit: str) -> None:
         """Mark the episode as having reached a limit, also in the store unless it is not there yet."""
         if self.session.reach_limit(limit) and self.session.opening is None:
-            await asyncio.wrap_future(self._services.store.mark_limit(self.session.id, limit))
+            marking = self._services.store.mark_limit(self.session.id, limit, owner=self.session.owner)
+            await asyncio.wrap_future(marking)
 
     async def _note_cut_off(self, turns: Sequence[Turn]) -> None:
         """Mark the episode with the limit that cut off a completion, if one did."""
@@ -306,14 +307,15 @@ class Exchange(SharedReply):
         session, store = self.session, self._services.store
         session.refuse_if_sealed()
         opening = session.opening
-        write = store.add_turn(session.id, *turns, opening=opening)
+        write = store.add_turn(session.id, *turns, opening=opening, owner=session.owner)
         if self._services.config.durability == "batched" and opening is None:
             session.watch_write(write, self.turn_ids)
             session.record(turns)
         else:
             await self._await_write(turns, write)
         if opening is not None and session.limit_reached is not None:  # reached before the episode was stored
-            await asyncio.wrap_future(store.mark_limit(session.id, session.limit_reached))
+            marking = store.mark_limit(session.id, session.limit_reached, owner=session.owner)
+            await asyncio.wrap_future(marking)
 
     async def _await_write(self, turns: list[Turn], write: concurrent.futures.Future[None]) -> None:
         """Wait until the store has the turns. If no client is left, they are recorded as undelivered."""
@@ -344,6 +346,9 @@ class Exchange(SharedReply):
             write.result()
         except SessionTaken as error:  # another worker opened the episode first
             raise episode_elsewhere(str(error)) from None
+        except OwnedElsewhere:
+            session.lose()  # the next call loads what the other proxy has recorded
+            raise
         except Conflict as error:  # sealed while this call was running
             raise RequestError(str(error), status=409, code="episode_sealed") from None
 

@@ -61,7 +61,8 @@ class Retries:
         """Mark the turns of a recorded call as undelivered; a retry can still receive them."""
         for turn_id in call.turn_ids:
             if turn_id in session.forest and session.ledger.mark_undelivered(turn_id):
-                _log_failure(self._store.discard_turn(turn_id, _DISCONNECTED), turn_id)
+                writing = self._store.discard_turn(turn_id, _DISCONNECTED, owner=session.owner)
+                _log_failure(writing, turn_id)
 
     def repeated(self, session: Session, request: ModelRequest) -> Repeated | None:
         """Return the kind of call that a request repeats in an episode that began with the same messages.
@@ -140,7 +141,7 @@ class Retries:
     def _answered(self, session: Session, turns: list[Turn]) -> RecordedReply:
         for turn in turns:
             if session.ledger.mark_delivered(turn.id):
-                _log_failure(self._store.discard_turn(turn.id, None), turn.id)
+                _log_failure(self._store.discard_turn(turn.id, None, owner=session.owner), turn.id)
         return recorded_reply(session, turns)
 
 

@@ -168,9 +168,11 @@ class Control:
         """POST /episodes/{id}/reward: reward an episode, completions of it, or several names at once."""
         episode_id = await self._reachable(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
-        writing = self._store.set_rewards(
-            episode_id, await self._bodies.off_loop(request, lambda: rewards_of(body))
-        )
+        owner = None
+        if self._sessions.owner is not None:
+            owner = (await asyncio.to_thread(self._store.episode_row, episode_id)).owner
+        given = await self._bodies.off_loop(request, lambda: rewards_of(body))
+        writing = self._store.set_rewards(episode_id, given, owner=owner)
         return await self._rewarded(episode_id, writing)
 
     async def reward_completion(self, request: Request) -> Response:
@@ -186,9 +188,8 @@ class Control:
         row = await asyncio.to_thread(self._store.episode_of_turn, turn_id)
         if not _reaches(caller, row):
             raise _out_of_reach()
-        writing = self._store.set_rewards(
-            row.id, await self._bodies.off_loop(request, lambda: rewards_of(body))
-        )
+        given = await self._bodies.off_loop(request, lambda: rewards_of(body))
+        writing = self._store.set_rewards(row.id, given, owner=row.owner if self._sessions.owner else None)
         return await self._rewarded(row.id, writing)
 
     async def finish(self, request: Request) -> Response:

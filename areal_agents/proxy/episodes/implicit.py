@@ -238,6 +238,7 @@ class ImplicitEpisodes:
         for turn in session.forest.turns:
             self._recorded(session, turn)
         session.on_recorded = lambda turn: self._recorded(session, turn)
+        session.when_lost(lambda: self._index.forget(session.id))
 
     def _continued(self, caller: Caller, request: ModelRequest) -> str | None:
         """Return the episode that recorded the latest known reply of a conversation, or None."""

@@ -31,6 +31,7 @@ from areal_agents.store import (
     NewEpisode,
     NotFound,
     NoTurn,
+    OwnedElsewhere,
     SealedStatus,
     Store,
     opened_row,
@@ -108,7 +109,9 @@ class Session:
         self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
         self.opened_at = self.last_used = time.monotonic()  # changes of the system clock end no episode
         self.on_recorded: Callable[[Turn], None] = lambda turn: None  # called with every recorded turn
+        self.owner: str | None = None  # the process that must own the episode when it writes; None: any
         self._generations: set[asyncio.Task[Any]] = set()
+        self._when_lost: list[Callable[[], None]] = []
 
     @property
     def id(self) -> str:
@@ -194,7 +197,10 @@ class Session:
             if (error := done.exception()) is not None:
                 turns = ", ".join(turn_ids)
                 _logger.error("episode %s fails: turns %s were not recorded: %s", self.id, turns, error)
-                loop.call_soon_threadsafe(self._lose_turns, tuple(turn_ids))
+                if isinstance(error, OwnedElsewhere):
+                    loop.call_soon_threadsafe(self.lose)
+                else:
+                    loop.call_soon_threadsafe(self._lose_turns, tuple(turn_ids))
 
         write.add_done_callback(check)
 
@@ -203,6 +209,15 @@ class Session:
         self.ledger.lose(turn_ids)
         if self.status == "open":
             self.end("failed")
+
+    def when_lost(self, act: Callable[[], None]) -> None:
+        """Call `act` when the session is lost."""
+        self._when_lost.append(act)
+
+    def lose(self) -> None:
+        """Drop the session, because another process has the episode or had it meanwhile."""
+        for act in self._when_lost:
+            act()
 
     def end(self, status: EpisodeStatus) -> None:
         """Set the final status of a sealed episode, and cancel its running generations."""
@@ -239,6 +254,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    @property
+    def owner(self) -> str | None:
+        """The name with which this process owns episodes; None if it is the only one."""
+        return self._owner
 
     async def open(self, new: NewEpisode) -> Session:
         """Open an episode in the store and in memory. Raise Conflict if its group is full."""
@@ -282,6 +302,8 @@ class Sessions:
 
     def add(self, session: Session) -> Session:
         """Add a session, and return it."""
+        session.owner = self._owner
+        session.when_lost(lambda: self.forget(session))
         self._by_id[session.id] = session
         self._by_key[session.row.key_hash] = session
         return session
@@ -308,14 +330,18 @@ class Sessions:
         if session is not None and session.ledger.has_lost and is_success:
             status, how = "failed", {"error": "the engine failed on a model call that was never answered"}
             is_success = False
+        how = {**how, "owner": self._owner}
         try:
             sealing = self._store.seal(episode_id, status, **{**how, "require_turn": is_success})
             state = await asyncio.wrap_future(sealing)
+        except OwnedElsewhere:
+            self.lose(episode_id)
+            raise
         except NoTurn:
             if how.get("require_turn"):
                 raise
             if not await self._was_called(episode_id):
-                status, how = "failed", {"error": NO_MODEL_CALL}
+                status, how = "failed", {"error": NO_MODEL_CALL, "owner": self._owner}
             state = await asyncio.wrap_future(self._store.seal(episode_id, status, **how))
         if self._loading:
             self._sealed_meanwhile[episode_id] = state.status  # a load may have read the earlier status
@@ -396,10 +422,16 @@ class Sessions:
         if not self._loading:
             self._sealed_meanwhile.clear()
 
+    def lose(self, episode_id: str) -> None:
+        """Drop what is in memory of an episode that another process has or had meanwhile: it is outdated."""
+        if (session := self._by_id.get(episode_id)) is not None:
+            session.lose()
+
     def forget(self, session: Session) -> None:
         """Drop a session from memory."""
-        self._by_id.pop(session.id, None)
-        self._by_key.pop(session.row.key_hash, None)
+        if self._by_id.get(session.id) is session:
+            del self._by_id[session.id]
+            self._by_key.pop(session.row.key_hash, None)
 
 
 def sealed(episode_id: str, status: str) -> RequestError:

@@ -3,7 +3,7 @@
 The owner's response is passed on unchanged as it arrives, and if the client disconnects, the request to the
 owner is cancelled. A forwarded request is not forwarded again: a worker that does not own its episode answers
 421, and the sender looks up the owner again. GET /metrics is forwarded to every worker, and their answers are
-added up.
+added up. A request that claims to be forwarded without the secret of the run is refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from areal_agents.errors import RequestError
 from areal_agents.proxy.bodies import wait_for_disconnect
 from areal_agents.proxy.errors import episode_elsewhere, error_response
 from areal_agents.proxy.metrics import CONTENT_TYPE, merged
-from areal_agents.proxy.workers.identity import Workers
+from areal_agents.proxy.workers.peers import Peers
 from areal_agents.proxy.workers.placement import WorkerLookup
 
 _logger = logging.getLogger(__name__)
 
 _HOP = "x-areal-agents-hop"  # in a request: the run's secret; in a response: `_MOVED`
 _ADDRESS = "x-areal-agents-address"  # in a request: the "HOST PORT" that the client connected to
+_HOP_HEADERS = frozenset((_HOP.encode(), _ADDRESS.encode()))
 _MOVED = "moved"  # the sender should look up the owner again
 _CONNECT_S = 5.0
 _RETRY_COUNT = b"x-stainless-retry-count"
@@ -49,7 +50,7 @@ class WorkerRouting:
 
     Args:
         app: serves the requests that belong to this worker.
-        workers: this worker and its siblings.
+        peers: this worker and its siblings.
         placement: finds the worker of each request.
         max_body_bytes: largest body of a request; a larger one goes to `app`, which refuses it.
     """
@@ -58,15 +59,15 @@ class WorkerRouting:
         self,
         app: ASGIApp,
         *,
-        workers: Workers,
+        peers: Peers,
         placement: WorkerLookup,
         max_body_bytes: int,
     ) -> None:
         self._app = app
-        self._workers = workers
+        self._peers = peers
         self._placement = placement
         self._max_body_bytes = max_body_bytes
-        self._siblings = Siblings(workers)
+        self._siblings = Siblings(peers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -74,48 +75,56 @@ class WorkerRouting:
                 await self._app(scope, receive, send)
             finally:
                 await self._siblings.aclose()
-        elif scope["type"] != "http" or scope["method"] == "HEAD" or self._placement.is_here(scope["path"]):
+            return
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
-        else:
-            request, body = Request(scope), ReplayableBody(receive, self._max_body_bytes)
-            try:
-                answer = await self._answer(request, body, send)
-            except Exception as error:
-                answer = error_response(request, error)
-            if answer is not None:
-                await answer(scope, body.receive, send)
+            return
+        try:
+            forwarded = self._take_hop(scope)
+        except RequestError as error:
+            await error_response(Request(scope), error)(scope, receive, send)
+            return
+        if scope["method"] == "HEAD" or self._placement.is_here(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        request, body = Request(scope), ReplayableBody(receive, self._max_body_bytes)
+        try:
+            answer = await self._answer(request, body, send, forwarded=forwarded)
+        except Exception as error:
+            answer = error_response(request, error)
+        if answer is not None:
+            await answer(scope, body.receive, send)
 
-    async def _answer(self, request: Request, body: ReplayableBody, send: Send) -> ASGIApp | None:
+    async def _answer(
+        self, request: Request, body: ReplayableBody, send: Send, *, forwarded: bool
+    ) -> ASGIApp | None:
         """Return the app that answers a request, None if a sibling has answered it."""
-        forwarded = self._is_forwarded(request)
-        if forwarded and (address := request.headers.get(_ADDRESS)):
-            host, _, port = address.partition(" ")
-            request.scope["server"] = (host, int(port))  # for the base_urls of new episodes
         if request.scope["path"] == "/metrics" and request.method == "GET" and not forwarded:
             return await self._metrics_of_all(request)
         give_up_at = time.monotonic() + _GIVE_UP_S
         while True:
             index = await self._placement.worker_for(request, body.read, forwarded=forwarded)
-            if index == self._workers.index or await body.read() is None:
+            if index == self._peers.index or await body.read() is None:
                 return self._app
             if forwarded:
                 return Response(status_code=421, headers={_HOP: _MOVED})
-            if self._workers.is_up(index):
-                if await self._siblings.forward(index, request, body, send):
-                    return None
-                _mark_as_retry(request)
-            if request.scope["path"] == "/episodes":  # the episode may already be open
-                raise episode_elsewhere("the worker ended while it was opening the episode; try again")
             if time.monotonic() > give_up_at:
                 raise episode_elsewhere(
                     f"worker {index}, which has the episode, does not answer; try again later"
                 )
+            if (url := self._peers.address(index)) is not None:
+                if await self._siblings.forward(index, url, request, body, send):
+                    return None
+                _mark_as_retry(request)
+            if request.scope["path"] == "/episodes":  # the episode may already be open
+                raise episode_elsewhere("the worker ended while it was opening the episode; try again")
+            await self._peers.refresh()
             await asyncio.sleep(_RETRY_S)
 
     async def _metrics_of_all(self, request: Request) -> Response:
         """Answer with the metrics of all workers together, or as the first worker that refuses."""
         answers = await asyncio.gather(
-            *(self._siblings.get(index, request) for index in range(self._workers.count))
+            *(self._siblings.get(index, request) for index in self._peers.measured())
         )
         refused = [(status, body) for status, body in answers if status != 200]
         if refused:
@@ -123,8 +132,25 @@ class WorkerRouting:
             return Response(body, status_code=status, media_type="application/json")
         return Response(merged([body for _, body in answers]), media_type=CONTENT_TYPE)
 
-    def _is_forwarded(self, request: Request) -> bool:
-        return hmac.compare_digest(request.headers.get(_HOP, "").encode(), self._workers.secret.encode())
+    def _take_hop(self, scope: Scope) -> bool:
+        """Return whether a sibling sent the request, and remove from it what the sibling has added.
+
+        Raises:
+            RequestError: 403 if somebody else sent it, who claims to be a sibling.
+        """
+        own = {name: value for name, value in scope["headers"] if name in _HOP_HEADERS}
+        if not own:
+            return False
+        if not hmac.compare_digest(own.get(_HOP.encode(), b""), self._peers.secret.encode()):
+            raise RequestError(
+                f"the header {_HOP} does not have the secret of this run; only its proxies send it",
+                status=403,
+                code="foreign_proxy",
+            )
+        scope["headers"] = [(name, value) for name, value in scope["headers"] if name not in _HOP_HEADERS]
+        host, _, port = own[_ADDRESS.encode()].decode("latin-1").partition(" ")
+        scope["server"] = (host, int(port))  # for the base_urls of new episodes
+        return True
 
 
 def _mark_as_retry(request: Request) -> None:
@@ -181,8 +207,8 @@ class ReplayableBody:
 class Siblings:
     """Sends requests to the other workers."""
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._session: aiohttp.ClientSession | None = None
 
     async def aclose(self) -> None:
@@ -198,9 +224,9 @@ class Siblings:
             RequestError: 503 if it does not answer in time.
         """
         try:
-            if not self._workers.is_up(index):
+            if (url := self._peers.address(index)) is None:
                 raise TimeoutError("it is not running")
-            async with asyncio.timeout(_METRICS_S), await self._send(index, request, b"") as answer:
+            async with asyncio.timeout(_METRICS_S), await self._send(url, request, b"") as answer:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise RequestError(
@@ -211,16 +237,16 @@ class Siblings:
                 retry_after_s=_METRICS_S,
             ) from error
 
-    async def forward(self, index: int, request: Request, body: ReplayableBody, send: Send) -> bool:
-        """Forward a request to a sibling, and its response to the client.
+    async def forward(self, index: int, url: str, request: Request, body: ReplayableBody, send: Send) -> bool:
+        """Forward a request to a sibling at `url`, and its response to the client.
 
         Returns:
             False if there was no response, so that the sender should look up the owner again.
         """
         gone = asyncio.ensure_future(body.wait_for_disconnect())
-        pending = asyncio.ensure_future(self._send(index, request, await body.read() or b""))
+        pending = asyncio.ensure_future(self._send(url, request, await body.read() or b""))
         try:
-            if not await self._has_answer(index, pending, gone):
+            if not await self._has_answer(index, url, pending, gone):
                 return gone.done()
             answer = pending.result()
             try:
@@ -234,7 +260,11 @@ class Siblings:
             await _end(pending, gone)
 
     async def _has_answer(
-        self, index: int, pending: asyncio.Future[aiohttp.ClientResponse], gone: asyncio.Future[None]
+        self,
+        index: int,
+        url: str,
+        pending: asyncio.Future[aiohttp.ClientResponse],
+        gone: asyncio.Future[None],
     ) -> bool:
         """Wait for the head of the response; False if the client disconnects or the sibling ends first.
 
@@ -242,11 +272,11 @@ class Siblings:
         """
         while not pending.done() and not gone.done():
             await asyncio.wait((pending, gone), timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-            if not pending.done() and not self._workers.is_up(index):
-                return False  # the connection itself stays open, because the supervisor holds the socket
+            if not pending.done() and self._peers.address(index) != url:
+                return False  # the connection may stay open: the supervisor has it, or a machine is lost
         return pending.done()
 
-    async def _send(self, index: int, request: Request, body: bytes) -> aiohttp.ClientResponse:
+    async def _send(self, url: str, request: Request, body: bytes) -> aiohttp.ClientResponse:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
@@ -260,14 +290,14 @@ class Siblings:
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
-            if name not in _CONNECTION_HEADERS and name not in (_HOP.encode(), _ADDRESS.encode())
+            if name not in _CONNECTION_HEADERS
         ]
         host, port = scope["server"]
-        headers += [("Host", request.headers.get("host", "")), (_HOP, self._workers.secret)]
+        headers += [("Host", request.headers.get("host", "")), (_HOP, self._peers.secret)]
         headers.append((_ADDRESS, f"{host} {port}"))
         return await self._session.request(
             request.method,
-            yarl.URL(self._workers.url(index) + (path + query).decode("latin-1"), encoded=True),
+            yarl.URL(url + (path + query).decode("latin-1"), encoded=True),
             data=body or None,
             headers=headers,
             allow_redirects=False,

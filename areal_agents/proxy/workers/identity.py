@@ -1,4 +1,4 @@
-"""Identifies the workers on a store, and determines which of them are running.
+"""Identifies the workers of one machine on a store, and determines which of them are running.
 
 An open episode in the store names its owner, the only process that may have it in memory. A restarted worker
 is a new owner, and the episodes of its earlier process are taken over like those of any dead worker. Each
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.errors import ConfigError
-from areal_agents.proxy.auth import new_episode_key
 from areal_agents.sockets import listen
 from areal_agents.store.postgres import is_postgres
 from areal_agents.store.urls import store_path, store_url
@@ -55,6 +54,8 @@ class WorkerSpec:
 class Workers:
     """One worker's view of itself and its siblings."""
 
+    spreads_openings = True
+
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self.index = spec.index
@@ -63,9 +64,9 @@ class Workers:
         self.secret = spec.secret
         self.owner = owner_name(spec.run, spec.index, spec.starts)
 
-    def url(self, index: int) -> str:
-        """Return the base URL of a sibling's own port."""
-        return f"http://{PRIVATE_HOST}:{self._spec.ports[index]}"
+    def address(self, index: int) -> str | None:
+        """Return the base URL of a sibling's own port, the same after a restart; None while it is down."""
+        return self._url(index) if self.is_up(index) else None
 
     @contextlib.contextmanager
     def holding_lock(self) -> Iterator[None]:
@@ -74,7 +75,7 @@ class Workers:
         folder.mkdir(parents=True, exist_ok=True)
         for earlier in folder.glob(owner_name(self._spec.run, self.index, "*") + _LOCK):
             earlier.unlink(missing_ok=True)  # earlier processes of this worker have ended
-        with _holding(folder / (self.owner + _LOCK), f"{os.getpid()} {self.url(self.index)}\n"):
+        with _holding(folder / (self.owner + _LOCK), f"{os.getpid()} {self._url(self.index)}\n"):
             yield
 
     def is_alive(self, owner: str) -> bool:
@@ -86,40 +87,21 @@ class Workers:
         name = owner_name(self._spec.run, index, "*")
         return any(_is_held(path) for path in self._spec.folder.glob(name + _LOCK))
 
-    def is_first(self) -> bool:
-        """Whether no worker with a lower index is running; the first worker does what only one may do."""
-        return not any(self.is_up(index) for index in range(self.index))
-
     def index_of(self, owner: str | None) -> int | None:
         """Return the index of the worker with an owner name, None for an owner of another run."""
         run, _, rest = (owner or "").partition(".")
         index = rest.partition(".")[0]
         return int(index) if run == self._spec.run and index.isdecimal() else None
 
-    def home(self, episode_key: str) -> int:
-        """Return the index of the worker that opens the episode with this key.
+    def measured(self) -> list[int]:
+        """Return the indexes of all workers: one that is not running is restarted at once."""
+        return list(range(self.count))
 
-        The same worker takes the episode over if its owner dies. The index depends only on the key and on the
-        number of workers, so a restart does not change it.
-        """
-        digest = hashlib.blake2b(episode_key.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") % self.count
+    async def refresh(self) -> None:
+        """Do nothing, because the locks are looked at whenever somebody asks."""
 
-    def new_key(self) -> str:
-        """Return a new episode key whose `home` is this worker."""
-        while True:
-            key = new_episode_key()
-            if self.home(key) == self.index:
-                return key
-
-    def homes(self, key: bytes) -> list[int]:
-        """Return the workers in the order in which they take over an episode without an owner.
-
-        The order is that of rendezvous hashing.
-
-        Every worker computes the same order, and each worker is the first for an equal share of keys.
-        """
-        return sorted(range(self.count), key=lambda index: _weight(key, index))
+    def _url(self, index: int) -> str:
+        return f"http://{PRIVATE_HOST}:{self._spec.ports[index]}"
 
 
 def owner_name(run: str, index: int, starts: int | str) -> str:
@@ -220,7 +202,3 @@ def _is_held(path: Path) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def _weight(key: bytes, index: int) -> bytes:
-    return hashlib.blake2b(key + b"\0" + str(index).encode(), digest_size=8).digest()

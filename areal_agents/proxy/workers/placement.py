@@ -36,8 +36,8 @@ from areal_agents.proxy.paths import split_path
 from areal_agents.proxy.redaction import Redaction
 from areal_agents.proxy.values import refuse_many_values
 from areal_agents.proxy.volatile import VolatileText
-from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
+from areal_agents.proxy.workers.peers import Peers, home, homes
 from areal_agents.store import NotFound, Store
 
 ReadBody = Callable[[], Awaitable[bytes | None]]
@@ -56,7 +56,7 @@ class WorkerLookup:
     def __init__(
         self,
         *,
-        workers: Workers,
+        peers: Peers,
         ownership: Ownership,
         store: Store,
         sessions: Sessions,
@@ -68,7 +68,7 @@ class WorkerLookup:
         redaction: Redaction | None = None,
     ) -> None:
         self._redaction = redaction
-        self._workers = workers
+        self._peers = peers
         self._ownership = ownership
         self._store = store
         self._sessions = sessions
@@ -79,8 +79,8 @@ class WorkerLookup:
         self._bodies = bodies
         self._memo = MessageMemo()
         self._volatile = VolatileText(config.volatile)
-        self._openings = itertools.count(workers.index)
-        self._here = workers.index
+        self._openings = itertools.count(peers.index)
+        self._here = peers.index
         self._moved: dict[str, int] = {}  # episode key → the worker that took it over from its home
 
     def worker_of(self, path: str) -> int:
@@ -92,7 +92,7 @@ class WorkerLookup:
         key, _ = split_path(path)
         if key is None or self._sessions.holds(key):
             return self._here
-        return self._moved.get(key, self._workers.home(key))
+        return self._moved.get(key, home(key, self._peers.count))
 
     def is_here(self, path: str) -> bool:
         """Whether a path names an episode that this worker has in memory, as almost every model call does."""
@@ -135,7 +135,7 @@ class WorkerLookup:
         digest = key_hash(key)
         index = await self._ownership.locate(lambda: self._store.episode_row_by_key(digest))
         self._moved.pop(key, None)
-        if index not in (self._here, self._workers.home(key)):
+        if index not in (self._here, home(key, self._peers.count)):
             self._moved[key] = index
             if len(self._moved) > _MOVED_KEPT:
                 del self._moved[next(iter(self._moved))]
@@ -148,9 +148,11 @@ class WorkerLookup:
 
     def _next_opening(self) -> int:
         """Return the next running worker in turn, so that the workers open equally many episodes."""
-        for _ in range(self._workers.count):
-            index = next(self._openings) % self._workers.count
-            if index == self._here or self._workers.is_up(index):
+        if not self._peers.spreads_openings:
+            return self._here
+        for _ in range(self._peers.count):
+            index = next(self._openings) % self._peers.count
+            if index == self._here or self._peers.address(index) is not None:
                 return index
         return self._here
 
@@ -191,15 +193,15 @@ class WorkerLookup:
         except RequestError:
             return self._here
         messages = self._volatile.marked(model_request.messages, request.headers.get("user-agent", ""))
-        return self._workers.homes(home_key(implicit_key(caller, None), messages))[0]
+        return homes(home_key(implicit_key(caller, None), messages), self._peers.count)[0]
 
     async def _of_name(self, key: str) -> int:
         """Return the worker with an open named session, else the first running worker of its `homes`."""
         row = await asyncio.to_thread(self._store.open_implicit_episode, key)
         if row is not None:
             return await self._of_implicit(row.id)
-        homes = self._workers.homes(key.encode())
-        return next(index for index in homes if index == self._here or self._workers.is_up(index))
+        order = homes(key.encode(), self._peers.count)
+        return next(index for index in order if index == self._here or self._peers.address(index) is not None)
 
     async def _of_turn(self, caller: Caller, turn_id: str) -> int | None:
         """Return the worker with the implicit episode of a turn, None unless it is open and the caller's."""
@@ -210,10 +212,10 @@ class WorkerLookup:
         if is_named(key):
             return await self._of_implicit(row.id)
         # Calls of a conversation without a session name go only to its home, so no other worker claims it.
-        index = self._workers.index_of(row.owner)
+        index = self._peers.index_of(row.owner)
         if index is None:
             turns = await asyncio.to_thread(self._store.turns_of, row.id)
-            index = self._workers.homes(home_key_of(row, turns))[0]
+            index = homes(home_key_of(row, turns), self._peers.count)[0]
         return index
 
     async def _of_implicit(self, episode_id: str) -> int:

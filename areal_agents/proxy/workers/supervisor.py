@@ -27,7 +27,7 @@ from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.process_control import exit_on_sigterm, kill_process
 from areal_agents.proxy.auth import refuse_open_access
-from areal_agents.proxy.config import MOST_WORKERS, ProxyConfig
+from areal_agents.proxy.config import MOST_WORKERS, ProxyConfig, shared_among
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.page import Page, announce_page
@@ -43,6 +43,7 @@ from areal_agents.proxy.workers.identity import (
     wait_for_orphans,
 )
 from areal_agents.proxy.workers.orders import READY, Order
+from areal_agents.proxy.workers.places import ProxyPlace
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import RetainConfig, Store, StoreConfig
 from areal_agents.telemetry import TelemetryConfig
@@ -55,12 +56,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _STEADY_S = 30.0  # a worker that ran for at least this long is restarted at once
 
 
-def serve_with_workers(model: str | Path, config: ProxyConfig, **options: Any) -> None:
+def serve_with_workers(
+    model: str | Path, config: ProxyConfig, *, place: ProxyPlace | None = None, **options: Any
+) -> None:
     """Serve a model with as many processes as `config.workers` says. The options are those of `serve`."""
-    if config.workers > 1:
+    if config.workers > 1 and place is None:
         serve_workers(model, config, workers=config.workers, **options)
     else:
-        serve(model, config, **options)
+        serve(model, config, place=place, **options)
 
 
 def serve_workers(
@@ -122,7 +125,7 @@ def serve_workers(
                 store=str(store),
                 durability=settings.durability,
                 retain=_retained(settings.retain, index).model_dump(),
-                config=_shared(config, workers, port).model_dump(),
+                config=shared_among(workers, config).model_copy(update={"port": port}).model_dump(),
                 page=page,
                 telemetry=(telemetry or TelemetryConfig()).model_dump(),
                 run=run,
@@ -290,17 +293,6 @@ class _ProxyWorker:
             "worker %d ended with exit code %d after %.1f s; it will be restarted in %.2g s",
             self.index, self.exit_code, ran_s, pause_s,
         )  # fmt: skip
-
-
-def _shared(config: ProxyConfig, workers: int, port: int) -> ProxyConfig:
-    """Return the configuration of one worker, with its share of the limits and the port of all workers."""
-    return config.model_copy(
-        update={
-            "port": port,
-            "max_concurrent": math.ceil(config.max_concurrent / workers),
-            "max_queued": math.ceil(config.max_queued / workers),
-        }
-    )
 
 
 def _retained(retain: RetainConfig, index: int) -> RetainConfig:

@@ -1,0 +1,237 @@
+"""Several proxies of a run as processes, each with a place in the table of roles, and a balancer before them.
+
+The processes are forked from one that has imported the proxy, because the import takes seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import httpx
+import sqlalchemy as sa
+from proxy_support import MODEL
+from workers_support import lasting_port, wait_for
+
+from areal_agents.proxy.workers.places import owner_name
+from areal_agents.store import Store
+from areal_agents.store.postgres import engine_of
+from areal_agents.store.roles import DEAD_AFTER_S, RoleRow
+from areal_agents.store.schema import roles
+
+ADMIN_KEY = "admin-key-of-the-tests"
+SECRET = "secret-of-the-run"
+_BEAT_S = 0.3
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def serve_place(store_url: str, index: int, port: int, count: int, engine_url: str) -> None:
+    """Do what the process of a role does: claim the place, beat, serve until SIGTERM, and leave it."""
+    from areal_agents.proxy import ProxyConfig
+    from areal_agents.proxy.server import serve
+    from areal_agents.proxy.workers.places import ProxyPlace
+
+    with Store.open(store_url) as store:
+        epoch = store.claim_role("proxy", index, host="test", pid=os.getpid(), is_gone=True).epoch
+        ended, url = threading.Event(), f"http://127.0.0.1:{port}"
+
+        def beat() -> None:
+            while store.beat_role("proxy", index, epoch, url=url) and not ended.wait(_BEAT_S):
+                pass
+
+        beating = threading.Thread(target=beat)
+        beating.start()
+        try:
+            serve(
+                MODEL,
+                ProxyConfig(port=port, admin_key=ADMIN_KEY, max_concurrent=64),
+                store=store_url,
+                engine_urls=[engine_url],
+                place=ProxyPlace(index, epoch, count, SECRET),
+            )
+        finally:
+            ended.set()
+            beating.join()
+        store.leave_role("proxy", index, epoch)
+
+
+class Proxies:
+    """`count` proxies on one store.
+
+    Attributes:
+        urls: [count] where each serves, the same after a restart.
+        balancer: the balancer before them.
+    """
+
+    def __init__(self, store_url: str, engine_url: str, count: int) -> None:
+        _context.set_forkserver_preload(["places_support", "areal_agents.proxy.server"])
+        self.store_url, self._engine_url = store_url, engine_url
+        self._ports = [lasting_port() for _ in range(count)]
+        self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
+        self._processes: list[ForkServerProcess | None] = [None] * count
+        self.balancer = Balancer(self._ports)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Proxies]:
+        """All of them serve within the with-block."""
+        with self.balancer.running():
+            try:
+                for index in range(len(self.urls)):
+                    self.start(index)
+                for index in range(len(self.urls)):
+                    self.wait(index)
+                yield self
+            finally:
+                for process in self._processes:
+                    if process is not None:
+                        process.kill()
+                        process.join(20)
+
+    def start(self, index: int) -> None:
+        """Start a proxy, or start it again."""
+        process = _context.Process(
+            target=serve_place,
+            args=(self.store_url, index, self._ports[index], len(self.urls), self._engine_url),
+        )
+        process.start()
+        self._processes[index] = process
+
+    def wait(self, index: int) -> None:
+        """Wait until a proxy answers."""
+        wait_for(lambda: _is_healthy(self.urls[index]), 60)
+
+    def process(self, index: int) -> ForkServerProcess:
+        """The newest process of a place."""
+        process = self._processes[index]
+        assert process is not None
+        return process
+
+    def kill(self, index: int) -> None:
+        """kill -9, as of a whole machine: nobody says so to the table."""
+        self.process(index).kill()
+        self.process(index).join(20)
+
+    def end(self, index: int) -> None:
+        """SIGTERM, and wait."""
+        self.process(index).terminate()
+        self.process(index).join(30)
+        assert self.process(index).exitcode == 0
+
+    @contextlib.contextmanager
+    def cut_off(self, index: int) -> Iterator[None]:
+        """A proxy does nothing within the with-block, and the others find its last heartbeat old."""
+        pid = self.process(index).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            self.make_old(index)
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def make_old(self, index: int) -> None:
+        """Make the last heartbeat of a proxy that cannot beat any more older than is taken for alive."""
+        engine = engine_of(self.store_url, is_pooled=False)
+        with engine.begin() as connection:
+            connection.execute(
+                sa.update(roles)
+                .where(roles.c.role == "proxy", roles.c.index == index)
+                .values(beat_at=roles.c.beat_at - DEAD_AFTER_S - 1)
+            )
+        engine.dispose()
+
+    def owner(self, index: int) -> str:
+        """The name with which the newest process of a place owns episodes."""
+        return owner_name(index, self.row(index).epoch)
+
+    def row(self, index: int) -> RoleRow:
+        """The place of a proxy."""
+        with Store.open(self.store_url) as store:
+            return next(row for row in store.role_rows("proxy") if row.index == index)
+
+    def index_of(self, episode_id: str) -> int:
+        """The place of the proxy that has an episode."""
+        with Store.open(self.store_url) as store:
+            return int(str(store.episode_row(episode_id).owner).split(".")[1])
+
+
+def _is_healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=5).is_success
+    return False
+
+
+class Balancer:
+    """Gives each connection to the next backend in turn; one that refuses it is passed over, as usual.
+
+    Attributes:
+        counts: [backends] the connections that each was given.
+    """
+
+    def __init__(self, ports: list[int]) -> None:
+        self._ports = ports
+        self._turns = itertools.count()
+        self._running: set[asyncio.Task[Any]] = set()
+        self.counts = [0] * len(ports)
+        self.url = ""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Serve within the with-block, on a thread."""
+        loop = asyncio.new_event_loop()
+        server = loop.run_until_complete(asyncio.start_server(self._relay, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            asyncio.run_coroutine_threadsafe(self._end(server), loop).result(20)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(20)
+            loop.close()
+
+    async def _end(self, server: asyncio.Server) -> None:
+        server.close()
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        with contextlib.suppress(OSError), contextlib.closing(writer):
+            for _ in self._ports:
+                index = next(self._turns) % len(self._ports)
+                try:
+                    backend = await asyncio.open_connection("127.0.0.1", self._ports[index])
+                except OSError:
+                    continue
+                self.counts[index] += 1
+                with contextlib.closing(backend[1]):
+                    ways = [_copy(reader, backend[1]), _copy(backend[0], writer)]
+                    tasks = [asyncio.ensure_future(way) for way in ways]
+                    try:
+                        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        for one in tasks:
+                            one.cancel()
+                        await asyncio.gather(*tasks, return_exceptions=True)
+                return
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(2**16):
+        writer.write(data)
+        await writer.drain()

@@ -1,0 +1,284 @@
+"""Proxies of a run on several machines: any of them answers any call, however many of them are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from openai import ConflictError, InternalServerError, OpenAI
+from places_support import ADMIN_KEY, SECRET, Proxies
+from postgres_server import PostgresServer
+from proxy_support import MODEL
+from workers_support import wait_for
+
+from areal_agents.errors import ConfigError
+from areal_agents.proxy import ProxyConfig
+from areal_agents.proxy.server import serve
+from areal_agents.proxy.workers.places import ProxyPlace
+from areal_agents.store import Store
+from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
+
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+SLOW = "take your time"
+
+
+class Script:
+    """Answers at once; a slow call waits until it is `released`."""
+
+    def __init__(self) -> None:
+        self.slow_calls = 0
+        self.released = threading.Event()
+
+    def __call__(self, call: ScriptedCall) -> ScriptedReply | str:
+        if SLOW not in call.last_text:
+            return "the harbour opens at six"
+        self.slow_calls += 1
+        return ScriptedReply("one two three", chunk_delay_s=0.0 if self.released.is_set() else 2.0)
+
+
+@pytest.fixture(scope="module")
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture(scope="module")
+def engine_url(script: Script) -> Iterator[str]:
+    with running(ScriptedApp.from_folder(MODEL, script)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def proxies(engine_url: str) -> Iterator[Proxies]:
+    """Three proxies on one server of PostgreSQL, and a balancer before them."""
+    if (missing := PostgresServer.missing()) is not None:
+        pytest.skip(missing)
+    with PostgresServer() as server:
+        url = server.new_store()
+        with Store.open(url):
+            pass
+        with Proxies(url, engine_url, 3).running() as three:
+            yield three
+
+
+def open_episode(url: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/episodes", json=body, headers=ADMIN, timeout=30)
+    return answer.raise_for_status().json()
+
+
+def client_of(url: str, key: str, retries: int = 8) -> OpenAI:
+    """A client that opens a connection for each call, so that a balancer decides about each."""
+    connections = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
+    return OpenAI(base_url=f"{url}/e/{key}/v1", api_key=key, max_retries=retries, http_client=connections)
+
+
+class Talk:
+    """A conversation in an episode, by a client of OpenAI."""
+
+    def __init__(self, url: str, key: str, retries: int = 8) -> None:
+        self.client = client_of(url, key, retries)
+        self.messages: list[Any] = [{"role": "user", "content": "hello"}]
+        self.ids: list[str] = []
+
+    def say(self) -> None:
+        """One more turn."""
+        answer = self.client.chat.completions.create(model="policy", messages=self.messages)
+        self.ids.append(answer.id)
+        reply = answer.choices[0].message
+        self.messages.append({"role": "assistant", "content": reply.content})
+        self.messages.append({"role": "user", "content": f"and {len(self.ids)}?"})
+
+
+def check_exact(proxies: Proxies, episode_id: str, ids: Sequence[str]) -> None:
+    """The episode has the turns that were answered and no others, each read in all proxies alike."""
+    with Store.open(proxies.store_url) as store:
+        turns = store.load_episode(episode_id).turns
+    assert [turn.id for turn in turns] == list(ids)
+    assert [turn.recorded_before for turn in turns] == list(range(len(ids)))
+
+
+def test_calls_of_one_episode_may_reach_any_proxy(proxies: Proxies) -> None:
+    opened = open_episode(proxies.balancer.url)
+    before = list(proxies.balancer.counts)
+    talk = Talk(proxies.balancer.url, opened["key"])
+    for _ in range(6):
+        talk.say()
+    given = [count - earlier for count, earlier in zip(proxies.balancer.counts, before, strict=True)]
+    assert given == [2, 2, 2]
+    check_exact(proxies, opened["id"], talk.ids)
+    url, key = proxies.balancer.url, {"Authorization": f"Bearer {opened['key']}"}
+    for number in range(3):
+        reward = {"name": f"r{number}", "reward": 1.0}
+        httpx.post(
+            f"{url}/episodes/{opened['id']}/reward", json=reward, headers=key, timeout=30
+        ).raise_for_status()
+    ended = [
+        httpx.post(f"{url}/episodes/{opened['id']}/finish", json={}, headers=key, timeout=30)
+        for _ in range(3)
+    ]
+    assert [answer.json()["status"] for answer in ended] == ["finished"] * 3
+    with pytest.raises(ConflictError, match="is finished"):
+        talk.say()
+
+
+def test_conversations_without_an_episode_continue_through_any_proxy(proxies: Proxies) -> None:
+    for headers in ({}, {"session-id": "a session"}):
+        messages: list[Any] = [{"role": "user", "content": f"hello {headers}"}]
+        ids = []
+        for url in (*proxies.urls, proxies.balancer.url):
+            answer = httpx.post(
+                f"{url}/v1/chat/completions",
+                json={"messages": messages},
+                headers={**ADMIN, **headers},
+                timeout=30,
+            ).json()
+            ids.append(answer["id"])
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": f"and {len(ids)}?"}]
+        with Store.open(proxies.store_url) as store:
+            episode_id = store.episode_of_turn(ids[0]).id
+        check_exact(proxies, episode_id, ids)
+
+
+def test_a_foreign_proxy_is_refused(proxies: Proxies) -> None:
+    opened = open_episode(proxies.urls[0])
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    for url in proxies.urls:  # the owner, and others that would forward it
+        for headers in ({"x-areal-agents-hop": "guess"}, {"x-areal-agents-address": "evil.example 80"}):
+            answer = httpx.post(
+                f"{url}/e/{opened['key']}/v1/chat/completions", json=body, headers=headers, timeout=30
+            )
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_proxy")
+            assert SECRET not in answer.text and SECRET not in str(answer.headers)
+    check_exact(proxies, opened["id"], [])
+
+
+def test_the_metrics_are_those_of_all_proxies(proxies: Proxies) -> None:
+    open_episode(proxies.urls[0])
+    open_episode(proxies.urls[1])
+    opens = set()
+    for url in proxies.urls:
+        answer = httpx.get(f"{url}/metrics", headers=ADMIN, timeout=30).raise_for_status()
+        opens |= {line for line in answer.text.splitlines() if line.startswith("areal_agents_open_episodes ")}
+    assert len(opens) == 1 and float(opens.pop().split()[1]) >= 2
+
+
+def test_a_proxy_that_was_cut_off_writes_nothing_to_what_another_took_over(
+    proxies: Proxies, script: Script
+) -> None:
+    """A call is running in it when it is cut off. When it is back, it sends calls to the new owner."""
+    opened = open_episode(proxies.urls[0])
+    talk = Talk(proxies.urls[1], opened["key"], retries=0)
+    talk.say()
+    begun = script.slow_calls
+    script.released.clear()
+    late = client_of(proxies.urls[0], opened["key"], retries=0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            late.chat.completions.create, model="policy", messages=[{"role": "user", "content": SLOW}]
+        )
+        wait_for(lambda: script.slow_calls == begun + 1)
+        with proxies.cut_off(0):
+            wait_for(lambda: takes_over(talk), 30)
+            assert proxies.index_of(opened["id"]) == 1
+        error = waiting.exception(60)
+        assert isinstance(error, InternalServerError), error
+        assert (error.status_code, error.code) == (503, "episode_elsewhere")
+    check_exact(proxies, opened["id"], talk.ids)
+    wait_for(lambda: proxies.row(0).is_alive)
+    talk.client = client_of(proxies.urls[0], opened["key"], retries=0)
+    talk.say()
+    assert proxies.index_of(opened["id"]) == 1
+    check_exact(proxies, opened["id"], talk.ids)
+
+
+def takes_over(talk: Talk) -> bool:
+    """Say one more turn, unless the owner's silence has not been noticed yet."""
+    with contextlib.suppress(InternalServerError):
+        talk.say()
+        return True
+    return False
+
+
+def test_kill_9_of_the_owner_during_calls(proxies: Proxies, script: Script) -> None:
+    """One call comes through another proxy, and one directly, whose client tries again by itself."""
+    opened = [open_episode(proxies.urls[0]) for _ in range(2)]
+    talks = [Talk(proxies.urls[2], opened[0]["key"], retries=0), Talk(proxies.balancer.url, opened[1]["key"])]
+    for talk in talks:
+        talk.say()
+        talk.messages[-1]["content"] = SLOW
+    begun = script.slow_calls
+    script.released.clear()
+    with ThreadPoolExecutor(2) as pool:
+        saying = [pool.submit(talk.say) for talk in talks]
+        wait_for(lambda: script.slow_calls == begun + 2)
+        script.released.set()
+        proxies.kill(0)
+        proxies.make_old(0)
+        for said in saying:
+            said.result(60)
+    for item, talk in zip(opened, talks, strict=True):
+        assert proxies.index_of(item["id"]) != 0
+        check_exact(proxies, item["id"], talk.ids)
+    proxies.start(0)
+    proxies.wait(0)
+    for item, talk in zip(opened, talks, strict=True):
+        talk.client = client_of(proxies.urls[0], item["key"])
+        talk.say()
+        check_exact(proxies, item["id"], talk.ids)
+
+
+def test_a_rolling_restart_under_load_loses_nothing(proxies: Proxies) -> None:
+    episodes: list[tuple[str, list[str]]] = []
+    ended = threading.Event()
+
+    def play() -> None:
+        while not ended.is_set():
+            url = proxies.balancer.url
+            opened = opening(url)
+            talk = Talk(url, opened["key"])
+            for _ in range(4):
+                talk.say()
+            episodes.append((opened["id"], talk.ids))
+
+    with ThreadPoolExecutor(4) as pool:
+        playing = [pool.submit(play) for _ in range(4)]
+        try:
+            for index in range(3):
+                proxies.end(index)
+                proxies.start(index)
+                proxies.wait(index)
+                seen = len(episodes)
+                wait_for(lambda seen=seen: len(episodes) > seen + 4 or any(p.done() for p in playing), 60)
+        finally:
+            ended.set()
+        for done in playing:
+            done.result(120)
+    assert len(episodes) >= 12
+    for episode_id, ids in episodes:
+        assert len(set(ids)) == 4
+        check_exact(proxies, episode_id, ids)
+    assert [proxies.row(index).is_alive for index in range(3)] == [True] * 3
+
+
+def opening(url: str) -> dict[str, Any]:
+    """Open an episode; a connection that a proxy closed as it ended is tried again, as balancers do."""
+    for _ in range(20):
+        with contextlib.suppress(httpx.TransportError):
+            return open_episode(url)
+    raise AssertionError("no proxy opens an episode")
+
+
+def test_several_workers_of_one_place_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="set proxy.workers to 1, and cluster.proxies"):
+        serve(
+            MODEL,
+            ProxyConfig(workers=2),
+            store=tmp_path / "s.db",
+            engine_urls=["http://127.0.0.1:1"],
+            place=ProxyPlace(0, 1, 2, SECRET),
+        )
+    assert ProxyConfig().for_engines(4096, is_alone=False).workers == 1
