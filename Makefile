@@ -195,7 +195,7 @@ test-docker: setup ## Run the tests of sandboxes in containers, with a Docker en
 test-cluster: setup ray ## Run the tests that need Ray, which it installs, or Slurm, without which they are skipped.
 	$(RAY)/bin/python -m pytest -m cluster -rs $$(grep -rl --include='test_*.py' 'mark\.cluster' tests)
 
-ray: $(RAY)/.installed ## Install Ray, for the tests of its launcher, in its own environment.
+ray: $(RAY)/.installed ## Install Ray and other packages of clusters, for tests, in their own environment.
 
 $(RAY)/.installed: tests/cluster/requirements.txt | setup
 	$(installed_above)

@@ -80,15 +80,17 @@ def train(
     launcher: Annotated[
         str,
         typer.Option(
-            help="Place the processes on the machines of a cluster: local, ray or slurm.", metavar="NAME"
+            help="Place the processes on the machines of a cluster: local, ray, slurm, kubernetes, or "
+            "external, which waits for processes that something else starts.",
+            metavar="NAME",
         ),
     ] = "",
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the configuration with the origin of each value, or the job of --launcher slurm, and "
-            "start nothing.",
+            help="Print the configuration with the origin of each value, or the job of --launcher slurm or "
+            "the manifests of --launcher kubernetes, and start nothing.",
         ),
     ] = False,
     quiet: Annotated[
@@ -99,6 +101,15 @@ def train(
     ] = False,
 ) -> None:
     """Train an agent: start the engine, proxy, rollout and trainer processes, and end them with the run."""
+    if launcher in ("kubernetes",):
+        from areal_agents.cluster.launchers.rendered import render, submit
+
+        rendered = render(launcher, config, overrides or ())
+        if dry_run:
+            print(rendered.text, end="")
+        else:
+            print(submit(rendered))
+        return
     if dry_run and launcher != "slurm":
         from areal_agents.config.origins import annotated
 
@@ -159,6 +170,7 @@ def role(
             "machine reaches the store."
         ),
     ] = "",
+    port: Annotated[int, typer.Option(min=0, help="The port of its server; 0: one that is free.")] = 0,
 ) -> None:
     """Run one process of a run on several machines, as a launcher starts it (train --launcher)."""
     require("torch", "training")
@@ -166,7 +178,7 @@ def role(
     from areal_agents.launch.processes import with_logging
 
     with_logging(f"{role}-{index}")
-    raise typer.Exit(run_role(role, index, run, host=host))
+    raise typer.Exit(run_role(role, index, run, host=host, port=port))
 
 
 @app.command()

@@ -87,7 +87,7 @@ def test_the_schema_accepts_what_is_accepted_and_refuses_typos() -> None:
 
 
 def test_a_dry_run_names_the_origin_of_each_value() -> None:
-    overrides = ["algorithm=dapo", "algorithm.clip_high=0.3", "trainer.steps=3", "proxy.admin_key=secret"]
+    overrides = ["algorithm=dapo", "algorithm.clip_high=0.3", "trainer.steps=3", "proxy.admin_key=hush"]
     page = annotated(EXAMPLE, overrides)
     origins = {
         line.split(":")[0].strip(): line.rpartition("# ")[2] for line in page.splitlines() if "  # " in line
@@ -96,7 +96,7 @@ def test_a_dry_run_names_the_origin_of_each_value() -> None:
     assert origins["steps"] == origins["clip_high"] == origins["preset"] == "argument"
     assert origins["overlong_buffer"] == "preset dapo"
     assert origins["max_turns"] == "default"
-    assert "secret" not in page
+    assert "hush" not in page
     assert (
         yaml.safe_load(page)["trainer"] == load_config(EXAMPLE, overrides).model_dump(mode="json")["trainer"]
     )

@@ -40,12 +40,13 @@ _LOOK_S = 2.0  # how often the addresses of the others are read
 _SERVER_STOP_S = 15.0
 
 
-def run_role(role: Role, index: int, store_url: str, *, host: str = "") -> int:
+def run_role(role: Role, index: int, store_url: str, *, host: str = "", port: int = 0) -> int:
     """Run one process of a run until it ends, or SIGTERM; return its exit code.
 
     Args:
         host: the address of this machine at which the others reach it; "": the one from which this machine
             reaches the store.
+        port: the port of its server; 0: one that is free.
 
     Raises:
         ConfigError: the run has no such process, or another process has its place.
@@ -63,7 +64,7 @@ def run_role(role: Role, index: int, store_url: str, *, host: str = "") -> int:
         address = host or own_address(store_url)
         with Place.claim(store, role, index, host=address) as place:
             logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
-            return _Process(store, store_url, record, config, file, place, count, told).run()
+            return _Process(store, store_url, record, config, file, place, count, told).run(port)
 
 
 def counts(config: Config, nodes: int) -> dict[Role, int]:
@@ -106,9 +107,10 @@ class _Process:
         self._is_trainer = self._role == "trainer"
         self._stop_timeout_s = stop_timeout_s(config) if self._is_trainer else _SERVER_STOP_S
 
-    def run(self) -> int:
+    def run(self, port: int) -> int:
         Path(self._config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
-        with reserved_ports(1, self._host) as (port,):
+        with contextlib.ExitStack() as held:
+            port = port or held.enter_context(reserved_ports(1, self._host))[0]
             while True:
                 endpoints = self._endpoints(port)
                 if endpoints is None:

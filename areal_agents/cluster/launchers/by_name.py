@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from areal_agents.cluster.launchers.base import Launcher
+from areal_agents.cluster.launchers.external import ExternalLauncher
 from areal_agents.cluster.launchers.local import LocalLauncher
 from areal_agents.cluster.launchers.ray.launcher import RayLauncher
 from areal_agents.cluster.launchers.slurm.launcher import SlurmLauncher
@@ -14,6 +15,7 @@ from areal_agents.errors import ConfigError
 
 _LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {
     "local": lambda config: LocalLauncher(),
+    "external": lambda config: ExternalLauncher(config.store.url or ""),
     "ray": lambda config: RayLauncher(config.cluster.ray),
     "slurm": lambda config: SlurmLauncher(
         config.cluster.slurm,

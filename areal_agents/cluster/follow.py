@@ -1,0 +1,96 @@
+"""Follows one process of a run that something else starts, for the supervisor of `--launcher external`.
+
+`python -m areal_agents.cluster.follow --run URL --role ROLE --index N` says in its output when a process
+takes the place and when it ends. First it takes the place itself for a moment: a process that was started
+before the supervisor has the keys of an earlier start, so it must lose its place, which ends it, and be
+started again by whatever started it. This program ends with 0 when the process has ended and the run is
+trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from areal_agents.cluster.run_record import RunRecord
+from areal_agents.launch.children import EXIT_REFUSED
+from areal_agents.launch.progress import MetricsFile
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.supervision import end_with_supervisor
+from areal_agents.store import Store
+from areal_agents.store.roles import Role, RoleRow
+
+POLL_S = 1.0
+SETTLED_S = 20.0  # a process that failed after the last step is started again within this time, as a rule
+ABSENT_S = 3600.0  # the longest time without a process, in which nodes and images may still have to come
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="follow")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--role", required=True, choices=["engine", "proxy", "trainer", "rollout"])
+    parser.add_argument("--index", type=int, required=True)
+    parsed = parser.parse_args(arguments)
+    end_with_supervisor()
+    with Store.open(parsed.run) as store, tempfile.TemporaryDirectory(prefix="areal-agents-") as own:
+        config, _ = RunRecord.read(store).resolved(Path(own))
+        metrics = MetricsFile(RunFolder(Path(config.run_dir)).metrics)
+
+        def is_trained() -> bool:
+            metrics.update()
+            return len(metrics.rows) >= config.trainer.steps
+
+        return follow(store, parsed.role, parsed.index, is_trained=is_trained)
+
+
+def follow(
+    store: Store,
+    role: Role,
+    index: int,
+    *,
+    is_trained: Callable[[], bool],
+    settled_s: float = SETTLED_S,
+    absent_s: float = ABSENT_S,
+) -> int:
+    """Follow the processes that take a place one after another, and return an exit code for the last one.
+
+    Args:
+        is_trained: whether the run has trained its last step, after which trainer and rollout end.
+        settled_s: how long the place of a process that ended then must stay free.
+        absent_s: longest time in seconds without a process.
+    """
+    own = store.claim_role(role, index, host="the supervisor", pid=os.getpid(), is_gone=True)
+    store.leave_role(role, index, own.epoch)
+    said = ""
+    absent_since = time.monotonic()
+    while True:
+        row = next(row for row in store.role_rows(role) if row.index == index)
+        is_there = row.epoch > own.epoch and row.is_alive
+        text = _words(row) if is_there else f"no process is {role} {index}"
+        if text != said:
+            print(text, flush=True)
+            said = text
+        if is_there:
+            absent_since = time.monotonic()
+        absent_s_now = time.monotonic() - absent_since
+        has_left = row.epoch > own.epoch and row.state == "ended"
+        if role in ("trainer", "rollout") and has_left and absent_s_now >= settled_s and is_trained():
+            return 0
+        if absent_s_now >= absent_s:
+            print(f"no process was started as {role} {index} for {absent_s:.0f} s", flush=True)
+            return EXIT_REFUSED
+        time.sleep(POLL_S)
+
+
+def _words(row: RoleRow) -> str:
+    where = f"{row.host}, process {row.pid}"
+    return f"{row.role} {row.index} is on {where}" + (f", at {row.url}" if row.url else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

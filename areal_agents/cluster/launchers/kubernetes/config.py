@@ -1,0 +1,71 @@
+"""Settings of a run on Kubernetes."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from areal_agents.core.settings import Settings
+
+_QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
+
+
+class RoleMemory(Settings):
+    """Memory of one pod of each role, requested and at most."""
+
+    supervisor: str = Field(default="4Gi", pattern=_QUANTITY, description="Of the supervisor.")
+    engine: str = Field(default="64Gi", pattern=_QUANTITY, description="Of an engine.")
+    proxy: str = Field(default="8Gi", pattern=_QUANTITY, description="Of a proxy.")
+    trainer: str = Field(default="128Gi", pattern=_QUANTITY, description="Of the trainer on one machine.")
+    rollout: str = Field(
+        default="16Gi", pattern=_QUANTITY, description="Of a rollout process, with its agents."
+    )
+    shared: str = Field(
+        default="16Gi", pattern=_QUANTITY, description="/dev/shm of an engine or trainer, part of its memory."
+    )
+
+
+class KubernetesConfig(Settings):
+    """The manifests that `areal-agents train --launcher kubernetes` makes."""
+
+    image: str = Field(
+        default="",
+        description="The image of all pods: this package with the extra train, and the project of the run.",
+    )
+    project: str = Field(
+        default="/workspace",
+        pattern=r"^/",
+        description="The folder of the image with what the folder of the configuration has: agents, data.",
+    )
+    namespace: str = Field(default="", description="The namespace; empty: that of the context of kubectl.")
+    secret: str = Field(
+        default="",
+        description="A Secret of the namespace whose entries become variables of all pods, such as "
+        "PGPASSWORD and HF_TOKEN. Manifests contain no secrets.",
+    )
+    claim: str = Field(
+        default="",
+        description="A PersistentVolumeClaim (ReadWriteMany) for the folders of runs; empty: one is made.",
+    )
+    storage: str = Field(default="500Gi", pattern=_QUANTITY, description="Size of the claim that is made.")
+    storage_class: str = Field(
+        default="", description="Its storage class, which must be ReadWriteMany; empty: that of the cluster."
+    )
+    volumes: dict[str, str] = Field(
+        default_factory=dict,
+        description="Further claims, by the folder at which pods see them read-only: {/models: models}.",
+    )
+    gpu_resource: str = Field(default="nvidia.com/gpu", description="The name of the GPUs as a resource.")
+    node_selector: dict[str, str] = Field(
+        default_factory=dict, description="Labels of the nodes on which pods with GPUs run."
+    )
+    tolerations: tuple[dict[str, str], ...] = Field(
+        default=(), description="Taints that pods with GPUs tolerate, in the form of Kubernetes."
+    )
+    pull_secret: str = Field(
+        default="", description="The Secret with which the image is pulled; empty: none."
+    )
+    service_account: str = Field(
+        default="", description="Service account of the pods; empty: the default. Its token is not mounted."
+    )
+    user: int = Field(default=1000, ge=1, description="User and group of all processes, and of the volumes.")
+    memory: RoleMemory = Field(default_factory=RoleMemory)

@@ -1,0 +1,309 @@
+"""Makes the manifests of a run on Kubernetes, as plain objects.
+
+The supervisor, the trainer and the rollout processes end with the run, so they are Jobs; engines and proxies
+do not, so they are StatefulSets. The index of a pod is that of its process in the run, so a pod that
+replaces another takes its place. Pods find each other in the store; the headless services give them names for
+people and for network policies. A manifest has no secret: pods get theirs as variables from the Secret that
+the configuration names, and a configuration that has keys or passwords is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
+from areal_agents.errors import ConfigError
+from areal_agents.store.roles import DEAD_AFTER_S, Role
+
+RUNS = "/runs"  # where pods see the folders of runs
+PORT = 8000  # of each engine, proxy and trainer; every pod has an address of its own
+CONFIG = "cluster-run.yaml"  # the configuration, in the folder of the project
+_LONGEST_NAME = 40  # leaves room for role, index and Kubernetes' own suffixes in 63 characters
+_START_S = 3600  # longest start of an engine or a proxy: a download and the loading of a large model
+_STOP_S = {"supervisor": 60, "engine": 40, "proxy": 40, "rollout": 60}
+_RESTARTS = 20  # the failures of one pod of a Job until the Job fails
+_SERVERS = ("engine", "proxy")
+_SECRET_KEYS = ("admin_key", "project_keys", "key")
+_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@|[?&](?:ssl)?password=")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is rendered.
+
+    Attributes:
+        name: of the run; the objects are named after it.
+        config: the text of the configuration file.
+        overrides: `key=value` arguments of the command line.
+        store_url: without a password.
+        trainer_stop_s: longest time in seconds that the trainer takes to end.
+        processes: every process of the run but the supervisor.
+    """
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+    store_url: str
+    trainer_stop_s: float
+    processes: Sequence[RoleProcess]
+
+
+def manifests(run: Run, settings: KubernetesConfig) -> list[dict[str, Any]]:
+    """Return the objects of a run in the order in which they are created.
+
+    Raises:
+        ConfigError: the configuration has a secret, or there is no image.
+    """
+    if not settings.image:
+        raise ConfigError(
+            "cluster.kubernetes.image: name an image that has this package with the extra train, and the "
+            "project"
+        )
+    refuse_secrets(run.config, run.overrides)
+    name = object_name(run.name)
+    pods = _Pods(name, run, settings)
+    by_role: dict[Role, list[RoleProcess]] = {}
+    for process in run.processes:
+        by_role.setdefault(process.role, []).append(process)
+    objects = [
+        pods.object("v1", "ConfigMap", f"{name}-config", data={CONFIG: run.config}),
+        *([] if settings.claim else [pods.claim()]),
+        pods.network_policy(),
+        pods.supervisor(),
+    ]
+    for role, processes in by_role.items():
+        objects.append(pods.headless_service(role))
+        if role in _SERVERS:
+            objects.append(pods.stateful_set(role, processes))
+            if len(processes) > 1:
+                objects.append(pods.disruption_budget(role))
+        else:
+            objects.append(pods.job(role, processes))
+    return objects
+
+
+def as_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
+    """Return objects as the documents of one YAML stream."""
+    return yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True, width=100)
+
+
+def object_name(run: str) -> str:
+    """Return the name of a run as names of Kubernetes are formed: lower-case letters, digits and dashes."""
+    name = re.sub(r"[^a-z0-9]+", "-", run.lower())[:_LONGEST_NAME].strip("-")
+    return name if name[:1].isalpha() else f"run-{name}".strip("-")
+
+
+def refuse_secrets(text: str, overrides: Sequence[str]) -> None:
+    """Raise ConfigError if a configuration has a key or a password, which a manifest would show."""
+    tree = yaml.safe_load(text)
+    given = [dict([override.partition("=")[::2]]) for override in overrides]
+    for path, value in (leaf for part in (tree, *given) for leaf in _leaves(part, "")):
+        if path.rpartition(".")[2] in _SECRET_KEYS and value:
+            raise ConfigError(f"{path}: manifests contain no keys; leave it out, the supervisor makes one")
+        if isinstance(value, str) and _PASSWORD.search(value):
+            raise ConfigError(
+                f"{path}: manifests contain no passwords; give it as a variable, such as PGPASSWORD, in the "
+                "Secret that cluster.kubernetes.secret names"
+            )
+
+
+def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping) and path.rpartition(".")[2] not in _SECRET_KEYS:
+        return [leaf for key, v in value.items() for leaf in _leaves(v, f"{path}.{key}".lstrip("."))]
+    if isinstance(value, list) and path.rpartition(".")[2] not in _SECRET_KEYS:
+        return [leaf for item in value for leaf in _leaves(item, path)]
+    return [(path, value)]
+
+
+class _Pods:
+    """Makes the objects of one run, which share labels, volumes and variables."""
+
+    def __init__(self, name: str, run: Run, settings: KubernetesConfig) -> None:
+        self._name = name
+        self._run = run
+        self._settings = settings
+        self._labels = {
+            "app.kubernetes.io/name": "areal-agents",
+            "app.kubernetes.io/instance": name,
+        }
+
+    def object(self, version: str, kind: str, name: str, *, role: str = "", **rest: Any) -> dict[str, Any]:
+        metadata: dict[str, Any] = {"name": name, "labels": self._labels_of(role)}
+        if self._settings.namespace:
+            metadata["namespace"] = self._settings.namespace
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+
+    def claim(self) -> dict[str, Any]:
+        settings = self._settings
+        spec: dict[str, Any] = {
+            "accessModes": ["ReadWriteMany"],
+            "resources": {"requests": {"storage": settings.storage}},
+        }
+        if settings.storage_class:
+            spec["storageClassName"] = settings.storage_class
+        return self.object("v1", "PersistentVolumeClaim", f"{self._name}-runs", spec=spec)
+
+    def network_policy(self) -> dict[str, Any]:
+        """Only pods of the run reach pods of the run; what these reach is not limited."""
+        spec = {
+            "podSelector": {"matchLabels": self._labels},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": {"matchLabels": self._labels}}]}],
+        }
+        return self.object("networking.k8s.io/v1", "NetworkPolicy", self._name, spec=spec)
+
+    def headless_service(self, role: Role) -> dict[str, Any]:
+        spec = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": self._labels_of(role),
+            "ports": [{"name": "http", "port": PORT}],
+        }
+        return self.object("v1", "Service", f"{self._name}-{role}", role=role, spec=spec)
+
+    def disruption_budget(self, role: Role) -> dict[str, Any]:
+        spec = {"maxUnavailable": 1, "selector": {"matchLabels": self._labels_of(role)}}
+        return self.object("policy/v1", "PodDisruptionBudget", f"{self._name}-{role}", role=role, spec=spec)
+
+    def supervisor(self) -> dict[str, Any]:
+        project = self._settings.project.rstrip("/")
+        command = [
+            *("areal-agents", "train", f"{project}/{CONFIG}", "--launcher", "external"),
+            *self._run.overrides,
+            *(f"name={self._run.name}", f"run_dir={RUNS}/{self._name}"),
+        ]
+        pod = self._pod("supervisor", command, cpus=1)
+        pod["containers"][0]["volumeMounts"].append(
+            {"name": "config", "mountPath": f"{project}/{CONFIG}", "subPath": CONFIG, "readOnly": True}
+        )
+        pod["volumes"].append({"name": "config", "configMap": {"name": f"{self._name}-config"}})
+        return self.object(
+            "batch/v1",
+            "Job",
+            f"{self._name}-supervisor",
+            role="supervisor",
+            spec={"backoffLimit": _RESTARTS, "template": self._template("supervisor", pod)},
+        )
+
+    def stateful_set(self, role: Role, processes: Sequence[RoleProcess]) -> dict[str, Any]:
+        labels = self._labels_of(role)
+        index = "metadata.labels['apps.kubernetes.io/pod-index']"
+        pod = self._role_pod(role, processes[0], index)
+        probe = {"httpGet": {"path": "/health", "port": PORT}}
+        pod["containers"][0].update(
+            startupProbe={**probe, "periodSeconds": 10, "failureThreshold": _START_S // 10},
+            readinessProbe={**probe, "periodSeconds": 5, "timeoutSeconds": 5},
+            livenessProbe={**probe, "periodSeconds": 20, "timeoutSeconds": 20, "failureThreshold": 6},
+        )
+        spec = {
+            "serviceName": f"{self._name}-{role}",
+            "replicas": len(processes),
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": self._template(role, pod),
+        }
+        return self.object("apps/v1", "StatefulSet", f"{self._name}-{role}", role=role, spec=spec)
+
+    def job(self, role: Role, processes: Sequence[RoleProcess]) -> dict[str, Any]:
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        pod = {**self._role_pod(role, processes[0], index), "subdomain": f"{self._name}-{role}"}
+        spec = {
+            "completionMode": "Indexed",
+            "completions": len(processes),
+            "parallelism": len(processes),
+            "backoffLimit": _RESTARTS * len(processes),
+            "template": self._template(role, pod),
+        }
+        return self.object("batch/v1", "Job", f"{self._name}-{role}", role=role, spec=spec)
+
+    def _role_pod(self, role: Role, process: RoleProcess, index: str) -> dict[str, Any]:
+        command = [
+            *("areal-agents", "role", role, "--run", self._run.store_url, "--index", "$(INDEX)"),
+            *("--host", "$(POD_IP)", "--port", str(PORT)),
+        ]
+        pod = self._pod(role, command, cpus=process.cpus, gpus=process.gpus)
+        fields = {"INDEX": index, "POD_IP": "status.podIP"}
+        pod["containers"][0]["env"] += [
+            {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()
+        ]
+        return pod
+
+    def _pod(self, role: str, command: list[str], *, cpus: int, gpus: int = 0) -> dict[str, Any]:
+        settings = self._settings
+        amounts: dict[str, Any] = {"cpu": str(cpus), "memory": getattr(settings.memory, role)}
+        if gpus:
+            amounts[settings.gpu_resource] = str(gpus)
+        claims = {RUNS: settings.claim or f"{self._name}-runs", **settings.volumes}
+        volumes = [
+            {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim}}
+            for i, claim in enumerate(claims.values())
+        ]
+        mounts: list[dict[str, Any]] = [
+            {"name": f"claim-{i}", "mountPath": path, **({"readOnly": True} if i else {})}
+            for i, path in enumerate(claims)
+        ]
+        if role in ("engine", "trainer"):  # NCCL and data loaders share memory; a container has 64 MB
+            volumes.append(
+                {"name": "shared", "emptyDir": {"medium": "Memory", "sizeLimit": settings.memory.shared}}
+            )
+            mounts.append({"name": "shared", "mountPath": "/dev/shm"})
+        threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+        variables = {
+            **{name: str(cpus) for name in threads},
+            "HF_HOME": f"{RUNS}/huggingface",
+            "HOME": "/tmp",
+            "TOKENIZERS_PARALLELISM": "false",
+            **({"PYTHONHASHSEED": "0"} if role == "rollout" else {}),
+        }
+        container: dict[str, Any] = {
+            "name": role,
+            "image": settings.image,
+            "command": command,
+            "workingDir": settings.project,
+            "env": [{"name": name, "value": value} for name, value in variables.items()],
+            "resources": {"requests": amounts, "limits": amounts},
+            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            "volumeMounts": mounts,
+        }
+        if role in _SERVERS or role == "trainer":
+            container["ports"] = [{"name": "http", "containerPort": PORT}]
+        if settings.secret:
+            container["envFrom"] = [{"secretRef": {"name": settings.secret}}]
+        stop_s = self._run.trainer_stop_s if role == "trainer" else _STOP_S[role]
+        pod: dict[str, Any] = {
+            "restartPolicy": "Always" if role in _SERVERS else "OnFailure",
+            "terminationGracePeriodSeconds": round(stop_s + DEAD_AFTER_S),
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": settings.user,
+                "runAsGroup": settings.user,
+                "fsGroup": settings.user,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            "volumes": volumes,
+        }
+        if settings.service_account:
+            pod["serviceAccountName"] = settings.service_account
+        if settings.pull_secret:
+            pod["imagePullSecrets"] = [{"name": settings.pull_secret}]
+        if gpus and settings.node_selector:
+            pod["nodeSelector"] = dict(settings.node_selector)
+        if gpus and settings.tolerations:
+            pod["tolerations"] = [dict(toleration) for toleration in settings.tolerations]
+        return pod
+
+    def _template(self, role: str, pod: Mapping[str, Any]) -> dict[str, Any]:
+        return {"metadata": {"labels": self._labels_of(role)}, "spec": dict(pod)}
+
+    def _labels_of(self, role: str) -> dict[str, str]:
+        return {**self._labels, **({"app.kubernetes.io/component": role} if role else {})}

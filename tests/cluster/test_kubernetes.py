@@ -1,0 +1,211 @@
+"""The manifests of a run on Kubernetes: what they say, and that Kubernetes' published schemas accept them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from areal_agents.cli import app
+from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
+from areal_agents.cluster.launchers.kubernetes.manifests import Run, as_yaml, manifests, object_name
+from areal_agents.cluster.launchers.rendered import Rendered, submit
+from areal_agents.errors import ConfigError
+from areal_agents.store.roles import Role
+
+QUICK_START = Path(__file__).parents[2] / "examples/search_agent/config.yaml"
+CONFIG = "model: Qwen/Qwen3-0.6B\nagent: agent.py:play\n"
+SETTINGS = KubernetesConfig(image="registry/run:1", secret="run-secrets")
+RELEASES = ("1.28", "1.37")  # the oldest that has the labels of indices, and the newest that is tried
+
+
+def processes(role: Role, count: int, **needs: int) -> list[RoleProcess]:
+    return [RoleProcess(role, index, ("unused",), **needs) for index in range(count)]
+
+
+RUN = Run(
+    name="My run_1",
+    config=CONFIG,
+    overrides=("trainer.steps=10",),
+    store_url="postgresql://areal@postgres/areal?schema=my_run",
+    trainer_stop_s=100.0,
+    processes=[
+        *processes("engine", 2, gpus=2, cpus=8),
+        *processes("proxy", 2, cpus=2),
+        *processes("trainer", 2, gpus=8, cpus=16),
+        *processes("rollout", 3, cpus=4),
+    ],
+)
+
+
+@pytest.fixture(scope="module")
+def objects() -> dict[tuple[str, str], dict[str, Any]]:
+    """The manifests as they are read back from YAML, by kind and name."""
+    made = [*yaml.safe_load_all(as_yaml(manifests(RUN, SETTINGS)))]
+    return {(made["kind"], made["metadata"]["name"]): made for made in made}
+
+
+def test_each_role_has_its_objects(objects: Mapping[tuple[str, str], Any]) -> None:
+    assert [*objects] == [
+        ("ConfigMap", "my-run-1-config"),
+        ("PersistentVolumeClaim", "my-run-1-runs"),
+        ("NetworkPolicy", "my-run-1"),
+        ("Job", "my-run-1-supervisor"),
+        *(("Service", "my-run-1-engine"), ("StatefulSet", "my-run-1-engine")),
+        ("PodDisruptionBudget", "my-run-1-engine"),
+        *(("Service", "my-run-1-proxy"), ("StatefulSet", "my-run-1-proxy")),
+        ("PodDisruptionBudget", "my-run-1-proxy"),
+        *(("Service", "my-run-1-trainer"), ("Job", "my-run-1-trainer")),
+        *(("Service", "my-run-1-rollout"), ("Job", "my-run-1-rollout")),
+    ]
+
+
+def test_the_supervisor_has_the_configuration_and_starts_no_process(
+    objects: Mapping[tuple[str, str], Any],
+) -> None:
+    assert objects["ConfigMap", "my-run-1-config"]["data"] == {"cluster-run.yaml": CONFIG}
+    (container,) = pod_of(objects["Job", "my-run-1-supervisor"])["containers"]
+    assert container["command"] == [
+        *("areal-agents", "train", "/workspace/cluster-run.yaml", "--launcher", "external"),
+        *("trainer.steps=10", "name=My run_1", "run_dir=/runs/my-run-1"),
+    ]
+    assert container["volumeMounts"][-1] == {
+        "name": "config",
+        "mountPath": "/workspace/cluster-run.yaml",
+        "subPath": "cluster-run.yaml",
+        "readOnly": True,
+    }
+
+
+def test_a_pod_has_the_index_of_its_process_and_the_gpus_that_it_needs(
+    objects: Mapping[tuple[str, str], Any],
+) -> None:
+    engines = objects["StatefulSet", "my-run-1-engine"]
+    (container,) = pod_of(engines)["containers"]
+    assert engines["spec"]["replicas"] == 2
+    assert container["command"] == [
+        *("areal-agents", "role", "engine", "--run", RUN.store_url),
+        *("--index", "$(INDEX)", "--host", "$(POD_IP)", "--port", "8000"),
+    ]
+    index = "metadata.labels['apps.kubernetes.io/pod-index']"
+    assert {"name": "INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}} in container["env"]
+    assert container["resources"]["limits"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "2"}
+    assert container["envFrom"] == [{"secretRef": {"name": "run-secrets"}}]
+
+
+def test_the_trainer_ends_with_the_run_and_has_its_time_to_end(
+    objects: Mapping[tuple[str, str], Any],
+) -> None:
+    trainer = objects["Job", "my-run-1-trainer"]
+    assert (trainer["spec"]["completionMode"], trainer["spec"]["completions"]) == ("Indexed", 2)
+    assert pod_of(trainer)["restartPolicy"] == "OnFailure"
+    assert pod_of(trainer)["terminationGracePeriodSeconds"] == 120  # and the time until others notice
+    assert pod_of(objects["Job", "my-run-1-rollout"])["restartPolicy"] == "OnFailure"
+
+
+def test_every_selector_selects_the_pods_of_its_role(objects: Mapping[tuple[str, str], Any]) -> None:
+    pods = {
+        made["metadata"]["labels"]["app.kubernetes.io/component"]: made["spec"]["template"]["metadata"][
+            "labels"
+        ]
+        for made in objects.values()
+        if "template" in made.get("spec", {})
+    }
+    for (kind, _), made in objects.items():
+        if kind == "Service":
+            assert made["spec"]["selector"] == pods[made["metadata"]["labels"]["app.kubernetes.io/component"]]
+    policy = objects["NetworkPolicy", "my-run-1"]["spec"]["podSelector"]["matchLabels"]
+    assert all(policy.items() <= labels.items() for labels in pods.values())
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "key"),
+    [
+        (CONFIG + "proxy: {admin_key: hush}\n", (), "proxy.admin_key"),
+        (CONFIG, ("proxy.admin_key=hush",), "proxy.admin_key"),
+        (CONFIG + "store: {url: 'postgresql://me:hush@db/areal'}\n", (), "store.url"),
+        (CONFIG, ("store.url=postgresql://db/areal?password=hush",), "store.url"),
+    ],
+)
+def test_a_secret_in_the_configuration_is_refused(config: str, overrides: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: manifests contain no") as error:
+        manifests(replace(RUN, config=config, overrides=overrides), SETTINGS)
+    assert "hush" not in str(error.value)
+
+
+def test_an_image_is_required() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.kubernetes\.image: name an image"):
+        manifests(RUN, KubernetesConfig())
+
+
+def test_names_are_those_of_kubernetes() -> None:
+    assert object_name("Search Agent_2") == "search-agent-2"
+    assert object_name("2048") == "run-2048"
+    assert object_name("x" * 39 + "-y" * 30) == "x" * 39
+
+
+ALL_SETTINGS = KubernetesConfig(
+    image="registry/run:1",
+    namespace="training",
+    secret="run-secrets",
+    storage_class="nfs",
+    volumes={"/models": "models"},
+    node_selector={"gpu": "h100"},
+    tolerations=({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},),
+    pull_secret="registry",
+    service_account="runs",
+)
+
+
+def every_manifest() -> Iterator[dict[str, Any]]:
+    for settings in (SETTINGS, ALL_SETTINGS, SETTINGS.model_copy(update={"claim": "shared"})):
+        yield from manifests(RUN, settings)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_schemas_of_kubernetes_accept_every_manifest(release: str) -> None:
+    """Strictly: a field that the schema does not know is an error."""
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed here: make test-cluster"
+    )
+    for made in every_manifest():
+        kubernetes_validate.validate(made, release, strict=True)
+    wrong = manifests(RUN, SETTINGS)[-1]
+    pod_of(wrong)["containers"][0]["comand"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, release, strict=True)
+
+
+def test_one_command_prints_the_manifests_of_a_laptop_s_configuration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(
+            [
+                *("train", str(QUICK_START), "--launcher", "kubernetes", "--dry-run"),
+                *("store.url=postgresql://areal@db/areal", "cluster.kubernetes.image=registry/run:1"),
+            ]
+        )
+    assert not ended.value.code
+    made = [*yaml.safe_load_all(capsys.readouterr().out)]
+    assert made[0]["data"]["cluster-run.yaml"] == QUICK_START.read_text()
+    jobs = {one["metadata"]["name"]: one for one in made if one["kind"] == "Job"}
+    assert [*jobs] == ["search-agent-supervisor", "search-agent-trainer", "search-agent-rollout"]
+    (supervisor,) = pod_of(jobs["search-agent-supervisor"])["containers"]
+    assert "store.url=postgresql://areal@db/areal" in supervisor["command"]
+
+
+def test_without_kubectl_nothing_is_applied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^kubectl is not installed here; install it, or use --dry-run"):
+        submit(Rendered("", ("kubectl", "apply", "-f", "-"), then=""))
+
+
+def pod_of(made: Mapping[str, Any]) -> dict[str, Any]:
+    return made["spec"]["template"]["spec"]
