@@ -152,7 +152,7 @@ class _Process:
                 return EXIT_STOPPED
             if self._role in ("engine", "proxy"):
                 self._place.announce(f"http://{self._host}:{port}")
-            mark = f"{self._store_url}#{self._role}-{self._index}@{os.getpid()}"
+            mark = f"{folder.log(f'{self._role}-{self._index}')}@{os.getpid()}"
             child = subprocess.Popen(
                 [sys.executable, "-m", *command],
                 stdin=subprocess.PIPE,
