@@ -18,9 +18,16 @@ _START_S = 60.0
 
 
 class PostgresServer:
-    """A server that listens on a socket in its own folder. Both end with the with-block."""
+    """A server that listens on a socket in its own folder. Both end with the with-block.
 
-    def __init__(self) -> None:
+    Args:
+        port: where it also listens at 127.0.0.1; None: nowhere.
+        standby_of: a server that listens at a port and is running; this one begins as its standby.
+    """
+
+    def __init__(self, *, port: int | None = None, standby_of: PostgresServer | None = None) -> None:
+        self._port = port
+        self._primary = standby_of
         # Not in pytest's folder: its path is too long for a socket, and it is for its owner only.
         self._folder = Path(tempfile.mkdtemp(prefix="areal-agents-postgres-"))
         self._stores = itertools.count()
@@ -41,10 +48,16 @@ class PostgresServer:
         if os.geteuid() == 0:  # the server refuses to run as root
             user = pwd.getpwnam("postgres")
             os.chown(self._folder, user.pw_uid, user.pw_gid)
+        if self._primary is None:
+            made = ["initdb", "-D", "data", "-U", "areal", "--auth=trust", "--no-sync", "-E", "UTF8"]
+        else:
+            made = [
+                "pg_basebackup", "-D", "data", "-d", self._primary._address, "--checkpoint=fast",
+                "--write-recovery-conf", "--no-sync",
+            ]  # fmt: skip
         subprocess.run(
-            self._command("initdb", "-D", "data", "-U", "areal", "--auth=trust", "--no-sync", "-E", "UTF8"),
-            cwd=self._folder, check=True, stdout=subprocess.DEVNULL, timeout=_START_S,
-        )  # fmt: skip
+            self._command(*made), cwd=self._folder, check=True, stdout=subprocess.DEVNULL, timeout=_START_S
+        )
         self.start()
         return self
 
@@ -58,10 +71,13 @@ class PostgresServer:
         """Start the server, and wait until it answers. It ends with the thread that calls this."""
         import psycopg
 
+        listens = ["-c", "listen_addresses="]
+        if self._port is not None:
+            listens = ["-c", "listen_addresses=127.0.0.1", "-c", f"port={self._port}"]
         with open(self._folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
                 self._command(
-                    "postgres", "-D", "data", "-k", str(self._folder), "-c", "listen_addresses=",
+                    "postgres", "-D", "data", "-k", str(self._folder), *listens,
                     "-c", "max_connections=300",
                 ),
                 cwd=self._folder, stdout=subprocess.DEVNULL, stderr=log,
@@ -83,13 +99,37 @@ class PostgresServer:
             self._process.wait(timeout=60)
             self._process = None
 
+    def wait_for_standby(self, *, synchronous: bool) -> None:
+        """Wait until a standby follows; with `synchronous`, every commit waits for it from now on."""
+        if synchronous:
+            self.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            self.execute("SELECT pg_reload_conf()")
+        wanted = "sync" if synchronous else "async"
+        deadline = time.monotonic() + _START_S
+        while self.execute("SELECT sync_state FROM pg_stat_replication") != [(wanted,)]:
+            assert time.monotonic() < deadline, "no standby follows"
+            time.sleep(0.05)
+
+    def promote(self) -> None:
+        """Make a standby the server that accepts writes."""
+        assert self.execute("SELECT pg_promote()") == [(True,)]
+
+    def execute(self, statement: str) -> list[tuple[object, ...]]:
+        """Run a statement, and return its rows."""
+        import psycopg
+
+        with psycopg.connect(self._address, autocommit=True) as connection:
+            cursor = connection.execute(statement)
+            return [] if cursor.description is None else cursor.fetchall()
+
     def new_store(self) -> str:
         """Return the URL of a store that does not exist yet."""
         return f"postgresql://areal@/postgres?host={self._folder}&schema=s{os.getpid()}_{next(self._stores)}"
 
     @property
     def _address(self) -> str:
-        return f"host={self._folder} user=areal dbname=postgres"
+        port = "" if self._port is None else f" port={self._port}"
+        return f"host={self._folder}{port} user=areal dbname=postgres"
 
     def _command(self, program: str, *arguments: str) -> list[str]:
         binaries = _binaries()

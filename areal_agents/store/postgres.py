@@ -3,8 +3,10 @@
 A store is a schema of the database, so one database can hold many. Writers exclude one another by an
 advisory lock that lasts for a transaction, as BEGIN IMMEDIATE does in SQLite, so both stores behave alike.
 Every commit sends a notification, by which waiting processes notice it. A lost connection, as after a restart
-of the server, is opened again: a write whose commit was not acknowledged is repeated, unless the server says
-that its transaction was committed.
+of the server or when a standby takes its place, is opened again: a write whose commit was not acknowledged is
+repeated, unless its transaction was committed. Each process counts its commits in the table `writers`, in the
+same transactions, so the count tells that on whichever server it is. (The number of a transaction does not: a
+standby that did not get it gives the number to another one.)
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import secrets
 import threading
 import time
 import zlib
 from collections.abc import Iterator
 from typing import Any, cast
+from urllib.parse import quote
 
 import orjson
 import sqlalchemy as sa
@@ -36,7 +40,13 @@ _LOST_S = 60.0  # how long the server may be away before a read or a write fails
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
 _OTHERS_S = 10.0  # longest wait of a migration for other processes to close the store
 _LISTEN_S = 1.0  # how often the listening thread looks whether it should end
+_EPOCH_S = "extract(epoch FROM clock_timestamp())::double precision"
+_WRITER_KEPT_S = 7 * 86_400  # the row of a process that has committed nothing since
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}")
+_HOSTS = re.compile(
+    r"(?P<scheme>[a-z+]+)://(?P<user>[^/?]*@)?(?P<hosts>[^/?@]*)(?P<path>/[^?]*)?(?:\?(?P<query>.*))?"
+)
+_HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(?::(?P<port>\d+))?")
 # Both sides notice within 25 seconds that the other side, or the network, has gone.
 _KEEPALIVE = {
     "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 25_000,
@@ -68,6 +78,7 @@ class PostgresBackend:
         self._notify = f"NOTIFY {channel}"
         self._listener = _Listener(self._engine, channel, self._users_key)
         self._writer: sa.Connection | None = None
+        self._writer_id = secrets.token_hex(8)
         self._writer_retry = Retry(self._shown)  # of all writes, so that they do not wait one after another
         self._own_commits = 0
 
@@ -81,6 +92,9 @@ class PostgresBackend:
                 if schema != SCHEMA_VERSION:
                     self._exclude_others(connection)
                     migrations.migrate(connection, schema)
+                connection.exec_driver_sql(
+                    f"DELETE FROM writers WHERE committed_at < {_EPOCH_S} - {_WRITER_KEPT_S}"
+                )
         except sa.exc.DBAPIError as error:
             raise StoreError(f"cannot open the store {self._shown}: {error.orig}") from error
         self._listener.start()
@@ -107,19 +121,22 @@ class PostgresBackend:
         If the connection is lost, `work` runs again in a new transaction, unless the lost one turns out to
         have been committed.
         """
-        unanswered: tuple[int, T] | None = None  # a transaction whose COMMIT was sent, and what it did
+        unanswered: tuple[int, T] | None = None  # commits before one that was sent, and what it did
         while True:
             try:
                 if self._writer is None:
                     self._writer = self._connected_writer()
                 driver = driver_of(self._writer)
-                number = self._begin(driver)  # the lost transaction has ended: it had the lock
-                if unanswered is not None and _is_committed(driver, unanswered[0]):
+                commits = self._begin(driver)  # the lost transaction has ended: it had the lock
+                if unanswered is not None and commits > unanswered[0]:
                     driver.execute("ROLLBACK")
                     return self._done(unanswered[1])
                 result = work(self._writer)
-                unanswered = (number, result)
-                driver.execute(f"{self._notify}; COMMIT")
+                unanswered = (commits, result)
+                driver.execute(
+                    f"UPDATE writers SET commits = commits + 1, committed_at = {_EPOCH_S} "
+                    f"WHERE id = '{self._writer_id}'; {self._notify}; COMMIT"
+                )
                 return self._done(result)
             except Exception as error:
                 if self._writer is not None and not _is_lost(self._writer):
@@ -174,13 +191,19 @@ class PostgresBackend:
             self._writer = None
 
     def _begin(self, driver: Any) -> int:
-        """Begin a transaction, wait until no other writer has one, and return its number."""
+        """Begin a transaction, wait until no other writer has one, and return how many this one committed."""
         cursor = driver.execute(
-            f"BEGIN; SELECT pg_advisory_xact_lock({self._lock_key}); SELECT pg_current_xact_id()::text"
+            f"BEGIN; SELECT pg_advisory_xact_lock({self._lock_key}); "
+            f"SELECT commits FROM writers WHERE id = '{self._writer_id}'"
         )
         cursor.nextset()
         cursor.nextset()
-        return int(cursor.fetchone()[0])
+        if (row := cursor.fetchone()) is not None:
+            return cast(int, row[0])
+        driver.execute(
+            f"INSERT INTO writers (id, commits, committed_at) VALUES ('{self._writer_id}', 0, {_EPOCH_S})"
+        )
+        return 0
 
     def _done(self, result: T) -> T:
         self._own_commits += 1
@@ -283,9 +306,32 @@ def is_postgres(url: str) -> bool:
     return url.startswith(("postgresql:", "postgresql+", "postgres:"))
 
 
+def parsed_url(url: str) -> sa.URL:
+    """Return the parts of a URL, which may name several hosts, as host1:5432,host2:5433 or as libpq does.
+
+    Raises StoreError if it is malformed.
+    """
+    several = _HOSTS.fullmatch(url)
+    if several is not None and "," in several["hosts"]:
+        parts = [_HOST.fullmatch(host) for host in several["hosts"].split(",")]
+        if None in parts:
+            raise StoreError("the hosts of a store's URL must be name:port, with commas between them")
+        hosts = ",".join(part["name"].strip("[]") for part in parts if part)
+        ports = ",".join(part["port"] or "5432" for part in parts if part)
+        query = f"host={quote(hosts)}&port={quote(ports)}"
+        rest = several["query"] and f"&{several['query']}"
+        url = f"{several['scheme']}://{several['user'] or ''}{several['path'] or ''}?{query}{rest or ''}"
+    try:
+        return sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        raise StoreError(
+            "the URL of the store must be postgresql://user@host:port/database?schema=name"
+        ) from None  # the error has the URL, with its password
+
+
 def shown(url: str) -> str:
     """Return the URL without its passwords."""
-    parsed = sa.make_url(url)
+    parsed = parsed_url(url)
     hidden = {name: "***" for name in ("password", "sslpassword") if name in parsed.query}
     return parsed.update_query_dict(hidden).render_as_string(hide_password=True)
 
@@ -303,7 +349,7 @@ def host_of(url: str) -> tuple[str, int]:
 
 def schema_of(url: str) -> str:
     """Return the name of the schema that is the store. Raises StoreError if it is not a plain name."""
-    given = sa.make_url(url).query.get("schema", DEFAULT_SCHEMA)
+    given = parsed_url(url).query.get("schema", DEFAULT_SCHEMA)
     if not isinstance(given, str) or not _SCHEMA_NAME.fullmatch(given):
         raise StoreError(
             f"schema={given!r} of a store's URL must be one name of lower-case letters, digits and _, of at "
@@ -318,9 +364,10 @@ def engine_of(url: str, *, is_pooled: bool = True) -> sa.Engine:
     Without a pool, each connection ends when it is closed.
     """
     require("psycopg", "a store in PostgreSQL")
-    parsed = sa.make_url(url)
+    parsed = parsed_url(url)
     query = {name: value for name, value in parsed.query.items() if name not in ("schema", "options")}
     own = {**_SETTINGS, "search_path": schema_of(url)}
+    query.setdefault("target_session_attrs", "read-write")  # of several hosts, and never a standby
     given = parsed.query.get("options", "")
     pool: dict[str, Any] = {"poolclass": sa.NullPool}
     if is_pooled:
@@ -353,7 +400,7 @@ def rename_schema(url: str, stamp: str) -> str:
     with _once(url) as connection:
         connection.exec_driver_sql(f'ALTER SCHEMA "{old}" RENAME TO "{new}"')
     return shown(
-        str(sa.make_url(url).update_query_dict({"schema": new}).render_as_string(hide_password=False))
+        str(parsed_url(url).update_query_dict({"schema": new}).render_as_string(hide_password=False))
     )
 
 
@@ -370,16 +417,6 @@ def _once(url: str) -> Iterator[sa.Connection]:
 def advisory_key(schema: str, purpose: str) -> int:
     """Return the number of an advisory lock of a store, which is the same in every process."""
     return (zlib.crc32(purpose.encode()) << 31) ^ zlib.crc32(schema.encode())
-
-
-def _is_committed(driver: Any, number: int) -> bool:
-    """Whether a transaction that has ended was committed. One that this server never began was not."""
-    row = driver.execute(
-        "SELECT CASE WHEN %(number)s::text::xid8 < pg_current_xact_id() "
-        "THEN pg_xact_status(%(number)s::text::xid8) END",
-        {"number": str(number)},
-    ).fetchone()
-    return cast(bool, row[0] == "committed")
 
 
 def _is_lost(connection: sa.Connection) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 7  # the newest revision of migrations/versions
+SCHEMA_VERSION = 8  # the newest revision of migrations/versions
 
 metadata = sa.MetaData()
 
@@ -176,4 +176,14 @@ roles = sa.Table(
     sa.Column("pid", sa.Integer, nullable=False),
     sa.Column("started_at", sa.Float, nullable=False),  # by the clock of the database, as beat_at
     sa.Column("beat_at", sa.Float, nullable=False),
+)
+
+# How many transactions each process has committed: what tells a process whose connection was lost whether its
+# last one was. Only a store in PostgreSQL has rows; those of processes that have ended are deleted in time.
+writers = sa.Table(
+    "writers",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("commits", sa.BigInteger, nullable=False),
+    sa.Column("committed_at", sa.Float, nullable=False),  # by the clock of the database
 )
