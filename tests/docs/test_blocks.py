@@ -22,7 +22,7 @@ from areal_agents.quickstart import quickstart_model
 from areal_agents.rollout.agents.cli.seam import load_seam
 from areal_agents.store import Store
 
-LANGUAGES = {"bash", "python", "js", "yaml", "json", "toml", "console", "text", "mermaid"}
+LANGUAGES = {"bash", "python", "sql", "js", "yaml", "json", "toml", "console", "text", "mermaid"}
 CONFIGURED = ("train", "eval", "collect", "plan")  # the commands whose arguments are configuration keys
 
 
