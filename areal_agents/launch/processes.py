@@ -331,6 +331,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
     from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, notice_of
     from areal_agents.rollout.agents.blocking import BlockingWatch
     from areal_agents.rollout.runner import evaluate, held_out_tasks, run
+    from areal_agents.rollout.worker_share import WorkerShare
     from areal_agents.store import Store
 
     def notify(text: str) -> None:
@@ -349,8 +350,13 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
         if options.evaluate is None:
             latest = store.latest_version()
             file = FingerprintFile(folder.fingerprint)
+            place = endpoints.place
+            worker = None
+            if place is not None:
+                worker = WorkerShare.of_place(store, index=place.index, count=place.count, epoch=place.epoch)
             # The supervisor has recorded its start, but files may change before this process starts.
-            if changes := file.record(fingerprint, step=latest.step if latest else 0):
+            is_first = place is None or place.index == 0
+            if is_first and (changes := file.record(fingerprint, step=latest.step if latest else 0)):
                 notify(notice_of(changes))
             elif since := file.changes().get(fingerprint.digest):
                 logging.getLogger(__name__).warning("%s: evaluations are compared since then", since)
@@ -371,6 +377,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 stop=stop,
                 fingerprint=fingerprint.digest,
                 training_fingerprint=fingerprint.digest_in_training,
+                worker=worker,
             )
             if stop.is_set():
                 raise SystemExit(EXIT_STOPPED)

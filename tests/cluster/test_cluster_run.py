@@ -1,0 +1,84 @@
+"""A whole run of a cluster on this machine: two of each process, of which some are killed on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from postgres_server import PostgresServer
+
+from areal_agents.store import Store
+from areal_agents.store.roles import Role
+
+pytestmark = pytest.mark.cluster
+
+REPOSITORY = Path(__file__).parents[2]
+QUICK_START = REPOSITORY / "examples/search_agent/config.yaml"
+STEPS = 6
+GROUPS = 8  # of the quick start, in a step
+RUN_S = 900.0
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    if (missing := PostgresServer.missing()) is not None:
+        pytest.skip(missing)
+    with PostgresServer() as server:
+        yield server.new_store()
+
+
+def test_a_run_of_two_of_each_loses_nothing_when_processes_are_killed(url: str, tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "supervisor.log"
+    command = [
+        sys.executable, "-m", "areal_agents", "train", str(QUICK_START), "--launcher", "local",
+        f"run_dir={run}", f"store.url={url}", f"trainer.steps={STEPS}", "eval=null", "trial=false",
+        "engine.replicas=2",
+        "cluster.proxies=2", "cluster.rollouts=2", "trainer.ranks=2", "trainer.nodes=2",
+    ]  # fmt: skip
+    with open(log, "wb") as output:
+        supervisor = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY)
+    try:
+        killed: list[tuple[Role, int]] = [("engine", 1), ("proxy", 1), ("rollout", 0)]
+        for after, (role, index) in enumerate(killed, start=1):
+            _wait_for_step(after, run, supervisor, log)
+            _kill(url, role, index)
+        assert supervisor.wait(RUN_S) == 0, log.read_text()
+    finally:
+        supervisor.terminate()
+        supervisor.wait(120)
+    with Store.open(url) as store:
+        groups = store.group_counts()
+        trained = [store.groups_of_step(step) for step in range(1, STEPS + 1)]
+        rows = store.role_rows()
+    assert [len(step) for step in trained] == [GROUPS] * STEPS
+    assert groups["trained"] == STEPS * GROUPS
+    epochs = {(row.role, row.index): row.epoch for row in rows}
+    assert {place for place, epoch in epochs.items() if epoch > 1} == {
+        ("engine", 1), ("proxy", 1), ("rollout", 0),
+    }  # fmt: skip
+    assert not any(row.is_alive for row in rows), "every process has left its place"
+
+
+def _wait_for_step(step: int, run: Path, supervisor: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + RUN_S
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
+        assert supervisor.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+
+
+def _kill(url: str, role: Role, index: int) -> None:
+    """Kill a process of the run with everything that it started, as the loss of its machine does."""
+    with Store.open(url) as store:
+        pid = next(row.pid for row in store.role_rows(role) if row.index == index)
+    children = subprocess.run(
+        ["pgrep", "-P", str(pid)], capture_output=True, text=True, timeout=30
+    ).stdout.split()
+    for one in (pid, *map(int, children)):
+        os.kill(one, signal.SIGKILL)
