@@ -122,6 +122,11 @@ class PostgresServer:
             cursor = connection.execute(statement)
             return [] if cursor.description is None else cursor.fetchall()
 
+    def table_files(self) -> list[Path]:
+        """Return the files of all tables and indices, as they are on the disk now."""
+        self.execute("CHECKPOINT")  # it also deletes those that were replaced
+        return [path for path in (self._folder / "data" / "base").rglob("*") if path.is_file()]
+
     def new_store(self) -> str:
         """Return the URL of a store that does not exist yet."""
         return f"postgresql://areal@/postgres?host={self._folder}&schema=s{os.getpid()}_{next(self._stores)}"

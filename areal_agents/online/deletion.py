@@ -37,14 +37,13 @@ def delete(folder: RunFolder, config: Config, *, episodes: Sequence[str], user: 
 
 
 def _in_store(store: Store, episodes: Sequence[str], user: str) -> list[str]:
-    store.delete_episodes(()).result()  # a store that refuses does so before anything is changed
     ids = list(episodes)
     ids += [episode.id for episode in store.episodes(metadata={USER: user})] if user else []
     for episode in store.episodes(status="open"):
         if episode.id in ids:
             store.seal(episode.id, "aborted", error="it is deleted").result()
     deleted = store.delete_episodes(ids).result()
-    store.clear_log()
+    store.clear_log(is_alone=True)  # the run is locked
     return deleted
 
 

@@ -1,8 +1,9 @@
 """Deletes episodes with everything that was recorded of them, so that nothing of it stays in the file.
 
-Deleted rows are overwritten with zeros (`secure_delete`), and the log of the database, which has copies of
-changed pages, is emptied afterwards. What the trainer needs to know of a group that it took stays: its id,
-its step and its version, without any text.
+SQLite overwrites deleted rows with zeros (`secure_delete`), and its log, which has copies of changed pages,
+is emptied afterwards. PostgreSQL keeps deleted rows until the tables are vacuumed, and their bytes in unused
+space of its pages until something else is written there, unless the tables are rewritten. What the trainer
+needs to know of a group that it took stays: its id, its step and its version, without any text.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from areal_agents.errors import StoreError
 from areal_agents.store.chunks import chunks
 from areal_agents.store.database import driver_of
 from areal_agents.store.errors import Conflict
+from areal_agents.store.postgres import engine_of, is_postgres, shown
 from areal_agents.store.rows import SCORED
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
+from areal_agents.store.urls import store_path
 
 DELETED = "an episode of it was deleted"
 
@@ -33,12 +36,8 @@ def delete_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
     A group that lacks an episode now is not trained on any more. Raises Conflict if one is still open.
     """
     deleted: list[str] = []
-    if connection.dialect.name != "sqlite":
-        raise StoreError(
-            "conversations cannot be deleted from a store in PostgreSQL, which keeps deleted rows in its "
-            "files and its log: delete the rows of episodes, turns and rewards there, and vacuum the tables"
-        )
-    driver_of(connection).execute("PRAGMA secure_delete=ON")
+    if connection.dialect.name == "sqlite":
+        driver_of(connection).execute("PRAGMA secure_delete=ON")
     for chunk in chunks(ids):
         found = connection.execute(
             sa.select(episodes.c.id, episodes.c.group_id, episodes.c.task_uid, episodes.c.status).where(
@@ -55,6 +54,49 @@ def delete_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
         _delete_unused_tasks(connection, sorted({row.task_uid for row in found}))
         deleted += known
     return deleted
+
+
+def clear(url: str, timeout_s: float, *, is_alone: bool) -> None:
+    """Remove what the database keeps of deleted rows; other processes may have the store open.
+
+    Args:
+        is_alone: whether no other process uses the store, so that the tables of a store in PostgreSQL can be
+            rewritten, for which they are locked. Otherwise bytes of deleted rows may stay in unused space.
+
+    Raises:
+        StoreError: a reader holds an old snapshot for longer than `timeout_s`, or the database failed.
+    """
+    if not is_postgres(url):
+        clear_log(store_path(url), timeout_s)
+        return
+    names = ", ".join(table.name for table in (turns, rewards, episodes, groups, tasks))
+    engine = engine_of(url, is_pooled=False).execution_options(isolation_level="AUTOCOMMIT")
+    try:
+        with engine.connect() as connection:
+            _wait_for_snapshots(connection, timeout_s)
+            how = "FULL" if is_alone else "INDEX_CLEANUP ON"
+            connection.exec_driver_sql(f"VACUUM ({how}, ANALYZE) {names}")
+    except sa.exc.DBAPIError as error:
+        raise StoreError(
+            f"the rows are deleted, but the store {shown(url)} could not be vacuumed: {error.orig}; try again"
+        ) from error
+
+
+def _wait_for_snapshots(connection: sa.Connection, timeout_s: float) -> None:
+    """Wait until no transaction sees rows that were deleted before this call. Raises StoreError."""
+    now = connection.exec_driver_sql("SELECT pg_current_xact_id()::xid::text").scalar_one()
+    older = (
+        "SELECT count(*) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+        "AND (datname = current_database() OR datname IS NULL) AND age(backend_xmin) > age(%(now)s::xid)"
+    )
+    deadline = time.monotonic() + timeout_s
+    while connection.exec_driver_sql(older, {"now": now}).scalar_one():
+        if time.monotonic() > deadline:
+            raise StoreError(
+                "the rows are deleted, but not yet vacuumed, because the store has been read by one "
+                f"transaction for {timeout_s:g} s; deleted text may be in its files until then: try again"
+            )
+        time.sleep(_POLL_S)
 
 
 def clear_log(path: Path, timeout_s: float) -> None:

@@ -89,7 +89,9 @@ def return_space(connection: sa.Connection) -> int:
 
 
 def return_all_space(connection: sa.Connection) -> None:
-    """Return all free pages of the file to the disk, as far as it was created with auto_vacuum."""
+    """Return all free pages of a SQLite file to the disk, as far as it was created with auto_vacuum."""
+    if connection.dialect.name != "sqlite":
+        return
     driver = driver_of(connection)
     for _ in range(int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())):
         driver.execute("PRAGMA incremental_vacuum(1)")

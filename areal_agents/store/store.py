@@ -256,17 +256,17 @@ class Store:
     def delete_episodes(self, ids: Sequence[str]) -> Future[list[str]]:
         """Delete episodes with everything recorded of them; the result is the ids of those that existed.
 
-        Conflict if one is open. Call `clear_log` afterwards: until then copies are in the database's log.
+        Conflict if one is open. Call `clear_log` afterwards: until then the database has copies.
         """
         return self._database.submit(lambda c: deletion.delete_episodes(c, ids))
 
-    def clear_log(self, timeout_s: float = 30.0) -> None:
-        """Return free pages to the disk, and empty the log of the database, which has copies of old pages.
+    def clear_log(self, timeout_s: float = 30.0, *, is_alone: bool = False) -> None:
+        """Return free space to the disk, and remove what the database keeps of old rows: `deletion.clear`.
 
         StoreError if readers hold it for longer than `timeout_s`.
         """
         self._database.submit(retention.return_all_space).result()
-        deletion.clear_log(self.path, timeout_s)
+        deletion.clear(self.url, timeout_s, is_alone=is_alone)
 
     # -- the trainer writes -------------------------------------------------------------------
 

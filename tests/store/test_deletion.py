@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
+import sqlalchemy as sa
+from postgres_server import PostgresServer
 
+from areal_agents.errors import StoreError
 from areal_agents.store import Conflict, NotFound, Store
+from areal_agents.store.postgres import engine_of, is_postgres
 from tests.store.store_support import complete_group, make_turn, open_episode, reward
+
+FilesWith = Callable[[str], list[str]]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store.db") as store:
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as store:
         yield store
 
 
-def files_with(store: Store, text: str) -> list[str]:
-    return [path.name for path in store.path.parent.iterdir() if text.encode() in path.read_bytes()]
+@pytest.fixture
+def files_with(store: Store, request: pytest.FixtureRequest) -> FilesWith:
+    """Return the names of the files of the store that have a text."""
+
+    def search(text: str) -> list[str]:
+        if is_postgres(store.url):
+            server: PostgresServer = request.getfixturevalue("postgres")
+            files = server.table_files()
+        else:
+            files = list(store.path.parent.iterdir())
+        return [path.name for path in files if text.encode() in path.read_bytes()]
+
+    return search
 
 
 def converse(store: Store, name: str) -> None:
@@ -28,16 +45,16 @@ def converse(store: Store, name: str) -> None:
     store.seal(name, "finished").result()
 
 
-def test_nothing_of_it_is_left_in_any_file(store: Store) -> None:
+def test_nothing_of_it_is_left_in_any_file(store: Store, files_with: FilesWith) -> None:
     for name in ("kept", "gone"):
         converse(store, name)
-    assert files_with(store, "question of gone/a") and files_with(store, "user of gone")
-    with Store.open(store.path) as other:  # another process that has the store open
+    assert files_with("question of gone/a") and files_with("user of gone")
+    with Store.open(store.url) as other:  # another process that has the store open
         assert other.load_episode("gone").turns
         assert store.delete_episodes(["gone", "unknown"]).result() == ["gone"]
-        store.clear_log()
-    for text in ("question of gone/a", "answer of gone/a", "user of gone", "gone"):
-        assert not files_with(store, text), text
+        store.clear_log(is_alone=True)
+    for text in ("question of gone/a", "answer of gone/a", "user of gone", "gone/a"):
+        assert not files_with(text), text
     with pytest.raises(NotFound):
         store.load_episode("gone")
     assert [turn.reply.content for turn in store.load_episode("kept").turns] == ["answer of kept/a"]
@@ -53,14 +70,16 @@ def test_an_open_episode_is_ended_first(store: Store) -> None:
     assert not any(store.group_counts().values())
 
 
-def test_the_trainer_ends_the_step_of_a_deleted_conversation_and_never_takes_it_again(store: Store) -> None:
+def test_the_trainer_ends_the_step_of_a_deleted_conversation_and_never_takes_it_again(
+    store: Store, files_with: FilesWith
+) -> None:
     for name in ("first", "second"):
         converse(store, name)
     store.become_trainer()
     assert store.lease_group_ids(2, step=1) == ["first", "second"]
     store.delete_episodes(["first"]).result()
-    store.clear_log()
-    assert not files_with(store, "question of first/a") and not files_with(store, "user of first")
+    store.clear_log(is_alone=True)
+    assert not files_with("question of first/a") and not files_with("user of first")
     store.mark_trained(["first", "second"], step=1, version=1)
     assert store.group_counts()["trained"] == 2
     assert store.return_leases(0) == 1, "a resume from before the step trains the other one again"
@@ -73,3 +92,27 @@ def test_a_group_without_one_of_its_episodes_is_not_trained_on(store: Store) -> 
     store.delete_episodes(["t@0/1"]).result()
     assert store.group_counts()["dropped"] == 1
     assert store.load_episode("t@0/0").turns
+
+
+def test_a_store_in_postgresql_that_is_used_is_vacuumed_once_nobody_reads_deleted_rows(
+    postgres: PostgresServer,
+) -> None:
+    with Store.open(postgres.new_store()) as store:
+        for name in ("kept", "gone"):
+            converse(store, name)
+        engine = engine_of(store.url, is_pooled=False).execution_options(isolation_level="REPEATABLE READ")
+        with engine.connect() as reader:
+            count = sa.text("SELECT count(*) FROM turns")
+            assert reader.execute(count).scalar_one() == 2
+            store.delete_episodes(["gone"]).result()
+            with pytest.raises(StoreError, match="has been read by one transaction for 0.2 s"):
+                store.clear_log(timeout_s=0.2)
+            assert reader.execute(count).scalar_one() == 2
+            ended = threading.Timer(0.2, reader.close)
+            ended.start()
+            store.clear_log()
+            ended.join()
+        with engine.connect() as reader:
+            dead = "SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE schemaname = current_schema()"
+            tables = "AND relname IN ('episodes', 'turns', 'rewards', 'groups', 'tasks')"
+            assert reader.execute(sa.text(f"{dead} {tables}")).scalar_one() == 0

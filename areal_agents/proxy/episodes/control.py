@@ -152,7 +152,6 @@ class Control:
         """
         self._auth.require_admin(request)
         episode_id = request.path_params["id"]
-        await asyncio.wrap_future(self._store.delete_episodes(()))  # refused before anything is changed
         try:
             row = await asyncio.to_thread(self._store.episode_row, episode_id)
         except NotFound:
