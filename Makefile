@@ -25,10 +25,11 @@ BROWSER := .venv-browser
 DOCS := .venv-docs
 DOCKER_ENGINE := .docker-engine
 RAY := .venv-ray
+SKYPILOT := .venv-skypilot
 SLURM := slurmctld slurmd slurm-client munge
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-cluster cluster-tools ray test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
+.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-cluster cluster-tools ray skypilot test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -200,6 +201,14 @@ ray: $(RAY)/.installed ## Install Ray and other packages of clusters, for tests,
 $(RAY)/.installed: tests/cluster/requirements.txt | setup
 	$(installed_above)
 
+skypilot: $(SKYPILOT)/.installed ## Install SkyPilot, whose parser checks the tasks of make test-cluster.
+
+$(SKYPILOT)/.installed: tests/cluster/requirements-skypilot.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python $(PIP_INSTALL) -r $<
+	@touch $@
+
 cluster-tools: ## Install Slurm, for root on Debian and Ubuntu; else say how.
 	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; \
 		then apt-get install -y -qq $(SLURM) >/dev/null || { apt-get update -qq && apt-get install -y -qq $(SLURM) >/dev/null; }; \
@@ -212,4 +221,4 @@ attack: setup ## Send attacks to a real proxy and print which defences held (abo
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) $(BROWSER) $(RAY) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) $(BROWSER) $(RAY) $(SKYPILOT) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache

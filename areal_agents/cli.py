@@ -80,8 +80,8 @@ def train(
     launcher: Annotated[
         str,
         typer.Option(
-            help="Place the processes on the machines of a cluster: local, ray, slurm, kubernetes, or "
-            "external, which waits for processes that something else starts.",
+            help="Place the processes on the machines of a cluster: local, ray, slurm, kubernetes, skypilot, "
+            "or external, which waits for processes that something else starts.",
             metavar="NAME",
         ),
     ] = "",
@@ -90,7 +90,7 @@ def train(
         typer.Option(
             "--dry-run",
             help="Print the configuration with the origin of each value, or the job of --launcher slurm or "
-            "the manifests of --launcher kubernetes, and start nothing.",
+            "what goes to --launcher kubernetes or skypilot, and start nothing.",
         ),
     ] = False,
     quiet: Annotated[
@@ -101,14 +101,14 @@ def train(
     ] = False,
 ) -> None:
     """Train an agent: start the engine, proxy, rollout and trainer processes, and end them with the run."""
-    if launcher in ("kubernetes",):
+    if launcher in ("kubernetes", "skypilot"):
         from areal_agents.cluster.launchers.rendered import render, submit
 
         rendered = render(launcher, config, overrides or ())
         if dry_run:
             print(rendered.text, end="")
         else:
-            print(submit(rendered))
+            submit(rendered)
         return
     if dry_run and launcher != "slurm":
         from areal_agents.config.origins import annotated

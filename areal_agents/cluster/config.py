@@ -6,6 +6,7 @@ from pydantic import Field
 
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
 from areal_agents.cluster.launchers.ray.config import RayConfig
+from areal_agents.cluster.launchers.skypilot.config import SkyPilotConfig
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
 from areal_agents.core.settings import Settings
 
@@ -37,5 +38,6 @@ class ClusterConfig(Settings):
     gpus_per_node: int = Field(default=8, ge=0, le=16, description="GPUs of each machine; 0: there are none.")
     ray: RayConfig = Field(default_factory=RayConfig)
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
+    skypilot: SkyPilotConfig = Field(default_factory=SkyPilotConfig)
     cpus: RoleCpus = Field(default_factory=RoleCpus)
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)

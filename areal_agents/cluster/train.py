@@ -213,19 +213,16 @@ class _ClusterRun:
                 log=self._folder.log(process.name),
                 environment=self._environment(process),
                 restarts=True,
-                stop_timeout_s=_ROLE_STOP_S
-                + (stop_timeout_s(self._config) if process.role == "trainer" else 0),
+                stop_timeout_s=stop_s_of(process, self._config),
             )
             names.append(process.name)
         return names
 
     def _environment(self, process: RoleProcess) -> Mapping[str, str]:
-        hashes = FIXED_HASHES if process.role == "rollout" else {}
-        if self._launcher.name == "local":
-            return {**threads_for(process.role, engines=self._config.engine.replicas), **hashes}
-        threads = str(process.cpus)
-        names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-        return {**dict.fromkeys(names, threads), "TOKENIZERS_PARALLELISM": "false", **hashes}
+        own = environment_of(process)
+        if self._launcher.name != "local":
+            return own
+        return {**own, **threads_for(process.role, engines=self._config.engine.replicas)}
 
     def _addresses(self, children: Children, record: RunRecord) -> Endpoints:
         """Wait until engines and proxies have addresses, and return them."""
@@ -245,6 +242,18 @@ class _ClusterRun:
         return Endpoints(
             tuple(engines), first.hostname or "", first.port or 80, record.admin_key, record.view_key
         )
+
+
+def environment_of(process: RoleProcess) -> dict[str, str]:
+    """Return the variables of a process that has its cores on a machine for itself."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    hashes = FIXED_HASHES if process.role == "rollout" else {}
+    return {**dict.fromkeys(names, str(process.cpus)), "TOKENIZERS_PARALLELISM": "false", **hashes}
+
+
+def stop_s_of(process: RoleProcess, config: Config) -> float:
+    """Return the longest time in seconds from SIGTERM until a process is killed."""
+    return _ROLE_STOP_S + (stop_timeout_s(config) if process.role == "trainer" else 0)
 
 
 def processes_of(config: Config, store_url: str, *, nodes: int) -> list[RoleProcess]:

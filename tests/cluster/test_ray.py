@@ -6,7 +6,6 @@ its node (RAY_RAYLET_PID) and which GPUs it has, although this machine has none.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,58 +17,31 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import pytest
+from ray_cluster import END_S, START_S, RayCluster, ray_cluster
 
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.ray.config import RayConfig
 from areal_agents.cluster.launchers.ray.launcher import RayLauncher
 from areal_agents.errors import ConfigError
 from areal_agents.launch.children import EXIT_REFUSED
-from areal_agents.process_control import end_process, read_line
+from areal_agents.process_control import end_process
 
 pytestmark = pytest.mark.cluster
 pytest.importorskip("ray", reason="Ray is not installed here: make test-cluster")
 
-START_S, END_S = 60.0, 30.0
 WHERE = (
     "import os; print('raylet', os.environ['RAY_RAYLET_PID'], 'GPUs', os.environ['CUDA_VISIBLE_DEVICES'], "
     "flush=True); "
 )
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster of this machine: two nodes with one GPU each, and one with two."""
-
-    address: str
-    raylets: list[int]
-    control: IO[bytes]
-
-    def lose(self, raylet: int) -> None:
-        """Kill a raylet with SIGKILL."""
-        self.control.write(b"%d\n" % raylet)
-        self.control.flush()
-
-
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    nodes = [{"cpus": 2, "gpus": 1}, {"cpus": 2, "gpus": 1}, {"cpus": 2, "gpus": 2}]
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), json.dumps(nodes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        started = json.loads(read_line(process.stdout.fileno(), timeout_s=START_S))
-        yield Cluster(started["address"], started["raylets"], process.stdin)
-        process.stdin.close()
-        process.wait(END_S)
-    finally:
-        end_process(process, grace_s=END_S)
+def cluster() -> Iterator[RayCluster]:
+    """Two nodes with one GPU each, and one with two."""
+    with ray_cluster([{"cpus": 2, "gpus": 1}, {"cpus": 2, "gpus": 1}, {"cpus": 2, "gpus": 2}]) as found:
+        yield found
 
 
 @dataclass
@@ -89,7 +61,7 @@ class Placed:
     def place(self) -> tuple[int, str]:
         """Wait until the command runs, and return the process of its raylet, and its GPUs."""
         placed, where = self.lines(2)
-        assert placed.endswith("placed by Ray")
+        assert "placed by Ray" in placed
         found = re.fullmatch(r"raylet (\d+) GPUs (.*)", where)
         assert found is not None, where
         return int(found[1]), found[2]
@@ -102,7 +74,7 @@ class Placed:
 
 @contextmanager
 def placed(
-    cluster: Cluster,
+    cluster: RayCluster,
     program: str,
     *,
     gpus: int = 0,
@@ -128,7 +100,7 @@ def placed(
 
 
 def test_a_process_has_the_folder_and_environment_of_its_launcher_and_gpus_of_ray(
-    cluster: Cluster, tmp_path: Path
+    cluster: RayCluster, tmp_path: Path
 ) -> None:
     RayLauncher(RayConfig(address=cluster.address)).check()
     program = "import sys; print(os.getcwd(), os.environ['OF_THE_RUN'], file=sys.stderr); sys.exit(7)"
@@ -138,14 +110,14 @@ def test_a_process_has_the_folder_and_environment_of_its_launcher_and_gpus_of_ra
         assert process.rest() == (f"{tmp_path} yes\n", 7)
 
 
-def test_much_output_comes_whole_and_in_order(cluster: Cluster) -> None:
+def test_much_output_comes_whole_and_in_order(cluster: RayCluster) -> None:
     with placed(cluster, "[print(i) for i in range(100_000)]") as process:  # 590 kB
         out, code = process.rest()
     assert code == 0, out[-2000:]
     assert out == "".join(f"{i}\n" for i in range(100_000))
 
 
-def test_sigterm_reaches_the_process_whose_end_the_launcher_takes_over(cluster: Cluster) -> None:
+def test_sigterm_reaches_the_process_whose_end_the_launcher_takes_over(cluster: RayCluster) -> None:
     handled = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('ready', flush=True); "
     with placed(cluster, handled + "signal.pause()") as process:
         assert process.lines(3)[2] == "ready"
@@ -153,12 +125,14 @@ def test_sigterm_reaches_the_process_whose_end_the_launcher_takes_over(cluster: 
         assert process.rest() == ("ready\n", 3)
 
 
-def test_the_launcher_dies_by_the_signal_that_killed_the_process(cluster: Cluster) -> None:
+def test_the_launcher_dies_by_the_signal_that_killed_the_process(cluster: RayCluster) -> None:
     with placed(cluster, "os.kill(os.getpid(), 9)") as process:
         assert process.rest() == ("", -signal.SIGKILL)
 
 
-def test_nothing_is_left_on_the_node_of_a_launcher_that_was_killed(cluster: Cluster, tmp_path: Path) -> None:
+def test_nothing_is_left_on_the_node_of_a_launcher_that_was_killed(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
     """Neither the process, which has time to end in order, nor what it started in a session of its own."""
     program = f"""
 import pathlib, signal, subprocess
@@ -177,7 +151,7 @@ signal.pause()
     assert (tmp_path / "ended").read_text() == "in order"
 
 
-def test_a_process_without_a_place_is_refused_with_what_the_nodes_have(cluster: Cluster) -> None:
+def test_a_process_without_a_place_is_refused_with_what_the_nodes_have(cluster: RayCluster) -> None:
     with placed(cluster, "", gpus=3, wait_s=1.0) as process:
         assert process.process.wait(START_S) == EXIT_REFUSED
         out = process.log.read_text()
@@ -185,7 +159,9 @@ def test_a_process_without_a_place_is_refused_with_what_the_nodes_have(cluster: 
     assert out.count("1 GPU and 2 CPU") == 2 and out.count("2 GPU and 2 CPU") == 1
 
 
-def test_a_lost_node_ends_the_launcher_as_killed_and_the_next_start_goes_elsewhere(cluster: Cluster) -> None:
+def test_a_lost_node_ends_the_launcher_as_killed_and_the_next_start_goes_elsewhere(
+    cluster: RayCluster,
+) -> None:
     with placed(cluster, "print(os.getpid(), flush=True); import time; time.sleep(1000)", gpus=2) as process:
         lost, _ = process.place()
         pid = int(process.lines(3)[2])

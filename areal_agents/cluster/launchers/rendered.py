@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.cluster.launchers.external import ExternalLauncher
 from areal_agents.cluster.launchers.kubernetes.manifests import Run, as_yaml, manifests, object_name
+from areal_agents.cluster.launchers.skypilot.task import as_yaml as task_yaml
+from areal_agents.cluster.launchers.skypilot.task import task
 from areal_agents.cluster.train import check_config, processes_of
 from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
 from areal_agents.launch.stopping import stop_timeout_s
 
-_SUBMIT_S = 120.0
+_SUBMIT_S = 3600.0  # SkyPilot makes machines in this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Rendered:
 
     Attributes:
         text: YAML.
-        command: the program that takes it on standard input.
+        command: the program that takes it; "-" stands for a file with the text.
         then: what the user is told when it has.
     """
 
@@ -37,8 +40,11 @@ class Rendered:
     then: str
 
 
-def render(launcher: str, path: str | Path, overrides: Sequence[str] = ()) -> Rendered:
+def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered:
     """Return what a cluster needs to start the run of a configuration file.
+
+    Args:
+        launcher: kubernetes or skypilot.
 
     Raises:
         ConfigError: the configuration cannot be run on several machines, or has a secret.
@@ -46,15 +52,34 @@ def render(launcher: str, path: str | Path, overrides: Sequence[str] = ()) -> Re
     config = load_config(path, overrides, weights=False)
     check_config(config, ExternalLauncher(config.store.url or ""))
     assert config.store.url is not None  # as was just checked
+    name = object_name(config.name)
+    processes = processes_of(config, config.store.url, nodes=max(1, config.trainer.nodes))
+    if launcher == "skypilot":
+        made = task(
+            name=name,
+            folder=str(path.absolute().parent),
+            config_file=path.name,
+            config=path.read_text(),
+            overrides=overrides,
+            store_url=config.store.url,
+            processes=processes,
+            gpus_per_node=config.cluster.gpus_per_node,
+            settings=config.cluster.skypilot,
+        )
+        secrets = [f"--secret={secret}" for secret in config.cluster.skypilot.secrets]
+        return Rendered(
+            task_yaml(made),
+            ("sky", "launch", "--yes", "--detach-run", f"--cluster={name}", *secrets, "-"),
+            f"to follow the run: sky logs {name}\nto end it: sky down {name}",
+        )
     run = Run(
         name=config.name,
-        config=Path(path).read_text(),
+        config=path.read_text(),
         overrides=tuple(overrides),
         store_url=config.store.url,
         trainer_stop_s=stop_timeout_s(config),
-        processes=processes_of(config, config.store.url, nodes=max(1, config.trainer.nodes)),
+        processes=processes,
     )
-    name = object_name(config.name)
     settings = config.cluster.kubernetes
     namespace = ("-n", settings.namespace) if settings.namespace else ()
     kubectl = " ".join(("kubectl", *namespace))
@@ -66,8 +91,8 @@ def render(launcher: str, path: str | Path, overrides: Sequence[str] = ()) -> Re
     )
 
 
-def submit(rendered: Rendered) -> str:
-    """Hand it over, and return what the program answers, and what to do next.
+def submit(rendered: Rendered) -> None:
+    """Hand it over, show what the program says, and say what to do next.
 
     Raises:
         ConfigError: the program is not installed, or refuses it.
@@ -77,14 +102,14 @@ def submit(rendered: Rendered) -> str:
         raise ConfigError(
             f"{program} is not installed here; install it, or use --dry-run and apply the output"
         )
-    try:
-        done = subprocess.run(
-            rendered.command, input=rendered.text, capture_output=True, text=True, timeout=_SUBMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{' '.join(rendered.command)} did not end within {_SUBMIT_S:g} s") from None
-    if done.returncode:
-        raise ConfigError(
-            f"{' '.join(rendered.command)} failed: {done.stderr.strip() or done.stdout.strip()}"
-        )
-    return f"{done.stdout.strip()}\n{rendered.then}"
+    with tempfile.NamedTemporaryFile("w", prefix="areal-agents-", suffix=".yaml") as file:
+        file.write(rendered.text)
+        file.flush()
+        command = [file.name if part == "-" else part for part in rendered.command]
+        try:
+            code = subprocess.run(command, timeout=_SUBMIT_S).returncode
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"{' '.join(command)} did not end within {_SUBMIT_S:g} s") from None
+    if code:
+        raise ConfigError(f"{' '.join(command)} failed with exit code {code}")
+    print(rendered.then)

@@ -42,7 +42,7 @@ class Placed:
     """The actor on the node. Ray sends its class by value, so Ray's Python there needs only Ray itself."""
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], folder: str) -> str:
-        """Start the command beside the environment of this node, and return the address of the node.
+        """Start the command with the environment of this node and this one, and say where it runs.
 
         The environment comes with this call and not with the actor, whose description Ray stores and shows.
         """
@@ -62,7 +62,7 @@ class Placed:
         self._first = 0  # the offset of the output's first byte in all that the command wrote
         self._closed = False
         threading.Thread(target=self._collect, name="output", daemon=True).start()
-        return str(ray.util.get_node_ip_address())
+        return f"{ray.util.get_node_ip_address()}, placed by Ray (raylet {os.environ['RAY_RAYLET_PID']})"
 
     def read(self, offset: int, timeout_s: float) -> tuple[bytes, int | None]:
         """Return the output from an offset on, as soon as there is some, and the exit code after the last.
@@ -168,8 +168,7 @@ async def _run(name: str, command: Sequence[str], *, bundle: Mapping[str, float]
                 return EXIT_REFUSED
         if not started.done():
             return -asked.result()
-        address = await started
-        print(f"{name} runs on {address}, placed by Ray", flush=True)
+        print(f"{name} runs on {await started}", flush=True)
         return await _follow(actor, told, asked)
     except RayTaskError as error:
         print(f"{name} cannot be started on its node: {error.cause}", flush=True)
