@@ -36,7 +36,7 @@ from areal_agents.proxy.traces import Traces
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_of, wait_for_orphans
 from areal_agents.proxy.workers.peers import Peers
-from areal_agents.proxy.workers.places import Places, ProxyPlace
+from areal_agents.proxy.workers.places import Places, ProxyPlace, refuse_beside_places
 from areal_agents.rendering import ChatRenderer
 from areal_agents.sockets import BACKLOG, allow_many_connections, url_of
 from areal_agents.store import Retention, Store, StoreConfig
@@ -103,7 +103,8 @@ def serve(
 
     Raises:
         ConfigError: the port is taken, the model folder is missing, an admin key is needed, the engines
-            serve different models, or `config.workers` is above 1 and there is a place.
+            serve different models, `config.workers` is above 1 and there is a place, or there is none and
+            proxies with places use the store.
         EngineUnavailable: the embedded engine does not start.
         StoreError: the store cannot be opened.
     """
@@ -127,7 +128,9 @@ def serve(
         spans = stack.enter_context(exporting(telemetry or TelemetryConfig(), "proxy", run=run))
         opened = stack.enter_context(Store.open(store, settings.durability))
         peers = None
-        if place is not None:
+        if place is None:
+            refuse_beside_places(opened)
+        else:
             peers = Places(opened, place)
             stack.enter_context(peers.watching())
         if not engine_urls:

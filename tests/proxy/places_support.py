@@ -61,7 +61,7 @@ def serve_place(store_url: str, index: int, port: int, count: int, engine_url: s
         finally:
             ended.set()
             beating.join()
-        store.leave_role("proxy", index, epoch)
+            store.leave_role("proxy", index, epoch)
 
 
 class Proxies:
@@ -127,13 +127,14 @@ class Proxies:
         assert self.process(index).exitcode == 0
 
     @contextlib.contextmanager
-    def cut_off(self, index: int) -> Iterator[None]:
-        """A proxy does nothing within the with-block, and the others find its last heartbeat old."""
+    def cut_off(self, index: int, *, is_noticed: bool = True) -> Iterator[None]:
+        """A proxy does nothing within the with-block, and the others find its last heartbeat old at once."""
         pid = self.process(index).pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         try:
-            self.make_old(index)
+            if is_noticed:
+                self.make_old(index)
             yield
         finally:
             os.kill(pid, signal.SIGCONT)

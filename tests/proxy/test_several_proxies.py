@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -229,6 +230,28 @@ def test_kill_9_of_the_owner_during_calls(proxies: Proxies, script: Script) -> N
         talk.client = client_of(proxies.urls[0], item["key"])
         talk.say()
         check_exact(proxies, item["id"], talk.ids)
+
+
+@pytest.mark.slow
+def test_a_lost_machine_during_a_long_call(proxies: Proxies, script: Script) -> None:
+    """The proxy that waits for it continues the call itself, however long it has waited."""
+    opened = open_episode(proxies.urls[0])
+    talk = Talk(proxies.urls[1], opened["key"], retries=0)
+    talk.say()
+    talk.messages[-1]["content"] = SLOW
+    begun = script.slow_calls
+    script.released.clear()
+    with ThreadPoolExecutor(1) as pool:
+        saying = pool.submit(talk.say)
+        wait_for(lambda: script.slow_calls == begun + 1)
+        script.released.set()
+        with proxies.cut_off(0, is_noticed=False):
+            time.sleep(17)  # longer than a call waits for an owner that does not answer
+            assert not saying.done()
+            proxies.make_old(0)
+            saying.result(60)
+    assert proxies.index_of(opened["id"]) == 1
+    check_exact(proxies, opened["id"], talk.ids)
 
 
 def test_a_rolling_restart_under_load_loses_nothing(proxies: Proxies) -> None:

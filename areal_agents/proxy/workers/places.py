@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from areal_agents.errors import StoreError
+from areal_agents.errors import ConfigError, StoreError
 from areal_agents.store import Store
 from areal_agents.store.roles import BEAT_S, DEAD_AFTER_S, Role, RoleRow
 
@@ -131,6 +131,15 @@ class Places:
                 self._read()
             except StoreError as error:
                 _logger.warning("which proxies are running could not be read, and is read again: %s", error)
+
+
+def refuse_beside_places(store: Store) -> None:
+    """Raise ConfigError if proxies of a run use a store: a proxy without a place knows none of them."""
+    for row in store.role_rows(_ROLE):
+        if row.is_alive:
+            raise ConfigError(
+                f"proxy {row.index} of a run uses this store at {row.url}; use that address, or another store"
+            )
 
 
 def owner_name(index: int, epoch: int) -> str:

@@ -43,7 +43,7 @@ from areal_agents.proxy.workers.identity import (
     wait_for_orphans,
 )
 from areal_agents.proxy.workers.orders import READY, Order
-from areal_agents.proxy.workers.places import ProxyPlace
+from areal_agents.proxy.workers.places import ProxyPlace, refuse_beside_places
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import RetainConfig, Store, StoreConfig
 from areal_agents.telemetry import TelemetryConfig
@@ -106,8 +106,8 @@ def serve_workers(
         inboxes, outboxes = open_inboxes(workers, stack)
         stack.enter_context(exit_on_sigterm())
         wait_for_orphans(folder)
-        with Store.open(store, settings.durability):  # an unusable store fails here, not in every worker
-            pass
+        with Store.open(store, settings.durability) as opened:  # an unusable store fails here, and only once
+            refuse_beside_places(opened)
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
         check_models(engine_urls)

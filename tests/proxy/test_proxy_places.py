@@ -1,0 +1,91 @@
+"""Which proxies of a run on several machines a proxy takes to be running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from areal_agents.errors import ConfigError
+from areal_agents.proxy.workers import places
+from areal_agents.proxy.workers.places import Places, ProxyPlace, owner_name, refuse_beside_places
+from areal_agents.store import Store
+from areal_agents.store.roles import DEAD_AFTER_S
+from areal_agents.store.schema import roles
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "s.db") as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reading is a new one, and only those that a test asks for."""
+    monkeypatch.setattr(places, "_SOONEST_S", 0.0)
+    monkeypatch.setattr(places, "_READ_S", 60.0)
+
+
+def claim(store: Store, index: int) -> int:
+    """A process of a place starts; its epoch."""
+    epoch = store.claim_role("proxy", index, host="h", pid=1, is_gone=True).epoch
+    assert store.beat_role("proxy", index, epoch, url=f"http://h:{index}")
+    return epoch
+
+
+def make_old(store: Store, index: int) -> None:
+    engine = sa.create_engine(store.url)
+    with engine.begin() as connection:
+        old = roles.c.beat_at - DEAD_AFTER_S - 1
+        connection.execute(sa.update(roles).where(roles.c.index == index).values(beat_at=old))
+    engine.dispose()
+
+
+async def test_a_process_is_alive_until_it_leaves_is_replaced_or_is_silent(store: Store) -> None:
+    first, second = claim(store, 0), claim(store, 1)
+    own, other = Places(store, ProxyPlace(0, first, 3, "s")), owner_name(1, second)
+    with own.watching():
+        assert own.is_alive(own.owner) and own.is_alive(other)
+        assert (own.address(1), own.address(2), own.measured()) == ("http://h:1", None, [0, 1])
+        for stranger in ("proxy.2.1", "proxy.1.2", "proxy.1", "proxy.x.1", "rollout.1.1", "a1b2.1.0", ""):
+            assert not own.is_alive(stranger)
+        make_old(store, 1)
+        await own.refresh()
+        assert not own.is_alive(other) and own.address(1) is None and own.measured() == [0]
+        third = claim(store, 1)
+        await own.refresh()
+        assert own.is_alive(owner_name(1, third)) and not own.is_alive(other)
+        store.leave_role("proxy", 1, third)
+        await own.refresh()
+        assert not own.is_alive(owner_name(1, third)) and own.address(1) is None
+        assert [own.index_of(name) for name in (other, "proxy.7.1", "a1b2.1.0", None)] == [1, 7, None, None]
+
+
+async def test_after_a_time_without_the_database_nobody_is_taken_for_dead_at_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = claim(store, 0), claim(store, 1)
+    own, other = Places(store, ProxyPlace(0, first, 2, "s")), owner_name(1, second)
+    with own.watching():
+        make_old(store, 1)
+        monkeypatch.setattr(places, "DEAD_AFTER_S", 0.1)
+        monkeypatch.setattr(places, "_SETTLE_S", 1.0)
+        time.sleep(0.1)
+        await own.refresh()  # the first reading after a gap
+        assert own.is_alive(other)
+        monkeypatch.setattr(places, "DEAD_AFTER_S", 60.0)
+        time.sleep(1.0)
+        assert not own.is_alive(other)
+
+
+def test_a_single_proxy_does_not_serve_a_store_that_proxies_of_a_run_use(store: Store) -> None:
+    refuse_beside_places(store)
+    epoch = claim(store, 1)
+    with pytest.raises(ConfigError, match="proxy 1 of a run uses this store at http://h:1"):
+        refuse_beside_places(store)
+    store.leave_role("proxy", 1, epoch)
+    refuse_beside_places(store)
