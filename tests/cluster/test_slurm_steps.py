@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from slurm_cluster import COMMAND_S, CPUS, SlurmCluster
 
+from areal_agents.launch.supervision import SUPERVISED
+
 pytestmark = pytest.mark.cluster
 
 MODULE = "areal_agents.cluster.launchers.slurm.step"
@@ -30,16 +32,19 @@ class Job:
         self.srun: list[str] = []  # what srun itself said of the last process
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, name: str, script: str, *, node: int = 0, gpus: int = 0) -> subprocess.Popen[str]:
+    def start(
+        self, name: str, script: str, *, node: int = 0, gpus: int = 0, through: tuple[str, ...] = ()
+    ) -> subprocess.Popen[str]:
         variables = {
             "SLURM_JOB_ID": self.id,
             "SLURM_JOB_NODELIST": "node[1-2]",
             "SLURM_GPUS_PER_NODE": "2",  # as a batch script has it, which srun would ask for again
+            SUPERVISED: "2",
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         options = [f"--name={name}", f"--node={node}", f"--gpus={gpus}", f"--cpus={gpus * CPUS // 2 or 1}"]
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE, *options, "--wait-s=5", "--", "sh", "-c", script],
+            [*through, sys.executable, "-m", MODULE, *options, "--wait-s=5", "--", "sh", "-c", script],
             cwd=self.slurm.folder, env={**os.environ, **self.slurm.environment, **variables},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
@@ -133,3 +138,13 @@ def test_processes_of_a_lost_node_run_on_another_or_say_that_there_is_no_room(jo
     assert job.started(other) == "node1 GPU 0,1"
     code, output = job.run("engine-1", WHERE, node=1, gpus=1)
     assert code == 4 and output.endswith(f"in what is left of job {job.id}, which lost node2")
+
+
+def test_a_launcher_whose_supervisor_and_node_are_lost_ends(job: Job) -> None:
+    supervisor = job.start(
+        "engine-1", f"{WHERE}; sleep 600", node=1, through=("sh", "-c", '"$@"; exit', "sh")
+    )
+    assert job.started(supervisor) == "node2 GPU"
+    job.slurm.kill_node("node2")
+    supervisor.kill()
+    supervisor.communicate(timeout=COMMAND_S)  # until nobody has its output open

@@ -5,7 +5,8 @@
 The step has the GPUs that it asks for to itself (`--exact`); without GPUs, it shares all cores of its node
 with the other steps (`--overlap`). SIGTERM is passed on to the process, by scancel, because srun itself would
 kill it. This program ends as the process did: with its exit code or by its signal, and by SIGKILL if the node
-of the process was lost, after which srun says 0.
+of the process was lost, after which srun says 0. When the supervisor ends in any way, standard input of the
+process closes, and this program ends too, at the latest when the process has had its time to end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from areal_agents.cluster.launchers.slurm.allocation import (
     srun_environment,
 )
 from areal_agents.launch.children import EXIT_REFUSED
-from areal_agents.launch.supervision import EXIT_STOPPED
+from areal_agents.launch.supervision import EXIT_STOPPED, GRACE_S, SUPERVISED
 
 LOOK_S = 1.0  # how often the controller is asked for the step until it has one
 ANSWER_S = 30  # longest time in seconds in which a node that answers starts a step
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _run(wanted: _Wanted, allocation: Allocation, told: list[int]) -> int:
     """Run the process to its end, and return its exit code."""
+    supervisor = os.getppid()
     earlier = _end_earlier(allocation, wanted.name)
     where = _nodes_for(wanted, allocation)
     if told:
@@ -86,8 +88,11 @@ def _run(wanted: _Wanted, allocation: Allocation, told: list[int]) -> int:
         env=srun_environment(os.environ),
         start_new_session=True,  # a signal to the group of this process must not reach srun
     )
-    step = _follow(process, wanted.name, earlier, allocation, told)
-    code = process.wait()
+    try:
+        step = _follow(process, wanted.name, earlier, allocation, told, supervisor)
+        code = _wait(process, supervisor)
+    finally:
+        process.kill()  # it has ended, unless this program fails
     if told:
         return code
     if code == 0 and step is not None and step.node not in allocation.nodes():
@@ -158,12 +163,19 @@ def _srun(name: str) -> list[str]:
 
 
 def _follow(
-    process: subprocess.Popen[bytes], name: str, earlier: set[str], allocation: Allocation, told: list[int]
+    process: subprocess.Popen[bytes],
+    name: str,
+    earlier: set[str],
+    allocation: Allocation,
+    told: list[int],
+    supervisor: int,
 ) -> Step | None:
     """Wait until srun has ended, or its process was told to end; return the step, None if it had none."""
     step: Step | None = None
     next_look = time.monotonic()
     while process.poll() is None:
+        if os.getppid() != supervisor:
+            told.append(signal.SIGTERM)
         if step is None and (told or time.monotonic() >= next_look):
             try:
                 step = next((step for step in allocation.steps(name) if step.id not in earlier), None)
@@ -175,6 +187,20 @@ def _follow(
             return step
         time.sleep(_POLL_S)
     return step
+
+
+def _wait(process: subprocess.Popen[bytes], supervisor: int) -> int:
+    """Wait for the end of srun. Without a supervisor that would kill this program, the wait has a limit."""
+    while True:
+        try:
+            return process.wait(LOOK_S)
+        except subprocess.TimeoutExpired:
+            if os.getppid() == supervisor:
+                continue
+        try:
+            return process.wait(float(os.environ.get(SUPERVISED, GRACE_S)))
+        except subprocess.TimeoutExpired:  # its node, or all of Slurm, is lost
+            process.kill()
 
 
 def _pass_on(process: subprocess.Popen[bytes], step: Step | None) -> None:
