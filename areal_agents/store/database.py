@@ -5,6 +5,10 @@ that excludes every other writer, and commits once; a job's future resolves only
 acknowledged write survives kill -9. A job must have no effect except through the connection, because it may
 run twice: if one job of a batch fails, the batch is rolled back and each job runs again in a transaction of
 its own.
+
+Jobs that only add rows which no other such job reads, as turns are, need not exclude one another: a batch of
+nothing else may be committed at the same time as such batches of other processes, but never beside another
+write.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from areal_agents.errors import StoreError
 
 T = TypeVar("T")
 Job = Callable[[sa.Connection], T]
-_Queued = tuple[Job[Any], "Future[Any]"]
+_Queued = tuple[Job[Any], "Future[Any]", bool]  # whether it only adds
 
 _MAX_BATCH = 256
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.05
@@ -44,8 +48,10 @@ class Backend(Protocol):
     def query(self, read: Job[T]) -> T:
         """Return the result of a read of one snapshot; it may run again after a lost connection."""
 
-    def write(self, work: Job[T]) -> T:
+    def write(self, work: Job[T], *, only_adds: bool) -> T:
         """Run `work` in a transaction that excludes all other writers, and commit. One thread calls this.
+
+        With `only_adds` it need not exclude the other writers for which this is true.
 
         Raises what `work` raises, after a rollback; StoreError or an error of the driver if the database
         fails.
@@ -101,13 +107,17 @@ class Database:
         self._writer = threading.Thread(target=self._write_loop, name="store-writer", daemon=True)
         self._writer.start()
 
-    def submit(self, job: Job[T]) -> Future[T]:
-        """Queue a write. The future resolves after its commit, or with the job's exception."""
+    def submit(self, job: Job[T], *, only_adds: bool = False) -> Future[T]:
+        """Queue a write. The future resolves after its commit, or with the job's exception.
+
+        Args:
+            only_adds: whether the job does no more than to add rows that no other such job reads.
+        """
         future: Future[T] = _WriteFuture()
         with self._lock:  # so that no job is queued after the None that closes the queue
             if self._closed:
                 raise StoreError("the store is closed")
-            self._jobs.put((job, future))
+            self._jobs.put((job, future, only_adds))
         return future
 
     @contextlib.contextmanager
@@ -188,7 +198,10 @@ class Database:
         if not batch:
             return
         try:
-            results = self._backend.write(lambda connection: [_run(job, connection) for job, _ in batch])
+            results = self._backend.write(
+                lambda connection: [_run(job, connection) for job, _, _ in batch],
+                only_adds=all(only_adds for _, _, only_adds in batch),
+            )
         except _JobFailed as failure:
             if len(batch) == 1:
                 batch[0][1].set_exception(self._translated(failure.error))
@@ -197,12 +210,12 @@ class Database:
                 self._commit([item])
             return
         except Exception as error:  # the database itself failed, for example on a full disk; no job caused it
-            for _, future in batch:
+            for _, future, _ in batch:
                 future.set_exception(self._translated(error))
             return
         with self._changed:
             self._changed.notify_all()
-        for (_, future), result in zip(batch, results, strict=True):
+        for (_, future, _), result in zip(batch, results, strict=True):
             future.set_result(result)
 
     def _translated(self, error: Exception) -> Exception:

@@ -1,7 +1,8 @@
 """The store in a PostgreSQL database, for the processes of several machines.
 
 A store is a schema of the database, so one database can hold many. Writers exclude one another by an
-advisory lock that lasts for a transaction, as BEGIN IMMEDIATE does in SQLite, so both stores behave alike.
+advisory lock that lasts for a transaction, as BEGIN IMMEDIATE does in SQLite, so both stores behave alike;
+those that only add turns share the lock.
 Every commit sends a notification, by which waiting processes notice it. A lost connection, as after a restart
 of the server or when a standby takes its place, is opened again: a write whose commit was not acknowledged is
 repeated, unless its transaction was committed. Each process counts its commits in the table `writers`, in the
@@ -79,6 +80,9 @@ class PostgresBackend:
         self._listener = _Listener(self._engine, channel, self._users_key)
         self._writer: sa.Connection | None = None
         self._writer_id = secrets.token_hex(8)
+        self._new_writer = (
+            f"INSERT INTO writers (id, commits, committed_at) VALUES ('{self._writer_id}', 0, {_EPOCH_S})"
+        )
         self._writer_retry = Retry(self._shown)  # of all writes, so that they do not wait one after another
         self._own_commits = 0
 
@@ -95,6 +99,7 @@ class PostgresBackend:
                 connection.exec_driver_sql(
                     f"DELETE FROM writers WHERE committed_at < {_EPOCH_S} - {_WRITER_KEPT_S}"
                 )
+                connection.exec_driver_sql(self._new_writer)
         except sa.exc.DBAPIError as error:
             raise StoreError(f"cannot open the store {self._shown}: {error.orig}") from error
         self._listener.start()
@@ -115,8 +120,10 @@ class PostgresBackend:
             except sa.exc.OperationalError as error:
                 retry.after(error)
 
-    def write(self, work: Job[T]) -> T:
+    def write(self, work: Job[T], *, only_adds: bool) -> T:
         """Run `work` in a transaction that excludes all other writers, and commit.
+
+        With `only_adds` it shares the writers' lock with the others for which this is true.
 
         If the connection is lost, `work` runs again in a new transaction, unless the lost one turns out to
         have been committed.
@@ -127,15 +134,16 @@ class PostgresBackend:
                 if self._writer is None:
                     self._writer = self._connected_writer()
                 driver = driver_of(self._writer)
-                commits = self._begin(driver)  # the lost transaction has ended: it had the lock
+                commits = self._begin(driver, only_adds=only_adds)  # a lost transaction has ended by then
                 if unanswered is not None and commits > unanswered[0]:
-                    driver.execute("ROLLBACK")
+                    driver.execute(f"ROLLBACK; {self._notify}")
                     return self._done(unanswered[1])
                 result = work(self._writer)
                 unanswered = (commits, result)
+                # The notification is a transaction of its own: those that notify commit one after another.
                 driver.execute(
                     f"UPDATE writers SET commits = commits + 1, committed_at = {_EPOCH_S} "
-                    f"WHERE id = '{self._writer_id}'; {self._notify}; COMMIT"
+                    f"WHERE id = '{self._writer_id}'; COMMIT; {self._notify}"
                 )
                 return self._done(result)
             except Exception as error:
@@ -190,19 +198,21 @@ class PostgresBackend:
             self._writer.close()
             self._writer = None
 
-    def _begin(self, driver: Any) -> int:
-        """Begin a transaction, wait until no other writer has one, and return how many this one committed."""
+    def _begin(self, driver: Any, *, only_adds: bool) -> int:
+        """Begin a transaction, wait for those that it excludes, and return how many this writer committed.
+
+        Any other transaction of this writer has ended then, because it had locked the row too.
+        """
+        lock = "pg_advisory_xact_lock_shared" if only_adds else "pg_advisory_xact_lock"
         cursor = driver.execute(
-            f"BEGIN; SELECT pg_advisory_xact_lock({self._lock_key}); "
-            f"SELECT commits FROM writers WHERE id = '{self._writer_id}'"
+            f"BEGIN; SELECT {lock}({self._lock_key}); "
+            f"SELECT commits FROM writers WHERE id = '{self._writer_id}' FOR UPDATE"
         )
         cursor.nextset()
         cursor.nextset()
         if (row := cursor.fetchone()) is not None:
             return cast(int, row[0])
-        driver.execute(
-            f"INSERT INTO writers (id, commits, committed_at) VALUES ('{self._writer_id}', 0, {_EPOCH_S})"
-        )
+        driver.execute(self._new_writer)  # a standby that was promoted may not have got it
         return 0
 
     def _done(self, result: T) -> T:

@@ -58,7 +58,7 @@ class SqliteBackend:
         with self._reader_engine.begin() as connection:
             return read(connection)
 
-    def write(self, work: Job[T]) -> T:
+    def write(self, work: Job[T], *, only_adds: bool) -> T:
         """Run `work` in a transaction of the driver's connection, at a third of the cost of SQLAlchemy's."""
         if self._writer is None:
             self._writer = self._writer_engine.connect().execution_options(isolation_level="AUTOCOMMIT")

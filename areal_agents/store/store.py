@@ -159,7 +159,7 @@ class Store:
             for row in rows or encode():
                 episodes.insert_turn(connection, row, owner=owner)
 
-        return self._database.submit(write)
+        return self._database.submit(write, only_adds=opening is None)
 
     def discard_turn(self, turn_id: str, reason: str | None, *, owner: str | None = None) -> Future[None]:
         """Record why a turn never reached its client, so that it is not trained; None clears the reason."""
