@@ -13,6 +13,7 @@ from benchmarks.gpu.device import why_no_gpu
 pytest.register_assert_rewrite("integration_support")
 
 SGLANG = "--sglang"
+VLLM = "--vllm"
 ENVIRONMENTS = "--environments"
 SGLANG_TEST_S = 900
 GPU_TEST_S = 600
@@ -29,13 +30,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         SGLANG, metavar="PYTHON", help="the Python of an environment with SGLang, for the tests marked so"
     )
+    parser.addoption(VLLM, metavar="PYTHON", help="the Python of an environment with vLLM, likewise")
     parser.addoption(
         ENVIRONMENTS, metavar="PYTHON", help="the Python that has the packages of environments, likewise"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the tests that need SGLang or the packages of environments if these are not installed.
+    """Skip the tests that need SGLang, vLLM or the packages of environments if these are not installed.
 
     A real server on a CPU starts in half a minute and samples some hundred tokens a second. On a busy machine
     it is several times slower, so its tests have a longer time limit, as do the long forms of other tests.
@@ -45,12 +47,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
-        elif item.get_closest_marker("sglang"):
+        elif item.get_closest_marker("sglang") or item.get_closest_marker("vllm"):
             item.add_marker(pytest.mark.timeout(SGLANG_TEST_S))
         elif item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.timeout(GPU_TEST_S))  # kernels are compiled when they are first used
     _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
-    missing = [option.removeprefix("--") for option in (SGLANG, ENVIRONMENTS) if not config.getoption(option)]
+    missing = [
+        option.removeprefix("--") for option in (SGLANG, VLLM, ENVIRONMENTS) if not config.getoption(option)
+    ]
     left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in missing)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -70,3 +74,9 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
 def sglang_python(request: pytest.FixtureRequest) -> str:
     """The absolute path of the Python that has SGLang; a symbolic link is not resolved."""
     return os.path.abspath(request.config.getoption(SGLANG))
+
+
+@pytest.fixture(scope="session")
+def vllm_python(request: pytest.FixtureRequest) -> str:
+    """The absolute path of the Python that has vLLM; a symbolic link is not resolved."""
+    return os.path.abspath(request.config.getoption(VLLM))

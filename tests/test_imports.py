@@ -120,7 +120,13 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": {"config", "errors", "launch", "store", "whole_files"},
 }
 # The last module is run by the Python of another environment and never imported.
-MAY_IMPORT_TORCH = {"algorithms", "training", "inference/embedded", "inference/sglang/environment"}
+MAY_IMPORT_TORCH = {
+    "algorithms",
+    "training",
+    "inference/embedded",
+    "inference/sglang/environment",
+    "inference/vllm/environment",
+}
 
 
 def _modules() -> list[Path]:

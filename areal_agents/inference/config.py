@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -69,12 +69,16 @@ class EmbeddedEngineConfig(Settings):
         return self
 
 
-SGLANG_SEQUENCES = 256  # an assumption: a server derives its limit from the memory that it finds
-_SEQUENCES_FLAG = "--max-running-requests"
+SGLANG_SEQUENCES = 256
 Colocate = Literal["none", "split", "sleep"]
 MEMORY_FRACTION = {"none": 0.0, "split": 0.4, "sleep": 0.6}
+SERVERS: Mapping[str, str] = {"sglang": "SGLang", "vllm": "vLLM"}  # kinds with a Python of their own
+# The flag with the number of sequences, and an assumption: a server derives its limit from the memory that
+# it finds.
+_SEQUENCES = {"sglang": ("--max-running-requests", SGLANG_SEQUENCES), "vllm": ("--max-num-seqs", 256)}
 STARTED_WITH = ("threads", "slots", "max_context", "dtype", "device")  # a running server has its own
 EMBEDDED_ONLY = ("slots",)
+OF_EVERY_SERVER = ("python", "arguments", "tensor_parallel", "memory_fraction")
 OWN_ARGUMENTS = (
     "--model-path",
     "--model",
@@ -85,18 +89,33 @@ OWN_ARGUMENTS = (
     "--tensor-parallel-size",
     "--tp",
 )
+# vLLM's flags that this package sets, because it needs them.
+VLLM_OWN_ARGUMENTS = (
+    "--logprobs-mode",
+    "--max-logprobs",
+    "--worker-extension-cls",
+    "--pipeline-parallel-size",
+    "-pp",
+    "-tp",
+    "--data-parallel-size",
+    "-dp",
+    "--served-model-name",
+)
 
 
 class EngineConfig(Settings):
-    """Which engines a run samples from: its own, embedded or SGLang, or running servers by URL."""
+    """Which engines a run samples from: its own, embedded, SGLang or vLLM, or running servers by URL."""
 
     kind: Annotated[
-        Literal["embedded", "sglang"],
-        Field(description="embedded: this package's own engine; sglang: SGLang, started or by URL."),
+        Literal["embedded", "sglang", "vllm"],
+        Field(
+            description="embedded: this package's own engine; sglang: SGLang, vllm: vLLM, each started or by "
+            "URL."
+        ),
     ] = "embedded"
     urls: Annotated[
         tuple[str, ...],
-        Field(description="sglang: base URLs of running servers; empty: the run starts servers."),
+        Field(description="sglang, vllm: base URLs of running servers; empty: the run starts servers."),
     ] = ()
     router: Annotated[
         str,
@@ -106,14 +125,14 @@ class EngineConfig(Settings):
         ),
     ] = ""
     python: Annotated[
-        str, Field(description="sglang: the Python of the environment that has it, to start it with.")
+        str, Field(description="sglang, vllm: the Python of the environment that has it, to start it with.")
     ] = ""
     arguments: Annotated[
         tuple[str, ...],
-        Field(description="sglang: additional server arguments; they come last and override others."),
+        Field(description="sglang, vllm: additional server arguments; they come last and override others."),
     ] = ()
     replicas: Annotated[int, Field(ge=1, le=256, description="Number of engines to start.")] = 1
-    tensor_parallel: Annotated[int, Field(ge=1, description="sglang: GPUs that share one replica.")] = 1
+    tensor_parallel: Annotated[int, Field(ge=1, description="sglang, vllm: GPUs that share one replica.")] = 1
     colocate: Annotated[
         Colocate,
         Field(
@@ -126,8 +145,8 @@ class EngineConfig(Settings):
         Field(
             ge=0,
             lt=1,
-            description="sglang: share of a GPU for weights and keys and values; 0 takes SGLang's choice, "
-            "with colocate: split 0.4, with sleep 0.6.",
+            description="sglang, vllm: share of a GPU for weights and keys and values; 0 takes the server's "
+            "choice, with colocate: split 0.4, with sleep 0.6.",
         ),
     ] = 0.0
     start_timeout_s: Annotated[
@@ -170,7 +189,7 @@ class EngineConfig(Settings):
         Literal["auto", "float32", "bfloat16"],
         Field(
             description="Compute type. auto: float32 on a CPU; on a GPU the 16-bit type of the model's files "
-            "in SGLang (bfloat16 if they are float32), and bfloat16 in the embedded engine."
+            "in SGLang and vLLM (bfloat16 if they are float32), and bfloat16 in the embedded engine."
         ),
     ] = "auto"
     device: Annotated[
@@ -178,7 +197,7 @@ class EngineConfig(Settings):
         Field(
             pattern=r"^(auto|cpu|cuda(:\d+)?)$",
             description="auto, cpu, cuda or cuda:N, N the first replica's first GPU. auto: a CPU for "
-            "the embedded engine; for SGLang a GPU where there is one.",
+            "the embedded engine; for SGLang and vLLM a GPU where there is one.",
         ),
     ] = "auto"
 
@@ -216,35 +235,36 @@ class EngineConfig(Settings):
     def sequences(self) -> int:
         """The number of sequences that all engines together sample at the same time."""
         each = self.slots
-        if self.kind == "sglang":
-            given = _value_of(self.arguments, _SEQUENCES_FLAG)
-            each = int(given) if given.isdecimal() and int(given) else SGLANG_SEQUENCES
+        if self.kind != "embedded":
+            flag, assumed = _SEQUENCES[self.kind]
+            given = _value_of(self.arguments, flag)
+            each = int(given) if given.isdecimal() and int(given) else assumed
         return each * (len(self.urls) or self.replicas)
 
     @property
     def static_memory(self) -> float:
-        """The share of a GPU that SGLang is started with; 0 leaves it to SGLang."""
+        """The share of a GPU that a server is started with; 0 leaves it to the server."""
         return self.memory_fraction or MEMORY_FRACTION[self.colocate]
 
     @property
     def quantization(self) -> str:
-        """How a started SGLang quantises the weights, or "" if it does not."""
+        """How a started server quantises the weights, or "" if it does not."""
         return _value_of(self.arguments, "--quantization")
 
     @property
     def without_effect(self) -> tuple[str, ...]:
         """The given settings that have no effect on these engines, for example on servers already running."""
-        unread = STARTED_WITH if self.urls else EMBEDDED_ONLY if self.kind == "sglang" else ()
+        unread = STARTED_WITH if self.urls else EMBEDDED_ONLY if self.kind != "embedded" else ()
         return tuple(name for name in unread if name in self.model_fields_set)
 
     def _start_faults(self) -> Iterator[str]:
-        if self.kind == "sglang" and not self.urls and not self.python:
+        if self.kind != "embedded" and not self.urls and not self.python:
             yield (
-                "kind: sglang needs python: path/to/environment/bin/python to start it, "
+                f"kind: {self.kind} needs python: path/to/environment/bin/python to start it, "
                 "or urls: [http://host:port, ...] of running servers"
             )
         if self.kind == "embedded" and self.urls:
-            yield "urls are for kind: sglang; the embedded engine starts its own server"
+            yield "urls are for kind: sglang or vllm; the embedded engine starts its own server"
         if self.router and not self.urls:
             yield "a router works in front of running servers: name them in urls"
         if self.urls:
@@ -259,6 +279,23 @@ class EngineConfig(Settings):
             for name in (name for name, given in starts.items() if given):
                 yield f"{name} is for engines that the run starts; engines of urls are already running"
 
+    def _vllm_faults(self) -> Iterator[str]:
+        """Name each setting that vLLM is not used with, and what to use instead."""
+        instead = {
+            "router": "the proxy distributes calls itself: leave it out",
+            "routed_experts": "use kind: sglang",
+            "deterministic": "use kind: sglang",
+            "fp32_head": "use kind: sglang",
+        }
+        for name, use in instead.items():
+            if getattr(self, name):
+                yield f"{name} is not supported with kind: vllm; {use}"
+        if self.colocate == "sleep":
+            yield "colocate: sleep is not supported with kind: vllm; use split, none, or kind: sglang"
+        for argument in self.arguments:
+            if argument.partition("=")[0] in VLLM_OWN_ARGUMENTS:
+                yield f"arguments: {argument} is set by this package, or not supported with kind: vllm"
+
     def _argument_faults(self) -> Iterator[str]:
         if self.kind == "embedded":
             given = {
@@ -271,7 +308,9 @@ class EngineConfig(Settings):
                 "fp32_head": self.fp32_head,
             }
             for name in (name for name, value in given.items() if value):
-                yield f"{name} is for kind: sglang"
+                yield f"{name} is for kind: sglang" + (" or vllm" if name in OF_EVERY_SERVER else "")
+        if self.kind == "vllm":
+            yield from self._vllm_faults()
         if self.deterministic and self.device == "cpu":
             yield "deterministic needs SGLang on a GPU, got device: cpu"
         for argument in self.arguments:

@@ -13,11 +13,13 @@ from inference_support import (
     PLAIN_SGLANG,
     Target,
     build_model,
+    client_of,
     load_reference,
 )
 from real_sglang import running_sglang
+from real_vllm import VLLMUrl, running_vllm
 
-from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.inference import running_engine
 
 
 @pytest.fixture(scope="session")
@@ -52,12 +54,19 @@ def plain_sglang_url(sglang_python: str, model_folder: Path) -> Iterator[str]:
         yield url
 
 
-SGLANG_URLS = {"sglang": "sglang_url", "sglang-plain": "plain_sglang_url"}
+@pytest.fixture(scope="session")
+def vllm_url(vllm_python: str, model_folder: Path) -> Iterator[VLLMUrl]:
+    """A real vLLM as a run starts it."""
+    with running_vllm(vllm_python, model_folder) as url:
+        yield url
+
+
+REAL_URLS = {"sglang": "sglang_url", "sglang-plain": "plain_sglang_url", "vllm": "vllm_url"}
 
 
 async def put_back(url: str, folder: Path) -> None:
     """Serve version 0 again."""
-    async with SGLangEngine(url) as engine:
+    async with client_of(url) as engine:
         await engine.resume()
         await engine.update_weights_from_disk(str(folder), 0)
 
@@ -66,8 +75,8 @@ async def put_back(url: str, folder: Path) -> None:
 def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Target]:
     """Each server that has to keep the contract; weights and pauses must be left as they were found."""
     reference = load_reference(model_folder)
-    if request.param in SGLANG_URLS:
-        url = request.getfixturevalue(SGLANG_URLS[request.param])
+    if request.param in REAL_URLS:
+        url = request.getfixturevalue(REAL_URLS[request.param])
         asyncio.run(put_back(url, model_folder))  # other modules have swapped weights in it
         yield Target(url, model_folder, reference, embedded=False)
         return
@@ -86,8 +95,8 @@ def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Targe
 @pytest.fixture(scope="module", params=[*EVERY_SERVER, PLAIN_SGLANG])
 def swapping_url(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[str]:
     """Each server whose weights are swapped; a test begins by putting version 0 back."""
-    if request.param in SGLANG_URLS:
-        yield request.getfixturevalue(SGLANG_URLS[request.param])
+    if request.param in REAL_URLS:
+        yield request.getfixturevalue(REAL_URLS[request.param])
         return
     with running_engine(model_folder, kernel=request.param, threads=1, slots=4, max_context=2048) as url:
         yield url

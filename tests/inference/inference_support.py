@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from real_vllm import VLLMUrl
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
@@ -20,12 +21,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from areal_agents.core.completion import Completion, TokenIds, as_token_ids
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import PromptScores
+from areal_agents.inference.vllm.client import VLLMEngine
 
 VOCAB = 256
 EOS = 2
 MAX_CONTEXT = 2048
 EMBEDDED = ["numba", "torch"]  # the kernels of the embedded engine
-EVERY_SERVER = [*EMBEDDED, pytest.param("sglang", marks=pytest.mark.sglang)]
+OF_SGLANGS_PROTOCOL = [*EMBEDDED, pytest.param("sglang", marks=pytest.mark.sglang)]
+VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
+EVERY_SERVER = [*OF_SGLANGS_PROTOCOL, VLLM]
 PLAIN_SGLANG = pytest.param("sglang-plain", marks=pytest.mark.sglang)
 MOST_TRIES = 10
 TEST_NUMBERS = itertools.count()
@@ -52,7 +56,7 @@ def build_model(
         "bos_token_id": 1,
     }
     if kind == "qwen3":
-        sizes["head_dim"] = 24
+        sizes["head_dim"] = 32  # vLLM's kernels for CPUs take no smaller one
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**(sizes | overrides)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -110,8 +114,8 @@ class Target:
     embedded: bool
 
 
-class FreshIds(SGLangEngine):
-    """A client whose request ids are those of one test, so that tests may call their requests alike.
+class OwnIds:
+    """For a client whose request ids are those of one test, so that tests may call their requests alike.
 
     SGLang may abort a request whose id was used shortly before, and tests share a server.
     """
@@ -133,6 +137,24 @@ class FreshIds(SGLangEngine):
     async def abort(self, rid: str) -> None:
         # a cancelled call is aborted by the id that was sent
         await super().abort(rid if rid.startswith(self._test) else self._test + rid)
+
+
+class FreshIds(OwnIds, SGLangEngine):
+    """A client of SGLang's protocol with request ids of one test."""
+
+
+class FreshVLLMIds(OwnIds, VLLMEngine):
+    """A client of vLLM's protocol with request ids of one test."""
+
+
+def fresh_ids(url: str, **options: Any) -> Any:
+    """The client of the protocol that `url` speaks, with request ids of one test."""
+    return (FreshVLLMIds if isinstance(url, VLLMUrl) else FreshIds)(url, **options)
+
+
+def client_of(url: str, **options: Any) -> Any:
+    """The client of the protocol that `url` speaks."""
+    return (VLLMEngine if isinstance(url, VLLMUrl) else SGLangEngine)(url, **options)
 
 
 class Missed(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from inference_support import (
     EMBEDDED,
     EOS,
     EVERY_SERVER,
+    OF_SGLANGS_PROTOCOL,
     PATIENCE_S,
     PLAIN_SGLANG,
-    FreshIds,
     Missed,
     Target,
     again_if_missed,
+    fresh_ids,
     load_reference,
     prompt_of,
     reference_greedy,
@@ -37,17 +39,20 @@ from areal_agents.core.completion import (
 )
 from areal_agents.errors import EngineRejected
 from areal_agents.inference import PauseMode, SGLangEngine, running_engine
+from areal_agents.inference.vllm.client import VLLMEngine
 
 GREEDY = SamplingParams(40, temperature=0.0, ignore_eos=True)
 STREAMING = [*EVERY_SERVER, PLAIN_SGLANG]  # of both kinds of server, one with either form of chunks
-STREAMED_GREEDILY = [  # a real server on a CPU ignores seeds
-    pytest.param(name, 0.0, marks=pytest.mark.sglang) for name in ("sglang", "sglang-plain")
+STREAMED_GREEDILY = [  # a real SGLang on a CPU ignores seeds
+    *(pytest.param(name, 0.0, marks=pytest.mark.sglang) for name in ("sglang", "sglang-plain")),
+    *(pytest.param("vllm", t, marks=pytest.mark.vllm) for t in (0.0, 0.8)),
 ]
+speaking_sglang = pytest.mark.parametrize("target", OF_SGLANGS_PROTOCOL, indirect=True)
 
 
 @pytest.fixture
 async def engine(target: Target) -> AsyncIterator[SGLangEngine]:
-    async with FreshIds(target.url, request_timeout_s=PATIENCE_S) as client:
+    async with fresh_ids(target.url, request_timeout_s=PATIENCE_S) as client:
         yield client
 
 
@@ -58,6 +63,9 @@ def assert_equal(a: Completion, b: Completion, atol: float = 1e-5) -> None:
 
 async def running(engine: SGLangEngine) -> int:
     """How many requests are being computed."""
+    if isinstance(engine, VLLMEngine):
+        metrics = await engine._call("GET", "/metrics")
+        return int(float(re.search(r"^vllm:num_requests_running\{.*\} (.*)$", metrics, re.M)[1]))
     info = await engine._call("GET", "/get_server_info")
     if "running" not in info:  # a real server counts elsewhere
         return (await engine._call("GET", "/v1/loads"))["loads"][0]["num_running_reqs"]
@@ -163,8 +171,11 @@ async def test_top_k_and_top_p_only_sample_what_they_allow(engine: SGLangEngine,
     ):
         drawn = await engine.generate("k", prompt, params)
         logprobs = reference_logprobs(target.reference, prompt, drawn.token_ids)
-        np.testing.assert_allclose(drawn.logprobs, logprobs, atol=2e-5)  # of the untruncated distribution
-        for token, ranked in zip(drawn.token_ids, _ranked(target, prompt, drawn), strict=True):
+        ranks = _ranked(target, prompt, drawn)
+        if isinstance(engine, VLLMEngine):  # its logprobs are of the truncated distribution, all others' not
+            logprobs = logprobs - np.log([sum(ranked[list(_allowed(ranked, params))]) for ranked in ranks])
+        np.testing.assert_allclose(drawn.logprobs, logprobs, atol=2e-5)
+        for token, ranked in zip(drawn.token_ids, ranks, strict=True):
             assert token in _allowed(ranked, params)
     assert len(set(drawn.token_ids.tolist())) > 1
 
@@ -236,6 +247,8 @@ async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngin
     stopped = await engine.generate("ss", prompt, params)
     assert stopped.token_ids.tolist() == free.token_ids[:expected].tolist()
     assert stopped.finish_reason == "stop"
+    if isinstance(engine, VLLMEngine):
+        return
     raw = await engine._call(
         "POST",
         "/generate",
@@ -424,13 +437,14 @@ async def test_a_grammar_ends_where_the_length_does(engine: SGLangEngine) -> Non
 )
 async def test_a_malformed_grammar_is_refused(engine: SGLangEngine, kind: GrammarKind, text: str) -> None:
     params = SamplingParams(4, grammar=Grammar(kind, text))
-    with pytest.raises(EngineRejected, match=kind if kind != "json_schema" else "json"):
+    with pytest.raises(EngineRejected, match=kind if kind != "json_schema" else "json|Grammar error"):
         await engine.generate("bad", prompt_of(12), params)
     with pytest.raises(EngineRejected):
         await engine.generate("worse", prompt_of(12), params, lambda piece: None)
     await engine.health()
 
 
+@speaking_sglang
 async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:
     prompt = prompt_of(70, seed=21)
     await engine.generate("warm", prompt, GREEDY)
@@ -452,6 +466,7 @@ async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:
         assert triples[0][0] is None
 
 
+@speaking_sglang
 async def test_a_batch_answers_in_order(engine: SGLangEngine, target: Target) -> None:
     prompts = [prompt_of(n, seed=22) for n in (5, 50, 20)]
     raw = await engine._call(
@@ -506,6 +521,7 @@ async def test_an_abort_ends_no_request_whose_id_begins_alike(engine: SGLangEngi
     [
         *((kernel, mode) for kernel in EMBEDDED for mode in ("retract", "in_place")),
         pytest.param("sglang", "retract", marks=pytest.mark.sglang),
+        pytest.param("vllm", "retract", marks=pytest.mark.vllm),
         pytest.param("sglang-plain", "in_place", marks=pytest.mark.sglang),
     ],
     indirect=["target"],
@@ -555,6 +571,7 @@ async def test_ids_outside_the_vocabulary_are_refused_before_they_are_sent(engin
     await engine.health()
 
 
+@speaking_sglang
 @again_if_missed
 async def test_a_duplicate_rid_and_a_prompt_too_long_are_refused(engine: SGLangEngine) -> None:
     running = asyncio.create_task(

@@ -1,5 +1,5 @@
-"""The contract of `Sampler`, for each implementation: scripted, embedded, SGLang, pools of them,
-in-process."""
+"""The contract of `Sampler`, for each implementation: scripted, embedded, SGLang, vLLM, pools of
+them, in-process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inference_support import PATIENCE_S, VOCAB, prompt_of
+from inference_support import PATIENCE_S, VOCAB, client_of, prompt_of
 from scripted_sampler import ScriptedSampler
 
 from areal_agents.core.completion import SamplingParams, TokenChunk
@@ -32,6 +32,7 @@ SAMPLERS = [
     "pool of embedded",
     "in the process",
     pytest.param("sglang", marks=pytest.mark.sglang),
+    pytest.param("vllm", marks=pytest.mark.vllm),
 ]
 
 
@@ -47,7 +48,7 @@ def in_process() -> Sampler:
 
 
 def over_http(urls: list[str]) -> Sampler:
-    engines = [SGLangEngine(url, request_timeout_s=PATIENCE_S) for url in urls]
+    engines = [client_of(url, request_timeout_s=PATIENCE_S) for url in urls]
     return engines[0] if len(engines) == 1 else EnginePool(engines, names=urls)
 
 
@@ -58,8 +59,8 @@ def urls(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[list[st
     if kind == "in the process":
         yield []
         return
-    if kind == "sglang":
-        yield [request.getfixturevalue("sglang_url")]
+    if kind in ("sglang", "vllm"):
+        yield [request.getfixturevalue(f"{kind}_url")]
         return
     with ExitStack() as stack:
         count = 2 if kind.startswith("pool") else 1

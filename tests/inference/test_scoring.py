@@ -19,8 +19,8 @@ from inference_support import (
     MAX_CONTEXT,
     PATIENCE_S,
     VOCAB,
-    FreshIds,
     Target,
+    fresh_ids,
     load_reference,
     prompt_of,
 )
@@ -56,7 +56,7 @@ def assert_scores(scores: PromptScores, model: PreTrainedModel, ids: TokenIds, s
 
 @pytest.fixture
 async def engine(target: Target) -> AsyncIterator[SGLangEngine]:
-    async with FreshIds(target.url, request_timeout_s=PATIENCE_S) as client:
+    async with fresh_ids(target.url, request_timeout_s=PATIENCE_S) as client:
         yield client
 
 

@@ -13,13 +13,14 @@ import pytest
 import torch
 from inference_support import (
     EMBEDDED,
-    EVERY_SERVER,
     FREEZING,
+    OF_SGLANGS_PROTOCOL,
     PATIENCE_S,
-    FreshIds,
     Missed,
     again_if_missed,
     build_model,
+    client_of,
+    fresh_ids,
     load_reference,
     prompt_of,
     reference_greedy,
@@ -38,7 +39,7 @@ LONG = SamplingParams(1500, temperature=0.0, ignore_eos=True)
 @pytest.fixture
 async def engine(swapping_url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
     """The engine on version 0, before and after."""
-    async with FreshIds(swapping_url) as client:
+    async with fresh_ids(swapping_url) as client:
         await client.update_weights_from_disk(str(model_folder), 0)
         yield client
         await client.resume()
@@ -93,7 +94,7 @@ async def test_an_aborted_generation_continues_through_the_pool_under_the_new_we
 ) -> None:
     old, new = load_reference(model_folder), load_reference(next_model_folder)
     prompt = prompt_of(40, seed=6)
-    async with aclosing(EnginePool([SGLangEngine(swapping_url)])) as pool:
+    async with aclosing(EnginePool([client_of(swapping_url)])) as pool:
         running = asyncio.create_task(pool.generate("x", prompt, LONG))
         await until_running(engine, running)
         await asyncio.sleep(0.02)
@@ -162,7 +163,8 @@ async def test_a_prefix_of_the_old_version_is_never_reused(
     assert second.versions.tolist() == [1] * 20
 
 
-@pytest.mark.parametrize("swapping_url", EVERY_SERVER, indirect=True)  # not in_place's: docs/sglang.md
+# Not that of in_place, see docs/sglang.md; vLLM retracts what runs instead.
+@pytest.mark.parametrize("swapping_url", OF_SGLANGS_PROTOCOL, indirect=True)
 @again_if_missed
 async def test_without_a_pause_a_swap_waits_for_what_runs_and_holds_what_comes(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path

@@ -73,7 +73,7 @@ def scores_from_wire(
         scores = PromptScores(token_logprobs, top_ids, top_logprobs, version)
     except UNREADABLE as error:
         raise EngineError(f"/generate returned scores that cannot be read: {error!r}") from error
-    _check_agreement(scores, input_ids[start:])
+    check_agreement(scores, input_ids[start:])
     return scores
 
 
@@ -143,7 +143,7 @@ def _flat_array(meta: Mapping[str, Any], kind: str, dtype: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(meta[name], validate=True), np.dtype(dtype).newbyteorder("<"))
 
 
-def _check_agreement(scores: PromptScores, tokens: TokenIds) -> None:
+def check_agreement(scores: PromptScores, tokens: TokenIds) -> None:
     """Raise EngineError unless the scores of `tokens` [N] agree with the best tokens of their positions.
 
     A token among the best must have the same logprob in both lists; any other token must not have a greater

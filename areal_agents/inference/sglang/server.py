@@ -104,7 +104,7 @@ def find_environment(python: str, wanted: Iterable[ServerSetting] = ()) -> SGLan
         raise ConfigError(f"engine.python: {python} is not a working Python: {said}; {HOW_TO}") from None
     if fault:
         raise ConfigError(f"engine.python: {python}: {fault}; {HOW_TO}")
-    if _release(version) < OLDEST:
+    if release_of(version) < OLDEST:
         raise ConfigError(f"engine.python: {python} has SGLang {version}, older than {TRIED}; {HOW_TO}")
     for setting in wanted:
         if setting.field not in found.get("settings", ()):
@@ -299,7 +299,7 @@ def _visible(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:
     return [names[gpu] if names else str(gpu) for gpu in gpus]
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release_of(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: 0.5.21.post1 → (0, 5, 21)."""
     numbers: list[int] = []
     for part in version.split("."):

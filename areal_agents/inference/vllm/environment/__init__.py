@@ -1,0 +1,1 @@
+"""Scripts that run in vLLM's own Python environment. The rest of this package does not import them."""
