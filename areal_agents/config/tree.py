@@ -26,7 +26,7 @@ from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.schemes import scheme_of
 from areal_agents.errors import AgentError, TaskEnvironmentError
-from areal_agents.inference.config import EngineConfig
+from areal_agents.inference.config import SERVERS, EngineConfig
 from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.model_folder import folder_fault, read_object
 from areal_agents.proxy.config import ProxyConfig
@@ -47,6 +47,7 @@ from areal_agents.user_functions import names_a_function
 
 # The rollout.max_staleness that each loop sets; with "async" the user sets it.
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
+_VLLM_TRANSPORTS = ("disk", "broadcast", "lora")
 _WRONG_AGENT = "must be module:function, file.py:function, {command: …} or {cli: …}, got "
 
 
@@ -415,8 +416,11 @@ def _model_faults(config: Config) -> Iterator[str]:
         yield "trainer.best_metric: heldout needs evaluations during training; give eval.every"
     if algorithm.needs_critic and trainer.lr > 0 and trainer.critic_lr == 0:
         yield f"trainer.critic_lr: {algorithm.preset} needs a critic that learns; use more than 0"
-    if trainer.publish.transport == "lora" and config.engine.kind == "sglang" and trainer.keep_weights > 6:
-        yield f"trainer.keep_weights: at most 6, because SGLang holds 8 adapters; got {trainer.keep_weights}"
+    if trainer.publish.transport == "lora" and config.engine.kind != "embedded" and trainer.keep_weights > 6:
+        server = SERVERS[config.engine.kind]
+        yield (
+            f"trainer.keep_weights: at most 6, because {server} holds 8 adapters; got {trainer.keep_weights}"
+        )
 
 
 def _algorithm_faults(config: Config) -> Iterator[str]:
@@ -452,10 +456,35 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
             yield f"{alone}which algorithm.{part} needs; use at least 2, or {part.split(':')[0]}: batch"
 
 
+def _vllm_publish_faults(config: Config) -> Iterator[str]:
+    """Yield why new weights cannot reach vLLM by the chosen transport."""
+    publish, engine = config.trainer.publish, config.engine
+    if publish.transport not in _VLLM_TRANSPORTS:
+        yield (
+            f"trainer.publish.transport: {publish.transport} is not supported with engine.kind: vllm; use "
+            "disk, broadcast, or lora (trainer.lora), or kind: sglang"
+        )
+    if publish.pause == "in_place":
+        yield "trainer.publish.pause: in_place is not supported with engine.kind: vllm; use retract or abort"
+    if publish.transport == "broadcast" and engine.colocate != "none" and publish.backend != "gloo":
+        yield (
+            "trainer.publish.transport: broadcast: engine.colocate: split puts a rank of the trainer and one "
+            "of the engine on one GPU, which NCCL refuses; use transport: disk"
+        )
+    if engine.quantization and publish.verify != "off":
+        yield (
+            f"trainer.publish.verify: {publish.verify}: weights that --quantization {engine.quantization} "
+            "changes cannot be compared with the model's; use verify: off"
+        )
+
+
 def _publish_faults(config: Config) -> Iterator[str]:
     """Yield why new weights cannot reach the engines by the chosen transport."""
     publish, engine, trainer = config.trainer.publish, config.engine, config.trainer
-    on_gpus = engine.device.startswith("cuda") or (engine.kind == "sglang" and engine.device == "auto")
+    on_gpus = engine.device.startswith("cuda") or (engine.kind != "embedded" and engine.device == "auto")
+    if engine.kind == "vllm":
+        yield from _vllm_publish_faults(config)
+        return
     if publish.transport == "delta" and engine.kind == "sglang" and not engine.urls:
         yield (
             "trainer.publish.transport: delta needs the embedded engine, because SGLang 0.5.21 takes no "

@@ -70,7 +70,7 @@ def told_of_context(config: Config, agent: AgentSpec) -> AgentSpec:
 
 def _engine_bound(config: Config, positions: int) -> Longest:
     engine, model = config.engine, Longest(positions, POSITIONS)
-    if engine.urls or (engine.kind == "sglang" and not engine.max_context):
+    if engine.urls or (engine.kind != "embedded" and not engine.max_context):
         return model
     chosen = engine.max_context or DEFAULT_MAX_CONTEXT
     return Longest(chosen, "engine.max_context") if chosen <= positions else model

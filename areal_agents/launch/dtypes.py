@@ -36,7 +36,7 @@ def check_dtypes(config: Config, placements: Sequence[GpuPlacement]) -> None:
         return
     on_gpu = bool(placements[0].gpus)
     served: str = engine.dtype
-    if engine.kind == "sglang":
+    if engine.kind != "embedded":
         served = serving_dtype(engine, Path(config.model), placements[0])
     elif served == "auto":
         served = "bfloat16" if on_gpu else "float32"

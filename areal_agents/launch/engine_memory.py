@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from areal_agents.config import Config
 from areal_agents.inference.config import DEFAULT_MAX_CONTEXT
 from areal_agents.inference.sglang.server import CPU_TOKENS, place
+from areal_agents.inference.vllm.server import CPU_CACHE_GIB
 from areal_agents.launch.gpus import Machine
 from areal_agents.launch.nodes import ranks_beside_engines
 
@@ -20,6 +21,7 @@ MIB, GIB = 2**20, 2**30
 # SGLang 0.5.21 (arg_groups/memory_hook.py): up to this many GiB of a GPU, tokens of a prefill chunk
 _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 _LARGEST_CHUNK = 16_384
+_VLLM_SHARE = 0.92  # of a GPU, unless it is told another
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,9 @@ class EngineMemory:
         if engine.kind == "embedded":
             room = round(engine.slots * context * per_token)
         elif not on_gpu:
-            room = round(CPU_TOKENS * per_token)
+            room = CPU_CACHE_GIB * GIB if engine.kind == "vllm" else round(CPU_TOKENS * per_token)
         else:
-            room = round(_sglang_share(config, machine.memory) * machine.memory) - weights
+            room = round(_server_share(config, machine.memory) * machine.memory) - weights
         return cls(weights, room, round(context * per_token), max(0, round(room / per_token)))
 
 
@@ -67,7 +69,7 @@ def engine_gpus(config: Config, machine: Machine) -> list[tuple[int, ...]]:
     engine = config.engine
     if not starts_engines(config):
         return []
-    if engine.kind == "sglang":
+    if engine.kind != "embedded":
         beside = ranks_beside_engines(config.trainer, max(1, config.trainer.nodes))
         taken = beside if trainer_gpus(config, machine) else 0
         placed = place(engine, machine.gpus, trainer_gpus=taken)
@@ -103,7 +105,7 @@ def engine_bytes_in_training(config: Config, memory: int) -> int:
     engine = config.engine
     if engine.colocate == "none":
         return 0
-    if engine.kind == "sglang":
+    if engine.kind != "embedded":
         return round(engine.static_memory * memory) if engine.colocate == "split" else 0
     if not engine.device.startswith("cuda"):
         return 0
@@ -117,13 +119,16 @@ def ranges(numbers: Iterable[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
-def _sglang_share(config: Config, memory: int) -> float:
-    """The share of a GPU that SGLang takes for weights, keys and values.
+def _server_share(config: Config, memory: int) -> float:
+    """The share of a GPU that a server takes for weights, keys and values.
 
-    If none is given, it leaves what a prefill chunk and CUDA graphs need, which is most of a small GPU.
+    If none is given, vLLM takes 0.92, and SGLang leaves what a prefill chunk and CUDA graphs need, which is
+    most of a small GPU.
     """
     if config.engine.static_memory:
         return config.engine.static_memory
+    if config.engine.kind == "vllm":
+        return _VLLM_SHARE
     chunk = next((tokens for gib, tokens in _CHUNKS if memory < gib * GIB), _LARGEST_CHUNK)
     left = (512 + 1.5 * chunk + 128 * config.engine.tensor_parallel) * MIB
     if memory > 60 * GIB:

@@ -19,7 +19,7 @@ import httpx
 from areal_agents.config import Config
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
-from areal_agents.inference.config import EmbeddedEngineConfig
+from areal_agents.inference.config import SERVERS, EmbeddedEngineConfig
 from areal_agents.inference.engine import MemoryKind
 from areal_agents.inference.sglang.server import (
     LORA_TARGETS,
@@ -32,6 +32,8 @@ from areal_agents.inference.sglang.server import (
     server_command,
     server_environment,
 )
+from areal_agents.inference.vllm import server as vllm_server
+from areal_agents.inference.vllm.server import VLLMProcess, vllm_environment
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.nodes import nodes_of, ranks_beside_engines
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
@@ -70,7 +72,7 @@ def plan_engines(config: Config) -> EnginePlan:
     """Plan how the engines of a run are started.
 
     Raises:
-        ConfigError: engine.python has no SGLang or one that is too old, there are too few GPUs, or
+        ConfigError: engine.python has no SGLang or vLLM or one that is too old, there are too few GPUs, or
             `check_same_machine` refuses a running server.
     """
     engine = config.engine
@@ -78,15 +80,19 @@ def plan_engines(config: Config) -> EnginePlan:
         if config.trainer.start:
             check_same_machine(config)
         return EnginePlan((), f"running servers at {', '.join(engine.urls)}")
-    if engine.kind == "sglang":
-        environment = find_environment(engine.python, numerics(engine))
+    if engine.kind != "embedded":
+        environment = (
+            vllm_server.find_environment(engine.python)
+            if engine.kind == "vllm"
+            else find_environment(engine.python, numerics(engine))
+        )
         trainer = config.trainer
         here = ranks_beside_engines(trainer, nodes_of(trainer, os.environ).count)
         trainer_gpus = 0 if trainer.device == "cpu" else here
         placements = place(engine, environment.gpus, trainer_gpus=trainer_gpus)
         if engine.deterministic and not placements[0].gpus:
             raise ConfigError("engine.deterministic needs SGLang on a GPU, and there is none; leave it out")
-        return EnginePlan(placements, f"SGLang {environment.version}")
+        return EnginePlan(placements, f"{SERVERS[engine.kind]} {environment.version}")
     if not engine.device.startswith("cuda"):
         return EnginePlan((GpuPlacement(),) * engine.replicas, "the embedded engine")
     first = int(engine.device.partition(":")[2] or 0)
@@ -102,8 +108,8 @@ def engine_name(replica: int, replicas: int) -> str:
 def serve_engine(config: Config, folder: RunFolder, *, replica: int, gpus: Sequence[int]) -> None:
     """Run one engine in this process until SIGTERM."""
     placement = GpuPlacement(tuple(gpus))
-    if config.engine.kind == "sglang":
-        _serve_sglang(config, folder, placement, replica)
+    if config.engine.kind != "embedded":
+        _serve_real(config, folder, placement, replica)
         return
     from areal_agents.inference.embedded.server import serve
 
@@ -121,9 +127,9 @@ def ready_path(config: Config) -> str:
 
     SGLang's /health samples a token, so it does not answer while the server is paused. A running server that
     a dead trainer left paused answers /model_info, and resumes when the new trainer, which waits for it here,
-    publishes a version.
+    publishes a version. vLLM's /health computes nothing.
     """
-    return "/model_info" if config.engine.urls else "/health"
+    return "/model_info" if config.engine.urls and config.engine.kind != "vllm" else "/health"
 
 
 def memory_to_release(config: Config) -> tuple[MemoryKind, ...]:
@@ -201,6 +207,8 @@ def check_running(config: Config, urls: Sequence[str] | None = None) -> None:
         ConfigError: a server was started without a flag; the message names it.
         EngineUnavailable: a server does not answer.
     """
+    if config.engine.kind == "vllm":
+        return  # the client checks how a vLLM was started when it asks for the model
     for url in config.engine.urls if urls is None else urls:
         try:
             with direct_client(timeout_s=INFO_TIMEOUT_S) as client:
@@ -268,9 +276,10 @@ def check_nccl(config: Config, own: str | None) -> None:
     publish, engine = config.trainer.publish, config.engine
     if own is None or publish.transport != "broadcast" or publish.backend == "gloo":
         return
-    if engine.kind != "sglang" or engine.urls:
+    if engine.kind == "embedded" or engine.urls:
         return
-    theirs = find_environment(engine.python).nccl
+    find = vllm_server.find_environment if engine.kind == "vllm" else find_environment
+    theirs = find(engine.python).nccl
     if theirs is not None and theirs != own:
         raise ConfigError(
             f"trainer.publish.transport: broadcast: the trainer has NCCL {own}, and {engine.python} has "
@@ -296,13 +305,14 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "disable_radix_cache", "--disable-radix-cache", why
 
 
-def _serve_sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> None:
+def _serve_real(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> None:
     """Start the server, end it on SIGTERM, and exit when it exits.
 
     If the server exits after it has served, this process kills itself, so that the supervisor restarts both.
     """
     signal.signal(signal.SIGTERM, _exit)
-    server = _sglang(config, folder, placement, replica)
+    made = _vllm if config.engine.kind == "vllm" else _sglang
+    server = made(config, folder, placement, replica)
     try:
         server.start()
         server.wait_ready()
@@ -313,7 +323,7 @@ def _serve_sglang(config: Config, folder: RunFolder, placement: GpuPlacement, re
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.stop()
-    logger.error("SGLang ended with status %d", status)
+    logger.error("%s ended with status %d", SERVERS[config.engine.kind], status)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -336,6 +346,27 @@ def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica:
     return SGLangProcess(
         command,
         server_environment(config.engine, placement, host),
+        host=host,
+        port=port,
+        log_path=folder.log(engine_name(replica, config.engine.replicas)),
+        start_timeout_s=config.engine.start_timeout_s,
+    )
+
+
+def _vllm(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> VLLMProcess:
+    host, port = _address(folder, replica)
+    command = vllm_server.server_command(
+        config.engine,
+        config.model,
+        placement,
+        host=host,
+        port=port,
+        seed=config.seed + replica,
+        lora_rank=adapter_rank(config),
+    )
+    return VLLMProcess(
+        command,
+        vllm_environment(config.engine, placement, host),
         host=host,
         port=port,
         log_path=folder.log(engine_name(replica, config.engine.replicas)),

@@ -26,7 +26,7 @@ from areal_agents.doctor.serving import in_thread
 from areal_agents.episode import ForkPoint
 from areal_agents.errors import ConfigError, RenderingError, RequestError
 from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
-from areal_agents.inference import SGLangEngine
+from areal_agents.inference.clients import connect, protocol_of
 from areal_agents.inspection.forks import (
     Continuation,
     ForkedTurn,
@@ -224,10 +224,10 @@ def play(
             _Fork.open(store, config, forked, how, number=number, policy=policy)
             for number in range(1, how.count + 1)
         ]
-        asyncio.run(_set_version(engine_url, version))
+        asyncio.run(_set_version(engine_url, config, version))
         try:
             if how.only_turn:
-                asyncio.run(_sample_turn(engine_url, store, forked, prepared, renderer))
+                asyncio.run(_sample_turn(engine_url, config, store, forked, prepared, renderer))
             else:
                 _run_agent(engine_url, store, config, forked, prepared, renderer, out)
         finally:
@@ -247,8 +247,8 @@ def play(
     )
 
 
-async def _set_version(engine_url: str, version: int) -> None:
-    engine = SGLangEngine(engine_url)
+async def _set_version(engine_url: str, config: Config, version: int) -> None:
+    engine = connect(engine_url, protocol_of(config.engine.kind))
     try:
         await engine.set_version(version, abort_running=False)
     finally:
@@ -350,7 +350,7 @@ def _run_agent(
     proxy = config.proxy.model_copy(
         update={"admin_key": None, "project_keys": (), "port": 0, "host": "127.0.0.1"}
     )
-    engine = SGLangEngine(engine_url)
+    engine = connect(engine_url, protocol_of(config.engine.kind))
     app = create_app(
         store=store,
         engine=engine,
@@ -411,10 +411,15 @@ def _fork_point(forked: ForkedTurn) -> ForkPoint:
 
 
 async def _sample_turn(
-    engine_url: str, store: Store, forked: ForkedTurn, forks: list[_Fork], renderer: ChatRenderer
+    engine_url: str,
+    config: Config,
+    store: Store,
+    forked: ForkedTurn,
+    forks: list[_Fork],
+    renderer: ChatRenderer,
 ) -> None:
     """Sample the turn alone, from its exact prompt, and end the forks."""
-    engine = SGLangEngine(engine_url)
+    engine = connect(engine_url, protocol_of(config.engine.kind))
     ids = forked.episode.forest.prompt_ids(forked.turn.id)
     tools = _called_tools(forked)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from areal_agents.errors import StoreError
-from areal_agents.inference import SGLangEngine
+from areal_agents.inference.clients import EngineClient
 from areal_agents.inference.pool import move_engines
 from areal_agents.store import Store
 
@@ -18,7 +18,7 @@ _LOOK_S = 1.0
 
 
 @contextmanager
-def following_engines(store: Store, engines: Sequence[SGLangEngine]) -> Iterator[None]:
+def following_engines(store: Store, engines: Sequence[EngineClient]) -> Iterator[None]:
     """Send the requests of each client to the address that its engine has in the store, within the block."""
     ended = threading.Event()
 

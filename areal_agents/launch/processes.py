@@ -100,6 +100,7 @@ def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> N
 
 
 def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.inference.clients import protocol_of
     from areal_agents.proxy.page import Page
     from areal_agents.proxy.workers.places import ProxyPlace
     from areal_agents.proxy.workers.supervisor import serve_with_workers
@@ -128,6 +129,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         router_url=config.engine.router,
         adapters=config.trainer.publish.transport == "lora",
         vocab_size=_vocab_size(Path(config.model)),
+        protocol=protocol_of(config.engine.kind),
         page=Page(FACTORY, str(store), config.model, str(folder.root), endpoints.view_key),
         telemetry=config.telemetry,
         run=config.name,
@@ -175,7 +177,7 @@ def _vocab_size(model: Path) -> int | None:
 
 
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
-    from areal_agents.inference import SGLangEngine
+    from areal_agents.inference.clients import EngineClient, connect, protocol_of
     from areal_agents.inference.sglang.server import nccl_environment
     from areal_agents.launch.canary_rules import canary_rules
     from areal_agents.launch.context_length import longest_sequence
@@ -198,7 +200,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     stop = _stop_event()
     config, longest = with_trainer_dtype(config), longest_sequence(config)
     os.environ.update(rank_variables(config.trainer, os.environ))  # torch reads them
-    if config.engine.kind == "sglang":
+    if config.engine.kind != "embedded":
         os.environ.update(nccl_environment(config.engine))  # the trainer may form a group with the engines
     first = int(os.environ.get("RANK", "0")) == 0
     if first:
@@ -206,7 +208,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
         check_same_machine(config)
     store = recorded = None
     data_ended: Callable[[], bool] = _never
-    engines: list[SGLangEngine] = []
+    engines: list[EngineClient] = []
     with ExitStack() as opened:
         if first:
             store = opened.enter_context(
@@ -224,7 +226,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             urls, log = folder.read_endpoints().engine_urls, logging.getLogger(__name__)
             wait_for_engines(config, urls, check=lambda: _end_if(stop), say=log.info, warn=log.warning)
             timeout_s = config.trainer.publish.timeout_s
-            engines = [SGLangEngine(url, update_timeout_s=timeout_s) for url in urls]
+            protocol = protocol_of(config.engine.kind)
+            engines = [connect(url, protocol, update_timeout_s=timeout_s) for url in urls]
             if folder.read_endpoints().place is not None and store is not None:
                 opened.enter_context(following_engines(store, engines))
             if store is not None and config.loop == "one_step_off":

@@ -83,7 +83,7 @@ def _on_this_machine(config: Config, machine: Machine) -> Iterator[dict[str, Any
         yield from ({"trainer.ranks": ranks, "trainer.offload": how} for how in offloads)
     if trainer.lora is None:
         yield {"trainer.lora": {}}
-        if engine.colocate == "split":
+        if engine.colocate == "split" and engine.kind != "vllm":
             yield {"trainer.lora": {}, "engine.colocate": "sleep"}
         if trainer.microbatch_tokens and gpus:
             yield {"trainer.lora": {}, **_FREE}
@@ -95,13 +95,13 @@ def _on_this_machine(config: Config, machine: Machine) -> Iterator[dict[str, Any
 
 def _of_engines(config: Config) -> Iterator[dict[str, Any]]:
     engine = config.engine
-    if engine.kind == "sglang":
+    if engine.kind != "embedded":
         wider = (width for width in (2, 4, 8) if width > engine.tensor_parallel)
         yield from ({"engine.tensor_parallel": width} for width in wider)
         yield from ({"engine.memory_fraction": share} for share in (0.3, 0.5, 0.7))
     else:
         yield from ({"engine.slots": slots} for slots in (32, 16, 8) if slots < engine.slots)
-    if engine.colocate == "split":
+    if engine.colocate == "split" and engine.kind != "vllm":
         yield {"engine.colocate": "sleep"}
 
 

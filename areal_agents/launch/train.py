@@ -22,6 +22,7 @@ from rich.console import Console
 from areal_agents.config import Config, is_saved, save_config
 from areal_agents.errors import ConfigError, SandboxError
 from areal_agents.health.waiting import Waiting
+from areal_agents.inference.config import SERVERS
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.children import Children
 from areal_agents.launch.disk_space import disk_space_of
@@ -174,7 +175,9 @@ def plan_of(config: Config, *, trains: bool = True) -> EnginePlan:
     if names := config.engine.without_effect:
         logger.warning(
             "settings that have no effect on %s: %s",
-            "running servers, which keep their own settings" if config.engine.urls else "SGLang",
+            "running servers, which keep their own settings"
+            if config.engine.urls
+            else SERVERS[config.engine.kind],
             ", ".join(f"engine.{name}" for name in names),
         )
     if not trains:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from areal_agents.config import load_config
 from areal_agents.errors import ArealAgentsError, ConfigError
-from areal_agents.inference import SGLangEngine
+from areal_agents.inference.clients import Protocol, connect, protocol_of
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
 from areal_agents.training.publish.verifying import verify
@@ -35,13 +35,15 @@ def run(folder: Path, console: Console) -> bool:
         )
     base = Path(config.model) if config.trainer.publish.transport == "lora" else None
     with Store.open(found.store_at(config.store.url)) as store:
-        return asyncio.run(_verify_all(urls, store, base, console))
+        return asyncio.run(_verify_all(urls, protocol_of(config.engine.kind), store, base, console))
 
 
-async def _verify_all(urls: tuple[str, ...], store: Store, base: Path | None, console: Console) -> bool:
+async def _verify_all(
+    urls: tuple[str, ...], protocol: Protocol, store: Store, base: Path | None, console: Console
+) -> bool:
     agree = True
     for url in urls:
-        async with SGLangEngine(url) as engine:
+        async with connect(url, protocol) as engine:
             try:
                 one = await verify(engine, store, base=base)
             except ArealAgentsError as error:

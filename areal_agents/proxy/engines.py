@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from areal_agents.errors import ConfigError
-from areal_agents.inference import SGLangEngine
+from areal_agents.inference.clients import Protocol, connect
 from areal_agents.inference.config import is_base_url
 from areal_agents.inference.pool import (
     CurrentVersion,
@@ -39,6 +39,7 @@ class EngineUrls:
         adapters: whether the policy is a LoRA adapter of the model that the engines serve.
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
         move: whether engines that are started again may have other addresses, which the store has.
+        protocol: what the engines speak.
     """
 
     engines: tuple[str, ...]
@@ -46,6 +47,7 @@ class EngineUrls:
     adapters: bool = False
     vocab_size: int | None = None
     move: bool = False
+    protocol: Protocol = "sglang"
 
     def describe(self) -> str:
         """Return the addresses in a form for people."""
@@ -67,8 +69,9 @@ def make_pool(
     With a `canary_share` above 0, the last engines serve the candidate to that share of the episodes.
     """
     engines = [
-        SGLangEngine(
+        connect(
             url,
+            urls.protocol,
             request_timeout_s=request_timeout_s,
             update_timeout_s=_UPDATE_TIMEOUT_S,
             adapters=urls.adapters,
@@ -130,13 +133,13 @@ def check_addresses(engine_urls: Sequence[str], router_url: str) -> None:
         )
 
 
-def check_models(urls: Sequence[str]) -> None:
+def check_models(urls: Sequence[str], protocol: Protocol = "sglang") -> None:
     """Raise ConfigError if two of the engines that answer serve different models."""
     if len(urls) > 1:
-        asyncio.run(_check(urls))
+        asyncio.run(_check(urls, protocol))
 
 
-async def _check(urls: Sequence[str]) -> None:
+async def _check(urls: Sequence[str], protocol: Protocol) -> None:
     async with contextlib.AsyncExitStack() as opened:
-        engines = [await opened.enter_async_context(SGLangEngine(url)) for url in urls]
+        engines = [await opened.enter_async_context(connect(url, protocol)) for url in urls]
         await refuse_other_models(urls, engines)

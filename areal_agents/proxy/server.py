@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference import running_engine
+from areal_agents.inference.clients import Protocol
 from areal_agents.process_control import exit_on_sigterm
 from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.auth import refuse_open_access
@@ -72,6 +73,7 @@ def serve(
     router_url: str = "",
     adapters: bool = False,
     vocab_size: int | None = None,
+    protocol: Protocol = "sglang",
     engine_options: dict[str, Any] | None = None,
     page: Page | None = None,
     telemetry: TelemetryConfig | None = None,
@@ -92,6 +94,7 @@ def serve(
         router_url: a router in front of `engine_urls` that generation requests go through.
         adapters: whether the policy is a LoRA adapter of the model that the engines serve.
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
+        protocol: what the engines at `engine_urls` speak.
         engine_options: options of the embedded engine, fields of EmbeddedEngineConfig.
         page: the page at /view; None: there is none.
         telemetry: where spans are exported to; None: as the environment says.
@@ -135,8 +138,10 @@ def serve(
             stack.enter_context(peers.watching())
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
-        check_models(engine_urls)
-        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size, place is not None)
+        check_models(engine_urls, protocol)
+        engines = EngineUrls(
+            tuple(engine_urls), router_url, adapters, vocab_size, place is not None, protocol
+        )
         announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
         announce(recording_notice(store, config))
         announce_page(page, url_of(listener), announce)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from areal_agents.inference.sglang.client import SGLangEngine
+from areal_agents.inference.clients import EngineClient
 
 logger = logging.getLogger(__name__)
 
 
-def move_engines(engines: Sequence[SGLangEngine], addresses: Mapping[int, str]) -> None:
+def move_engines(engines: Sequence[EngineClient], addresses: Mapping[int, str]) -> None:
     """Send the further requests of each client to the present address of its engine.
 
     Args:

@@ -143,6 +143,15 @@ class VLLMEngine(VLLMControl):
             return await scored(None)
         return await self._with_adapter(scored)
 
+    def move_to(self, base_url: str) -> None:
+        """Send every further request to another address, where the engine was started again.
+
+        Requests that are under way stay where they are.
+        """
+        if base_url.rstrip("/") != self.base_url:
+            self._http.base_url = base_url.rstrip("/")
+            self._info = None
+
     async def abort(self, rid: str) -> None:
         """See Engine.abort."""
         await self._call("POST", "/abort_requests", {"request_ids": [WIRE_ID + rid]})

@@ -25,6 +25,7 @@ from typing import Any
 
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
+from areal_agents.inference.clients import Protocol
 from areal_agents.process_control import exit_on_sigterm, kill_process
 from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import MOST_WORKERS, ProxyConfig, shared_among
@@ -77,6 +78,7 @@ def serve_workers(
     router_url: str = "",
     adapters: bool = False,
     vocab_size: int | None = None,
+    protocol: Protocol = "sglang",
     engine_options: dict[str, Any] | None = None,
     page: Page | None = None,
     telemetry: TelemetryConfig | None = None,
@@ -110,8 +112,8 @@ def serve_workers(
             refuse_beside_places(opened)
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
-        check_models(engine_urls)
-        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size)
+        check_models(engine_urls, protocol)
+        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size, protocol=protocol)
         own, secret = secrets.token_hex(6), secrets.token_hex(24)
         stack.callback(forget_dead, folder)
         stack.enter_context(supervising(folder, own))
