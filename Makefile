@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LITELLM := .venv-litellm
 SGLANG := .venv-sglang
+VLLM := .venv-vllm
 STAMP := $(VENV)/.installed
 # A machine without an NVIDIA driver takes the CPU build of torch.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
@@ -17,6 +18,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "areal-agents needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11"; exit 1; }
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 SGLANG_PINS := tools/sglang_cpu
+VLLM_PINS := tools/vllm_cpu/requirements.txt
 GPU_SITE := .gpu-site
 ENVIRONMENTS := .venv-environments
 MINI := $(ENVIRONMENTS)-mini-swe-agent
@@ -29,7 +31,7 @@ SKYPILOT := .venv-skypilot
 SLURM := slurmctld slurmd slurm-client munge
 GPU_SECONDS ?= 540
 
-.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-browser screenshots test-environments test-docker sandbox-tools test-cluster cluster-tools ray skypilot test-gpu gpu-wheels check static bench litellm sglang environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
+.PHONY: help setup demo demo-cli demo-games test test-all test-sglang test-vllm test-browser screenshots test-environments test-docker sandbox-tools test-cluster cluster-tools ray skypilot test-gpu gpu-wheels check static bench litellm sglang vllm environments environments-harbor environments-nemo-gym integrations docs chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,6 +73,9 @@ docs: ## Build the documentation as a site that needs no other host: site/index.
 
 test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 	$(BIN)/python -m pytest -m sglang --sglang=$(SGLANG)/bin/python
+
+test-vllm: setup vllm ## Run the tests that need a real vLLM, on a CPU.
+	$(BIN)/python -m pytest -m vllm --vllm=$(VLLM)/bin/python
 
 test-browser: setup $(BROWSER)/.installed ## Run the tests of the page in a real Chromium (CHROME_PATH names another one).
 	$(BROWSER)/bin/python -m pytest -m browser tests/view/test_browser.py
@@ -143,6 +148,17 @@ $(SGLANG)/.installed: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/without_dep
 	$(SGLANG)/bin/python $(PIP_INSTALL) -c constraints-cpu.txt torch -r $(SGLANG_PINS)/requirements.txt
 	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps -r $(SGLANG_PINS)/without_dependencies.txt
 	$(SGLANG)/bin/python -m compileall -q $(SGLANG)/lib || true # some packages hold files of other Pythons
+	@touch $@
+
+vllm: $(VLLM)/.installed ## Install vLLM for a CPU, in its own environment (about five minutes).
+
+# What is pinned leaves out the packages for pictures and sound, whose builds need a GPU: vLLM serves text without.
+$(VLLM)/.installed: $(VLLM_PINS) constraints-cpu.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python $(PIP_INSTALL) -c constraints-cpu.txt torch
+	$(VLLM)/bin/python $(PIP_INSTALL) --no-deps -r $(VLLM_PINS)
+	$(VLLM)/bin/python -m compileall -q $(VLLM)/lib || true # some packages hold files of other Pythons
 	@touch $@
 
 # Install the packages of environments, in environments of their own.
@@ -221,4 +237,4 @@ attack: setup ## Send attacks to a real proxy and print which defences held (abo
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) $(BROWSER) $(RAY) $(SKYPILOT) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(VLLM) $(GPU_SITE) $(ENVIRONMENTS)* $(INTEGRATIONS) $(BROWSER) $(RAY) $(SKYPILOT) integrations/*/node_modules .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,7 @@
 """Inference: the interface of an engine, and how to start one.
 
-Everything speaks SGLang's native HTTP protocol, so the embedded engine and a real SGLang server are driven
-by one client.
+The embedded engine and a real SGLang server speak SGLang's native HTTP protocol and are driven by one
+client; vLLM has a client of its own.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from areal_agents.errors import ConfigError
-from areal_agents.inference.clients import Protocol, connect
+from areal_agents.inference.clients import EngineClient, Protocol, connect
 from areal_agents.inference.config import is_base_url
 from areal_agents.inference.pool import (
     CurrentVersion,
@@ -141,5 +141,7 @@ def check_models(urls: Sequence[str], protocol: Protocol = "sglang") -> None:
 
 async def _check(urls: Sequence[str], protocol: Protocol) -> None:
     async with contextlib.AsyncExitStack() as opened:
-        engines = [await opened.enter_async_context(connect(url, protocol)) for url in urls]
+        engines: list[EngineClient] = [connect(url, protocol) for url in urls]
+        for engine in engines:
+            opened.push_async_callback(engine.aclose)
         await refuse_other_models(urls, engines)

@@ -176,6 +176,8 @@ NOT_RUN = {
     ("docs/settings.md", "areal-agents train"): "as in the README, with more steps",
     ("docs/settings.md", "areal-agents simulate"): "as in simulator.md",
     ("docs/sglang.md", "python3 -m venv"): "make sglang, in CI",
+    ("docs/vllm.md", "python3 -m venv"): "make vllm",
+    ("docs/vllm.md", "vllm/bin/python areal_agents"): "make test-vllm",
     ("docs/rewards.md", "@episode"): "a part of an agent",
     ("docs/benchmarks.md", "make demo-cli"): "minutes; tests/examples/test_repair_agent.py",
     ("docs/benchmarks.md", "examples/distill/run.sh"): "minutes; tests/examples/test_distill.py",

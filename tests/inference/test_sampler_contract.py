@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from inference_support import PATIENCE_S, VOCAB, client_of, prompt_of
+from real_vllm import VLLMUrl
 from scripted_sampler import ScriptedSampler
+from vllm_stand_in import VLLMStandIn
 
 from areal_agents.core.completion import SamplingParams, TokenChunk
 from areal_agents.errors import EngineRejected, EngineUnavailable
@@ -32,6 +35,7 @@ SAMPLERS = [
     "pool of embedded",
     "in the process",
     pytest.param("sglang", marks=pytest.mark.sglang),
+    "vllm stand-in",
     pytest.param("vllm", marks=pytest.mark.vllm),
 ]
 
@@ -61,6 +65,13 @@ def urls(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[list[st
         return
     if kind in ("sglang", "vllm"):
         yield [request.getfixturevalue(f"{kind}_url")]
+        return
+    if kind == "vllm stand-in":
+        with running_engine(model_folder, threads=1, slots=4, max_context=512) as engine:
+            server = VLLMStandIn(engine)
+            with running(server.app) as url:
+                yield [VLLMUrl(url)]
+                httpx.post(f"{url}/close")
         return
     with ExitStack() as stack:
         count = 2 if kind.startswith("pool") else 1
