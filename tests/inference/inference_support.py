@@ -56,7 +56,7 @@ def build_model(
         "bos_token_id": 1,
     }
     if kind == "qwen3":
-        sizes["head_dim"] = 32  # vLLM's kernels for CPUs take no smaller one
+        sizes["head_dim"] = 24
     model = AutoModelForCausalLM.from_config(CONFIGS[kind](**(sizes | overrides)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
