@@ -18,7 +18,7 @@ from rich.console import Console
 from areal_agents.cluster.launchers.by_name import launcher_of
 from areal_agents.cluster.launchers.slurm.allocation import Allocation, is_in_job
 from areal_agents.cluster.launchers.slurm.job import batch_script, requeued_when_cut_short, submit
-from areal_agents.cluster.launchers.slurm.placing import nodes_for
+from areal_agents.cluster.launchers.slurm.placing import nodes_for, place
 from areal_agents.cluster.train import check_config, processes_of, train_on_cluster
 from areal_agents.config import Config
 from areal_agents.launch.report.report import Form
@@ -75,11 +75,13 @@ def start_on_cluster(
 def _slurm_script(config: Config, arguments: Sequence[str]) -> str:
     gpus_per_node = config.cluster.gpus_per_node
     processes = processes_of(config, "", nodes=max(1, config.trainer.nodes))
+    nodes = config.cluster.slurm.nodes or nodes_for(processes, gpus_per_node)
+    place(processes, gpus_per_node, nodes)  # refuses too few before the job waits in the queue
     return batch_script(
         config.cluster.slurm,
         [sys.executable, "-m", "areal_agents", "train", *arguments],
         name=Path(config.run_dir).name,
-        nodes=config.cluster.slurm.nodes or nodes_for(processes, gpus_per_node),
+        nodes=nodes,
         gpus_per_node=gpus_per_node if any(process.gpus for process in processes) else 0,
         folder=Path.cwd(),
         output=_slurm_output(config),

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 from slurm_cluster import COMMAND_S, CPUS, SlurmCluster
 
+from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.slurm.config import SlurmConfig
+from areal_agents.cluster.launchers.slurm.launcher import SlurmLauncher
+from areal_agents.errors import ConfigError
 from areal_agents.launch.supervision import SUPERVISED
 
 pytestmark = pytest.mark.cluster
@@ -148,3 +152,17 @@ def test_a_launcher_whose_supervisor_and_node_are_lost_ends(job: Job) -> None:
     job.slurm.kill_node("node2")
     supervisor.kill()
     supervisor.communicate(timeout=COMMAND_S)  # until nobody has its output open
+
+
+def test_a_job_that_is_too_small_for_a_run_is_refused(
+    slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**slurm.environment, "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[1-2]"}.items():
+        monkeypatch.setenv(name, value)
+    processes = [RoleProcess("engine", index, ("engine",), gpus=2) for index in range(3)]
+    message = (
+        "needs 3 nodes with 2 GPUs each, and job 12, in which this command runs, has 2; outside of a job"
+    )
+    with pytest.raises(ConfigError, match=message):
+        SlurmLauncher(SlurmConfig(), processes, gpus_per_node=2).check()
+    SlurmLauncher(SlurmConfig(), processes[:2], gpus_per_node=2).check()

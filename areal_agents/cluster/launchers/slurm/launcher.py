@@ -11,7 +11,7 @@ from functools import cached_property
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.slurm.allocation import Allocation
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
-from areal_agents.cluster.launchers.slurm.placing import place
+from areal_agents.cluster.launchers.slurm.placing import nodes_for, place
 from areal_agents.errors import ConfigError
 
 
@@ -57,4 +57,11 @@ class SlurmLauncher:
 
     @cached_property
     def _nodes(self) -> dict[str, int]:
-        return place(self._processes, self._gpus_per_node, len(self._allocation.first_nodes))
+        job, has = self._allocation.job_id, len(self._allocation.first_nodes)
+        needed = nodes_for(self._processes, self._gpus_per_node)
+        if needed > has:
+            raise ConfigError(
+                f"the run needs {needed} nodes with {self._gpus_per_node} GPUs each, and job {job}, in which "
+                f"this command runs, has {has}; outside of a job, it submits one that is large enough"
+            )
+        return place(self._processes, self._gpus_per_node, has)
