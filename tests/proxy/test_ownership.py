@@ -196,6 +196,18 @@ async def test_an_episode_belongs_to_one_process_run(tmp_path: Path) -> None:
             assert not await owned_by(store, new).claim("e", old.owner)
 
 
+async def test_an_episode_that_is_claimed_back_is_no_longer_in_memory(tmp_path: Path) -> None:
+    """Another worker may have recorded turns in between."""
+    first, other = worker(tmp_path, 0), worker(tmp_path, 1)
+    with Store.open(tmp_path / "s.db") as store:
+        sessions = Sessions(store, first.owner)
+        ownership = Ownership(store, first, sessions.lose)
+        await sessions.open(NewEpisode("e", "hash"))
+        assert await ownership.claim("e", first.owner) and sessions.get("e") is not None
+        assert store.claim_episode("e", first.owner, other.owner).result()
+        assert await ownership.claim("e", other.owner) and sessions.get("e") is None
+
+
 def test_what_falls_to_whom_is_shared() -> None:
     keys = [str(number).encode() for number in range(300)]
     orders = [homes(key, 3) for key in keys]
