@@ -13,7 +13,7 @@ from typing import IO
 
 from areal_agents.process_control import end_process, read_line
 
-START_S, END_S = 120.0, 30.0
+START_S, END_S = 240.0, 240.0  # a Python that Ray starts takes a minute on a machine that is busy
 
 
 @dataclass(frozen=True)

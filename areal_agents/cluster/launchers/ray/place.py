@@ -162,9 +162,12 @@ async def _run(name: str, command: Sequence[str], *, bundle: Mapping[str, float]
     asked = asyncio.ensure_future(told.get())
     try:
         if not await _first_of(started, asked, timeout_s=min(SOON_S, wait_s)):
-            print(f"{name} waits for a node of the Ray cluster with {_words(bundle)} free", flush=True)
+            wanted = f"for a node with {_words(bundle)} free, and for Ray to start a worker there"
+            print(f"{name} is not placed yet; it waits {wanted}", flush=True)
             if not await _first_of(started, asked, timeout_s=max(0.0, wait_s - SOON_S)):
-                print(f"no node had {_words(bundle)} free within {wait_s:g} s.\n{_nodes()}", flush=True)
+                print(
+                    f"{name} was not placed within {wait_s:g} s: it waited {wanted}.\n{_nodes()}", flush=True
+                )
                 return EXIT_REFUSED
         if not started.done():
             return -asked.result()
