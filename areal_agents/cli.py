@@ -537,7 +537,8 @@ def simulate(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Parameters of the simulation, for example max_staleness=8 tokens.mean=2048.",
+            help="Parameters of the simulation, for example max_staleness=8 tokens.mean=2048; inputs of the "
+            "estimate with --scaling.",
             metavar="KEY=VALUE",
         ),
     ] = None,
@@ -552,11 +553,26 @@ def simulate(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Also write a plot to this PNG file.")] = None,
+    scaling: Annotated[
+        bool,
+        typer.Option(
+            "--scaling",
+            help="Instead: an estimate of what 8, 64, 512 and 1,000 GPUs, or --gpus, would need of proxies, "
+            "store and network, with its inputs.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Also print the report as one JSON object, on the last line.")
     ] = False,
 ) -> None:
     """Size a cluster: simulate training with other numbers of GPUs and other bounds on staleness."""
+    if scaling:
+        from areal_agents.simulate.scaling.tables import run as run_scaling
+
+        if source is not None or plot is not None:
+            raise ConfigError("--scaling has inputs of its own; leave --from and --plot out")
+        run_scaling(overrides or (), gpus=gpus, json=as_json)
+        return
     from areal_agents.simulate.report import run
 
     run(overrides or (), source=source, gpus=gpus, plot=plot, json=as_json)

@@ -177,6 +177,7 @@ NOT_RUN = {
     ("docs/first-hour.md", "areal-agents train config.yaml name=mine"): "as in the README",
     ("docs/settings.md", "areal-agents train"): "as in the README, with more steps",
     ("docs/settings.md", "areal-agents simulate"): "as in simulator.md",
+    ("docs/scaling.md", "areal-agents simulate --scaling"): "tests/simulate/test_scaling.py",
     ("docs/sglang.md", "python3 -m venv"): "make sglang, in CI",
     ("docs/vllm.md", "python3 -m venv"): "make vllm",
     ("docs/vllm.md", "vllm/bin/python areal_agents"): "make test-vllm",
