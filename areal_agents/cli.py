@@ -104,6 +104,9 @@ def train(
     if launcher in ("kubernetes", "skypilot"):
         from areal_agents.cluster.launchers.rendered import render, submit
 
+        options = {"--fresh": fresh, "--ablate-tool": ablate_tool, "--quiet": quiet, "--json": as_json}
+        for option in (option for option, given in options.items() if given):
+            raise typer.BadParameter(f"{option} does not reach the supervisor of --launcher {launcher}")
         rendered = render(launcher, config, overrides or ())
         if dry_run:
             print(rendered.text, end="")

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_agents.cluster.launchers.base import RoleProcess
-from areal_agents.cluster.launchers.slurm.placing import place
+from areal_agents.cluster.launchers.placing import place
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.cluster.train import environment_of, processes_of, stop_s_of
 from areal_agents.config import Config

@@ -91,7 +91,7 @@ class Place:
             try:
                 self._show()
             except StoreError as error:
-                # Nobody can take the place while the store cannot be reached.
+                # Another process may reach the store and take the place; the next heartbeat will tell.
                 logger.warning("no heartbeat could be written: %s", error)
 
 

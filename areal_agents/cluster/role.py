@@ -55,7 +55,7 @@ def run_role(role: Role, index: int, store_url: str, *, host: str = "", port: in
     end_with_supervisor()
     with _told_to_end() as told, Store.open(store_url) as store, _private_folder() as own:
         record = RunRecord.read(store)
-        config, file = record.resolved(own)
+        config, _ = record.resolved(own)
         count = counts(config, record.nodes)[role]
         if index >= count:
             raise ConfigError(
@@ -63,8 +63,12 @@ def run_role(role: Role, index: int, store_url: str, *, host: str = "", port: in
             )
         address = host or own_address(store_url)
         with Place.claim(store, role, index, host=address) as place:
+            # While this process waited for the place, a supervisor may have started again with a new record.
+            record = RunRecord.read(store)
+            config, file = record.resolved(own)
             logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
-            return _Process(store, store_url, record, config, file, place, count, told).run(port)
+            count = counts(config, record.nodes)[role]
+            return _Process(store, record, config, file, place, count, told).run(port)
 
 
 def counts(config: Config, nodes: int) -> dict[Role, int]:
@@ -87,7 +91,6 @@ class _Process:
     def __init__(
         self,
         store: Store,
-        store_url: str,
         record: RunRecord,
         config: Config,
         file: Path,
@@ -96,7 +99,6 @@ class _Process:
         told: threading.Event,
     ) -> None:
         self._store = store
-        self._store_url = store_url
         self._record = record
         self._config = config
         self._file = file

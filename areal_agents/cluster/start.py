@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_agents.cluster.launchers.by_name import launcher_of
+from areal_agents.cluster.launchers.placing import nodes_for, place
 from areal_agents.cluster.launchers.slurm.allocation import Allocation, is_in_job
 from areal_agents.cluster.launchers.slurm.job import batch_script, requeued_when_cut_short, submit
-from areal_agents.cluster.launchers.slurm.placing import nodes_for, place
 from areal_agents.cluster.train import check_config, processes_of, train_on_cluster
 from areal_agents.config import Config
 from areal_agents.launch.report.report import Form

@@ -46,7 +46,7 @@ from areal_agents.launch.trial import run_trial
 from areal_agents.proxy.page import link_of_page
 from areal_agents.rollout.seeds import FIXED_HASHES
 from areal_agents.store import Store
-from areal_agents.store.postgres import is_postgres
+from areal_agents.store.postgres import has_password, is_postgres
 from areal_agents.store.roles import DEAD_AFTER_S
 from areal_agents.store.urls import shown_store
 from areal_agents.training.metrics.trackers import check_trackers
@@ -116,6 +116,11 @@ def _faults(config: Config, launcher: Launcher) -> Iterator[str]:
         yield (
             "store.url: the machines of a cluster share a store in PostgreSQL; set it to "
             "postgresql://user@host/database?schema=NAME (docs/store.md)"
+        )
+    elif is_postgres(config.store.url or "") and has_password(config.store.url or ""):
+        yield (
+            "store.url: the command lines of the processes would show its password; leave it out, and give "
+            "it in ~/.pgpass or as the variable PGPASSWORD"
         )
     if config.data.episodes:
         yield "data.episodes: training on recorded episodes needs no cluster; leave --launcher out"

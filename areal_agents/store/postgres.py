@@ -346,15 +346,27 @@ def shown(url: str) -> str:
     return parsed.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
+def has_password(url: str) -> bool:
+    """Whether the URL contains a password."""
+    parsed = parsed_url(url)
+    return bool(parsed.password or parsed.query.get("password") or parsed.query.get("sslpassword"))
+
+
 def host_of(url: str) -> tuple[str, int]:
     """Return the host and the port of the server; of several, the first."""
-    parsed = sa.make_url(url)
-    given = parsed.host or parsed.query.get("host") or "127.0.0.1"
-    host = (given if isinstance(given, str) else given[0]).split(",")[0]
-    name, separator, port = host.rpartition(":")
-    if separator and port.isdigit():
-        return name.strip("[]"), int(port)
-    return host, parsed.port or 5432
+    parsed = parsed_url(url)
+    if parsed.host:
+        return parsed.host, parsed.port or 5432
+    host, port = (_first(parsed.query.get(name, "")) for name in ("host", "port"))
+    with_port = _HOST.fullmatch(host)
+    if with_port is not None and with_port["port"]:
+        return with_port["name"].strip("[]"), int(with_port["port"])
+    return host or "127.0.0.1", int(port or "5432")
+
+
+def _first(given: str | tuple[str, ...]) -> str:
+    """Return the first of the values of a parameter, which may be repeated or separated by commas."""
+    return (given if isinstance(given, str) else given[0]).split(",")[0]
 
 
 def schema_of(url: str) -> str:

@@ -49,6 +49,8 @@ def test_the_processes_of_a_run() -> None:
     ("override", "message"),
     [
         ("store.url=/tmp/store.db", "store.url: the machines of a cluster share a store in PostgreSQL"),
+        ("store.url=postgresql://me:hush@db/x", "store.url: the command lines of the processes would show"),
+        ("store.url=postgresql://db/x?password=hush", "store.url: the command lines of the processes would"),
         ("proxy.workers=2", "proxy.workers: in a cluster each proxy is one process"),
         ("trainer.start=false", "trainer.start: with --launcher"),
     ],

@@ -65,7 +65,11 @@ def test_a_process_learns_by_its_heartbeat_that_its_place_was_taken(store: Store
         ("postgresql://a@db/x", ("db", 5432)),
         ("postgresql://a@db:6000/x", ("db", 6000)),
         ("postgresql:///x?host=/run/pg", ("/run/pg", 5432)),
+        ("postgresql:///x?host=/run/pg&port=6000", ("/run/pg", 6000)),
+        ("postgresql://a@[::1]:6000/x", ("::1", 6000)),
         ("postgresql://a@/x?host=one:1,two:2", ("one", 1)),
+        ("postgresql://a@one:6000,two:6001/x?schema=s", ("one", 6000)),
+        ("postgresql://a@[::1]:6000,two/x", ("::1", 6000)),
     ],
 )
 def test_the_first_host_of_a_database(url: str, expected: tuple[str, int]) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.placing import nodes_for, place
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
 from areal_agents.cluster.launchers.slurm.job import batch_script, submit
 from areal_agents.cluster.launchers.slurm.launcher import SlurmLauncher
-from areal_agents.cluster.launchers.slurm.placing import nodes_for, place
 from areal_agents.errors import ConfigError
 
 SCRIPT = """\
@@ -76,7 +76,7 @@ def test_processes_with_gpus_fill_nodes_and_the_others_are_spread() -> None:
         "proxy-0": 0, "proxy-1": 1, "proxy-2": 0,
     }  # fmt: skip
     assert nodes_for(others, 8) == 1  # without GPUs, one node has room for all
-    with pytest.raises(ConfigError, match=r"cluster\.slurm\.nodes: .* need 2 nodes with 8 GPUs each, got 1"):
+    with pytest.raises(ConfigError, match=r"need 2 nodes with 8 GPUs each .* the job has 1"):
         place(processes, 8, 1)
     with pytest.raises(
         ConfigError, match="trainer-0 needs 4 GPUs on one node, .* use engine.tensor_parallel"

@@ -28,5 +28,6 @@ _LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {
 def launcher_of(name: str, config: Config) -> Launcher:
     """Return a launcher by its name. ConfigError if there is none of that name."""
     if name not in _LAUNCHERS:
-        raise ConfigError(f"--launcher must be one of {', '.join(_LAUNCHERS)}, got {name!r}")
+        names = ", ".join((*_LAUNCHERS, "kubernetes", "skypilot"))
+        raise ConfigError(f"--launcher must be one of {names}, got {name!r}")
     return _LAUNCHERS[name](config)

@@ -105,11 +105,13 @@ def refuse_secrets(text: str, overrides: Sequence[str]) -> None:
     given = [dict([override.partition("=")[::2]]) for override in overrides]
     for path, value in (leaf for part in (tree, *given) for leaf in _leaves(part, "")):
         if path.rpartition(".")[2] in _SECRET_KEYS and value:
-            raise ConfigError(f"{path}: manifests contain no keys; leave it out, the supervisor makes one")
+            raise ConfigError(
+                f"{path}: manifests contain no keys; leave it out (the supervisor makes proxy.admin_key)"
+            )
         if isinstance(value, str) and _PASSWORD.search(value):
             raise ConfigError(
-                f"{path}: manifests contain no passwords; give it as a variable, such as PGPASSWORD, in the "
-                "Secret that cluster.kubernetes.secret names"
+                f"{path}: manifests contain no passwords; give it as a variable, such as PGPASSWORD, that "
+                "cluster.kubernetes.secret or cluster.skypilot.secrets names"
             )
 
 

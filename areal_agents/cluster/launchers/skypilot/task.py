@@ -15,8 +15,8 @@ import yaml
 
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.kubernetes.manifests import refuse_secrets
+from areal_agents.cluster.launchers.placing import nodes_for
 from areal_agents.cluster.launchers.skypilot.config import SkyPilotConfig
-from areal_agents.cluster.launchers.slurm.placing import nodes_for
 from areal_agents.errors import ConfigError
 
 

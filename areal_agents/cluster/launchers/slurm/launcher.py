@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.placing import nodes_for, place
 from areal_agents.cluster.launchers.slurm.allocation import Allocation
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
-from areal_agents.cluster.launchers.slurm.placing import nodes_for, place
 from areal_agents.errors import ConfigError
 
 

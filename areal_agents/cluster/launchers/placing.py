@@ -1,4 +1,4 @@
-"""Which node of a job each process goes to, and how many nodes a job needs."""
+"""Chooses the node of each process, and the number of nodes, where a job has nodes that are all alike."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def place(processes: Sequence[RoleProcess], gpus_per_node: int, nodes: int) -> d
     filled = _filled(processes, gpus_per_node)
     if len(filled) > nodes:
         raise ConfigError(
-            f"cluster.slurm.nodes: engines and trainer need {len(filled)} nodes with {gpus_per_node} GPUs "
-            f"each, got {nodes}"
+            f"engines and trainer need {len(filled)} nodes with {gpus_per_node} GPUs each "
+            f"(cluster.gpus_per_node), and the job has {nodes}; raise the launcher's setting `nodes`, or "
+            "leave it out"
         )
     placed = {name: number for number, names in enumerate(filled) for name in names}
     return {process.name: placed.get(process.name, process.index % nodes) for process in processes}
