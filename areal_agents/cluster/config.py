@@ -12,7 +12,7 @@ from areal_agents.core.settings import Settings
 
 
 class RoleCpus(Settings):
-    """Cores of one process of each role, of which it uses so many threads."""
+    """The number of cores of one process of each role, which is also its number of threads."""
 
     engine: int = Field(default=8, ge=1, description="Cores of an engine.")
     proxy: int = Field(default=2, ge=1, description="Cores of a proxy.")
@@ -36,8 +36,8 @@ class ClusterConfig(Settings):
         description="Number of rollout processes, which share the groups and run the agents.",
     )
     gpus_per_node: int = Field(default=8, ge=0, le=16, description="GPUs of each machine; 0: there are none.")
-    ray: RayConfig = Field(default_factory=RayConfig)
-    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
-    skypilot: SkyPilotConfig = Field(default_factory=SkyPilotConfig)
     cpus: RoleCpus = Field(default_factory=RoleCpus)
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    skypilot: SkyPilotConfig = Field(default_factory=SkyPilotConfig)
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)

@@ -1,10 +1,10 @@
-"""Follows one process of a run that something else starts, for the supervisor of `--launcher external`.
+"""Follows a process that the supervisor of `--launcher external` has not started itself.
 
-`python -m areal_agents.cluster.follow --run URL --role ROLE --index N` says in its output when a process
+`python -m areal_agents.cluster.follow --run URL --role ROLE --index N` prints when a process
 takes the place and when it ends. First it takes the place itself for a moment: a process that was started
 before the supervisor has the keys of an earlier start, so it must lose its place, which ends it, and be
-started again by whatever started it. This program ends with 0 when the process has ended and the run is
-trained.
+started again by whatever started it. This program ends with 0 when the process has ended and the run has
+trained its last step.
 """
 
 from __future__ import annotations

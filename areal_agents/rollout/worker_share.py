@@ -52,9 +52,9 @@ class WorkerShare:
         return max(1, total // self.count + (self.index < total % self.count))
 
     def may_take(self, runner: str | None) -> bool:
-        """Whether what `runner` has left is for the taking: it is another process, and does not run."""
+        """Whether this process may take over the groups of `runner`: another process that is not running."""
         return runner is None or (runner != self.name and not self.is_alive(runner))
 
     def has_left(self, runner: str | None) -> bool:
-        """The same at the start of this process, which may follow another of the same name."""
+        """As `may_take`, at the start of this process: groups under its own name are from an earlier one."""
         return runner == self.name or self.may_take(runner)

@@ -1,6 +1,6 @@
-"""Runs that are handed over as a text: the manifests for `kubectl apply`, the task for `sky launch`.
+"""Renders a run as a file for another program: manifests for `kubectl apply`, or a task for `sky launch`.
 
-Something else then starts every process, also the supervisor, which follows the others (`--launcher
+That program then starts every process, including the supervisor, which follows the others (`--launcher
 external`).
 """
 
@@ -22,17 +22,17 @@ from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
 from areal_agents.launch.stopping import stop_timeout_s
 
-_SUBMIT_S = 3600.0  # SkyPilot makes machines in this time
+_SUBMIT_S = 3600.0  # longest run of the command, in which SkyPilot starts machines
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """What is handed over.
+    """A rendered run.
 
     Attributes:
-        text: YAML.
-        command: the program that takes it; "-" stands for a file with the text.
-        then: what the user is told when it has.
+        text: the content of the file, as YAML.
+        command: the command that takes the file; "-" stands for its path.
+        then: what the user is told when the command has succeeded.
     """
 
     text: str
@@ -92,10 +92,10 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
 
 
 def submit(rendered: Rendered) -> None:
-    """Hand it over, show what the program says, and say what to do next.
+    """Run the command with the file, and say what to do next.
 
     Raises:
-        ConfigError: the program is not installed, or refuses it.
+        ConfigError: the program is not installed, or refuses the file.
     """
     program = rendered.command[0]
     if shutil.which(program) is None:

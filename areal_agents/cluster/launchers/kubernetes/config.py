@@ -10,14 +10,16 @@ _QUANTITY = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
 
 
 class RoleMemory(Settings):
-    """Memory of one pod of each role, requested and at most."""
+    """The memory of one pod of each role, which is both its request and its limit."""
 
-    supervisor: str = Field(default="4Gi", pattern=_QUANTITY, description="Of the supervisor.")
-    engine: str = Field(default="64Gi", pattern=_QUANTITY, description="Of an engine.")
-    proxy: str = Field(default="8Gi", pattern=_QUANTITY, description="Of a proxy.")
-    trainer: str = Field(default="128Gi", pattern=_QUANTITY, description="Of the trainer on one machine.")
+    supervisor: str = Field(default="4Gi", pattern=_QUANTITY, description="Memory of the supervisor.")
+    engine: str = Field(default="64Gi", pattern=_QUANTITY, description="Memory of an engine.")
+    proxy: str = Field(default="8Gi", pattern=_QUANTITY, description="Memory of a proxy.")
+    trainer: str = Field(
+        default="128Gi", pattern=_QUANTITY, description="Memory of the trainer on one machine."
+    )
     rollout: str = Field(
-        default="16Gi", pattern=_QUANTITY, description="Of a rollout process, with its agents."
+        default="16Gi", pattern=_QUANTITY, description="Memory of a rollout process, with its agents."
     )
     shared: str = Field(
         default="16Gi", pattern=_QUANTITY, description="/dev/shm of an engine or trainer, part of its memory."
@@ -29,7 +31,7 @@ class KubernetesConfig(Settings):
 
     image: str = Field(
         default="",
-        description="The image of all pods: this package with the extra train, and the project of the run.",
+        description="The image of all pods, with this package (extras train and postgres) and the project.",
     )
     project: str = Field(
         default="/workspace",

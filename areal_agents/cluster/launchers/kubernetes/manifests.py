@@ -62,8 +62,8 @@ def manifests(run: Run, settings: KubernetesConfig) -> list[dict[str, Any]]:
     """
     if not settings.image:
         raise ConfigError(
-            "cluster.kubernetes.image: name an image that has this package with the extra train, and the "
-            "project"
+            "cluster.kubernetes.image: name an image that has this package with the extras train and "
+            "postgres, and the project"
         )
     refuse_secrets(run.config, run.overrides)
     name = object_name(run.name)
