@@ -242,8 +242,8 @@ class Sampler(Protocol):
 
         Args:
             rid: names the request; as with `generate`, use each once.
-            input_ids: [P] the sequence. The embedded engine takes P ≤ `max_context`, SGLang 0.5.21
-                P ≤ `max_context` - 7.
+            input_ids: [P] the sequence. The embedded engine takes P ≤ `max_context`, vLLM 0.32
+                P ≤ `max_context` - 1, SGLang 0.5.21 P ≤ `max_context` - 7.
             start: the first position that is scored.
             top: k, how many of the most likely tokens are returned at each position; at most the vocabulary.
             affinity: see `generate`.
