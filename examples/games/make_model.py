@@ -37,7 +37,7 @@ from warmup.tokenizer import MARKERS, TAGS, WHOLE_NUMBERS, marker_id, train_toke
 from warmup.transcripts import Example, Transcriber, as_messages
 
 VOCAB_SIZE = 672
-RESULTS_BAR = 0.8  # results of equations that are right, given everything before, after B and after C
+RESULTS_BAR = 0.95  # results of equations that are right, given everything before, after B and after C
 DRILL_ROWS, DRILL_TOKENS = 24, 128
 POOL, BATCH = 96, 24  # examples that are sorted by length, and of one batch
 
@@ -64,6 +64,10 @@ def main() -> None:
     players = Players(table, Transcriber(tokenizer, [], keeps_history=True))
     results = Results(tokenizer)
     unseen = list(next(players.batches(CAREFUL, random.Random(-1))))
+    unseen_ids, unseen_replies = (
+        padded([one.ids for one in unseen]),
+        padded([one.trained() for one in unseen]),
+    )
 
     def copying() -> None:
         train_copying(network, first_token=len(MARKERS + TAGS), seed=options.seed, report=report)
@@ -74,7 +78,7 @@ def main() -> None:
     def imitate(stage: str, habits: Habits, steps: int, rates: tuple[float, float]) -> None:
         def report_step(step: int, loss: float) -> None:
             if step % 25 == 0 or step == steps:
-                right = results.right(network, padded([example.ids for example in unseen]))
+                right = results.right(network, unseen_ids, unseen_replies)
                 report(f"{stage}: batch {step}, loss {loss:.3f}, results {right:.3f}")
 
         train_imitation(
@@ -94,7 +98,7 @@ def main() -> None:
     resume_or(
         lambda: imitate("C", CAREFUL, options.careful_steps, (0.015, 2e-3)), network, options.stages, "C"
     )
-    require("C", results.right(network, padded([example.ids for example in unseen])))
+    require("C", results.right(network, unseen_ids, unseen_replies))
     imitate("D", CARELESS, options.careless_steps, (0.004, 1e-3))
     save_model(network, tokenizer, options.out)
     report(f"wrote {options.out}")
@@ -189,9 +193,16 @@ class Results:
         return self._tokenizer.encode(text).ids
 
     @torch.no_grad()
-    def right(self, network: Network, ids: Tensor) -> float:
-        """The share of results [B, T] that are the most likely token."""
+    def right(self, network: Network, ids: Tensor, written: Tensor | None = None) -> float:
+        """The share of results in ids [B, T] that are the most likely token.
+
+        Args:
+            written: [B, T] 1 for the tokens of replies, if only their results count: the text of a task may
+                have an equals sign that nothing computed follows.
+        """
         wanted = self.of(ids)[:, 1:]
+        if written is not None:
+            wanted &= written[:, 1:].bool()
         logits = network.logits(network(ids[:, :-1])[wanted])
         return (logits.argmax(-1) == ids[:, 1:][wanted]).float().mean().item()
 
