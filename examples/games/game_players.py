@@ -17,18 +17,21 @@ class Habits:
     """How a demonstrator behaves; the numbers are probabilities.
 
     Attributes:
+        is_hasty: tries any expression, and not one whose value is near the target.
         gives_up: answers with an expression although it has just found that the value is wrong.
         leaves_out: leaves out the last term of a sum.
         creeps: guesses the next number, in place of one in the middle of those that are left.
     """
 
+    is_hasty: float = 0.0
     gives_up: float = 0.0
     leaves_out: float = 0.0
     creeps: float = 0.0
 
 
 CAREFUL = Habits()
-CARELESS = Habits(gives_up=0.65, leaves_out=0.6, creeps=0.65)
+CARELESS = Habits(is_hasty=0.9, gives_up=0.8, leaves_out=0.6, creeps=0.65)
+MIXED = Habits(gives_up=0.65, leaves_out=0.6, creeps=0.65)  # what the tokenizer reads, whatever CARELESS is
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,10 @@ def countdown_reply(task: Countdown, habits: Habits, rng: random.Random) -> str:
     left = list(tries(task.numbers))
     written = ""
     for number in range(MOST_TRIES):
-        chosen = rng.choices(left, [1 / (3 + abs(one.value - task.target)) for one in left])[0]
+        if habits.is_hasty and rng.random() < habits.is_hasty:
+            chosen = rng.choice(left)
+        else:
+            chosen = rng.choices(left, [1 / (3 + abs(one.value - task.target)) for one in left])[0]
         left.remove(chosen)
         written += chosen.steps
         ends = chosen.value == task.target or not left or number == MOST_TRIES - 1
@@ -112,19 +118,38 @@ def guessing_game(game: Guessing, habits: Habits, rng: random.Random) -> tuple[l
             high = guess - 1
 
 
-def random_equations(rng: random.Random, count: int) -> str:
-    """Lines of arithmetic as replies have them."""
-    lines: list[str] = []
-    while len(lines) < count:
-        if rng.random() < 0.25:
-            terms = tuple(rng.randint(1, 9) * rng.choice((1, -1)) for _ in range(4))
-            written = sum_reply(Sum("", (abs(terms[0]), *terms[1:])), CAREFUL, rng)
-            lines.append(written[: written.index("\n") + 1])
-        else:
-            numbers = tuple(rng.randint(1, 20) for _ in range(3))
-            if known := tries(numbers):
-                lines.append(rng.choice(known).steps)
-    return "".join(lines)
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Lines of arithmetic as replies have them.
+
+    Attributes:
+        determined: which of the numbers, counted from 0, follow from what is written before them.
+    """
+
+    text: str
+    determined: frozenset[int]
+
+
+def random_block(rng: random.Random) -> Block:
+    """Three numbers with some expressions of them, or a sum."""
+    if rng.random() < 0.25:
+        terms = tuple(rng.randint(1, 9) * rng.choice((1, -1)) for _ in range(4))
+        written = sum_reply(Sum("", (abs(terms[0]), *terms[1:])), CAREFUL, rng)
+        return Block(written[: written.index("\n") + 1], frozenset(range(2, 3 * (len(terms) - 1), 3)))
+    while True:
+        numbers = tuple(rng.randint(1, 20) for _ in range(3))
+        if known := tries(numbers):
+            lines = [rng.choice(known).steps for _ in range(rng.randint(1, 4))]
+            return Block(
+                f"{', '.join(map(str, numbers))}\n{''.join(lines)}",
+                frozenset(3 + number for number in determined_in(len(lines))),
+            )
+
+
+def determined_in(lines: int) -> list[int]:
+    """Which of the six numbers in each line of countdown follow: both results, and the fifth, which is either
+    the number that is left or the result, whichever the fourth is not."""
+    return [6 * line + number for line in range(lines) for number in (2, 4, 5)]
 
 
 def _answer(text: str) -> str:

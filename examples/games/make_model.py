@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
@@ -19,10 +20,13 @@ import torch.nn.functional as F
 from game_players import (
     CAREFUL,
     CARELESS,
+    MIXED,
+    Block,
     Habits,
     countdown_reply,
+    determined_in,
     guessing_game,
-    random_equations,
+    random_block,
     sum_reply,
 )
 from game_tasks import Countdown, Guessing, Sum, countdown_tasks, sums, system_message
@@ -37,7 +41,7 @@ from warmup.tokenizer import MARKERS, TAGS, WHOLE_NUMBERS, marker_id, train_toke
 from warmup.transcripts import Example, Transcriber, as_messages
 
 VOCAB_SIZE = 672
-RESULTS_BAR = 0.95  # results of equations that are right, given everything before, after B and after C
+NUMBERS_BAR = 0.95  # numbers that follow from what is before them and are right, after B and after C
 DRILL_ROWS, DRILL_TOKENS = 24, 128
 POOL, BATCH = 96, 24  # examples that are sorted by length, and of one batch
 
@@ -48,8 +52,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--equation-steps", type=int, default=400, help="batches of stage B")
-    parser.add_argument("--careful-steps", type=int, default=220, help="batches of stage C")
-    parser.add_argument("--careless-steps", type=int, default=50, help="batches of stage D")
+    parser.add_argument("--careful-steps", type=int, default=450, help="batches of stage C")
+    parser.add_argument("--careless-steps", type=int, default=60, help="batches of stage D")
     parser.add_argument("--stages", type=Path, help="keep weights after A, B and C here, and go on from them")
     options = parser.parse_args()
 
@@ -62,24 +66,19 @@ def main() -> None:
     )
     network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
     players = Players(table, Transcriber(tokenizer, [], keeps_history=True))
-    results = Results(tokenizer)
-    unseen = list(next(players.batches(CAREFUL, random.Random(-1))))
-    unseen_ids, unseen_replies = (
-        padded([one.ids for one in unseen]),
-        padded([one.trained() for one in unseen]),
-    )
+    numbers = Numbers(tokenizer)
+    unseen = numbers.of_replies(players.countdowns(32, random.Random(-1)))
 
     def copying() -> None:
         train_copying(network, first_token=len(MARKERS + TAGS), seed=options.seed, report=report)
 
     def equations() -> None:
-        train_equations(network, results, steps=options.equation_steps, seed=options.seed, report=report)
+        train_equations(network, numbers, steps=options.equation_steps, seed=options.seed, report=report)
 
     def imitate(stage: str, habits: Habits, steps: int, rates: tuple[float, float]) -> None:
         def report_step(step: int, loss: float) -> None:
             if step % 25 == 0 or step == steps:
-                right = results.right(network, unseen_ids, unseen_replies)
-                report(f"{stage}: batch {step}, loss {loss:.3f}, results {right:.3f}")
+                report(f"{stage}: batch {step}, loss {loss:.3f}, numbers {unseen.right(network):.3f}")
 
         train_imitation(
             network,
@@ -94,21 +93,21 @@ def main() -> None:
     report(f"{len(table.countdown)} tasks of countdown, {len(table.sums)} sums")
     resume_or(copying, network, options.stages, "A")
     resume_or(equations, network, options.stages, "B")
-    require("B", results.right(network, equation_rows(results, random.Random(-2))))
+    require("B", equation_rows(numbers, random.Random(-2)).right(network))
     resume_or(
         lambda: imitate("C", CAREFUL, options.careful_steps, (0.015, 2e-3)), network, options.stages, "C"
     )
-    require("C", results.right(network, unseen_ids, unseen_replies))
+    require("C", unseen.right(network))
     imitate("D", CARELESS, options.careless_steps, (0.004, 1e-3))
     save_model(network, tokenizer, options.out)
     report(f"wrote {options.out}")
 
 
 def require(stage: str, right: float) -> None:
-    """RuntimeError if too few results of equations are right, which caps reinforcement learning."""
-    if right < RESULTS_BAR:
+    """RuntimeError if too few numbers are right, which caps reinforcement learning."""
+    if right < NUMBERS_BAR:
         raise RuntimeError(
-            f"after stage {stage} {right:.3f} of the results are right, {RESULTS_BAR} was required: give it "
+            f"after stage {stage} {right:.3f} of the numbers are right, {NUMBERS_BAR} was required: give it "
             "more --equation-steps, more --careful-steps or another --seed"
         )
 
@@ -142,6 +141,10 @@ class Players:
             rng.shuffle(cut)
             yield from cut
 
+    def countdowns(self, count: int, rng: random.Random) -> list[Example]:
+        """Games of countdown of a careful player."""
+        return [self._countdown(CAREFUL, rng) for _ in range(count)]
+
     def _countdown(self, habits: Habits, rng: random.Random) -> Example:
         task = rng.choice(self._table.countdown)
         opening = self._opening(self._table.system["countdown"], task.question)
@@ -173,65 +176,95 @@ class Players:
         ]
 
 
-class Results:
-    """Which tokens of a text are results of equations: what follows an equals sign."""
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Token ids [B, T], and which of them follow from what is before them."""
+
+    ids: Tensor
+    wanted: Tensor
+
+    def loss(self, network: Network) -> Tensor:
+        """Mean cross-entropy of the wanted tokens."""
+        logits, targets = self._predicted(network)
+        return F.cross_entropy(logits, targets)
+
+    @torch.no_grad()
+    def right(self, network: Network) -> float:
+        """The share of the wanted tokens that are the most likely ones."""
+        logits, targets = self._predicted(network)
+        return (logits.argmax(-1) == targets).float().mean().item()
+
+    def _predicted(self, network: Network) -> tuple[Tensor, Tensor]:
+        wanted = self.wanted[:, 1:].bool()
+        return network.logits(network(self.ids[:, :-1])[wanted]), self.ids[:, 1:][wanted]
+
+
+class Numbers:
+    """Finds the tokens of numbers that follow from what is before them."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._equals, self._minus = (marker_id(tokenizer, sign) for sign in "=-")
+        self._is_number = [
+            tokenizer.decode([token]).strip().isdigit() for token in range(tokenizer.get_vocab_size())
+        ]
 
-    def of(self, ids: Tensor) -> Tensor:
-        """A mask [B, T] of the tokens that are results, with their signs."""
-        follows = torch.zeros_like(ids, dtype=torch.bool)
-        follows[:, 1:] = ids[:, :-1] == self._equals
-        magnitudes = torch.zeros_like(follows)
-        magnitudes[:, 1:] = (follows & (ids == self._minus))[:, :-1]
-        return follows | magnitudes
+    def of_blocks(self, blocks: Iterable[Sequence[Block]]) -> Rows:
+        """A row of lines of arithmetic for each sequence of blocks."""
+        rows = []
+        for row in blocks:
+            encoded = [(self._tokenizer.encode(block.text).ids, block.determined) for block in row]
+            ids = [token for part, _ in encoded for token in part]
+            wanted = [mark for part, determined in encoded for mark in self._marks(part, determined)]
+            rows.append((ids[:DRILL_TOKENS], wanted[:DRILL_TOKENS]))
+        return Rows(padded([ids for ids, _ in rows]), padded([wanted for _, wanted in rows]))
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text."""
-        return self._tokenizer.encode(text).ids
+    def of_replies(self, examples: Sequence[Example]) -> Rows:
+        """The games of countdown, of each of which the lines of the reply count."""
+        wanted = []
+        for example in examples:
+            [(start, end)] = example.replies
+            text = self._tokenizer.decode(example.ids[start:end])
+            determined = frozenset(determined_in(text.partition("<answer>")[0].count("\n")))
+            marks = self._marks(example.ids[start:end], determined)
+            wanted.append([False] * start + marks)
+        return Rows(
+            padded([example.ids[: len(row)] for example, row in zip(examples, wanted, strict=True)]),
+            padded(wanted),
+        )
 
-    @torch.no_grad()
-    def right(self, network: Network, ids: Tensor, written: Tensor | None = None) -> float:
-        """The share of results in ids [B, T] that are the most likely token.
-
-        Args:
-            written: [B, T] 1 for the tokens of replies, if only their results count: the text of a task may
-                have an equals sign that nothing computed follows.
-        """
-        wanted = self.of(ids)[:, 1:]
-        if written is not None:
-            wanted &= written[:, 1:].bool()
-        logits = network.logits(network(ids[:, :-1])[wanted])
-        return (logits.argmax(-1) == ids[:, 1:][wanted]).float().mean().item()
+    def _marks(self, ids: Sequence[int], determined: frozenset[int]) -> list[bool]:
+        marks, number = [], 0
+        for place, token in enumerate(ids):
+            if self._is_number[token]:
+                marks.append(number in determined)
+                number += 1
+            else:
+                marks.append(token == self._minus and place > 0 and ids[place - 1] == self._equals)
+        return marks
 
 
 def train_equations(
-    network: Network, results: Results, *, steps: int, seed: int, report: Callable[[str], None]
+    network: Network, numbers: Numbers, *, steps: int, seed: int, report: Callable[[str], None]
 ) -> None:
-    """Stage B: lines of arithmetic, of which only the results are trained."""
+    """Stage B: lines of arithmetic, of which only the numbers that follow are trained."""
     rng = random.Random(seed)
 
     def scale(step: int) -> float:
         return min(1.0, (step + 1) / 20) * min(1.0, max(0.02, 2 * (1 - step / steps)))
 
-    unseen = equation_rows(results, random.Random(-1))
+    unseen = equation_rows(numbers, random.Random(-1))
     optimizers = Optimizers(network, muon_lr=0.02, adam_lr=3e-3, scale=scale)
     for step in range(1, steps + 1):
-        ids = equation_rows(results, rng)
-        wanted = results.of(ids)[:, 1:]
-        logits = network.logits(network(ids[:, :-1])[wanted])
-        F.cross_entropy(logits, ids[:, 1:][wanted]).backward()
+        equation_rows(numbers, rng).loss(network).backward()
         optimizers.step()
         if step % 25 == 0 or step == steps:
-            right = results.right(network, unseen)
-            report(f"equations: step {step}, results {right:.3f}")
+            report(f"equations: step {step}, numbers {unseen.right(network):.3f}")
 
 
-def equation_rows(results: Results, rng: random.Random) -> Tensor:
-    """Token ids [B, T] of lines of arithmetic."""
-    return padded([results.encode(random_equations(rng, 16))[:DRILL_TOKENS] for _ in range(DRILL_ROWS)])
+def equation_rows(numbers: Numbers, rng: random.Random) -> Rows:
+    """Rows of lines of arithmetic."""
+    return numbers.of_blocks([[random_block(rng) for _ in range(8)] for _ in range(DRILL_ROWS)])
 
 
 def padded(rows: list) -> Tensor:
@@ -251,15 +284,15 @@ def tokenizer_texts(table: Table, rng: random.Random, *, draws: int = 600) -> It
         yield from _played_alone(task, one_sum, rng)
         game = Guessing(rng.randrange(1 << 29, 1 << 30))
         yield game.news or ""
-        replies, read = guessing_game(game, CARELESS, rng)
+        replies, read = guessing_game(game, MIXED, rng)
         yield from (*replies, *read)
 
 
 def _played_alone(task: Countdown, one_sum: Sum, rng: random.Random) -> Iterator[str]:
     yield task.question
-    yield countdown_reply(task, CARELESS, rng)
+    yield countdown_reply(task, MIXED, rng)
     yield one_sum.question
-    yield sum_reply(one_sum, CARELESS, rng)
+    yield sum_reply(one_sum, MIXED, rng)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from game_players import (
     MOST_TRIES,
     Habits,
     countdown_reply,
-    random_equations,
+    random_block,
     sum_reply,
     tries,
 )
@@ -31,10 +31,14 @@ SHOWN = Path(__file__).parent / "shown_games.py"
 
 
 def test_every_equation_is_right() -> None:
-    lines = random_equations(random.Random(0), 200)
-    equations = [one.split("=") for one in lines.split()]
+    rng = random.Random(0)
+    blocks = [random_block(rng) for _ in range(200)]
+    equations = [one.split("=") for block in blocks for one in block.text.split() if "=" in one]
     assert len(equations) > 400
     assert all(eval(left) == int(right) for left, right in equations)
+    for block in blocks:
+        numbers = re.findall(r"\d+", block.text)
+        assert block.determined and max(block.determined) == len(numbers) - 1, "each ends with a result"
     for one in tries((19, 4, 12)):
         assert eval(one.expression) == one.value == int(one.steps.rsplit("=")[-1])
         assert sorted(map(int, re.findall(r"\d+", one.expression))) == [4, 12, 19]
