@@ -178,6 +178,7 @@ def _vocab_size(model: Path) -> int | None:
 
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.inference.clients import EngineClient, connect, protocol_of
+    from areal_agents.inference.pool import following_engines
     from areal_agents.inference.sglang.server import nccl_environment
     from areal_agents.launch.canary_rules import canary_rules
     from areal_agents.launch.context_length import longest_sequence
@@ -190,7 +191,6 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
         wait_for_engines,
     )
     from areal_agents.launch.gpus import Machine
-    from areal_agents.launch.moving_engines import following_engines
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
     from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
@@ -228,8 +228,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             timeout_s = config.trainer.publish.timeout_s
             protocol = protocol_of(config.engine.kind)
             engines = [connect(url, protocol, update_timeout_s=timeout_s) for url in urls]
-            if folder.read_endpoints().place is not None and store is not None:
-                opened.enter_context(following_engines(store, engines))
+            if folder.read_endpoints().place is not None and (held := store) is not None:
+                opened.enter_context(following_engines(engines, lambda: held.addresses("engine")))
             if store is not None and config.loop == "one_step_off":
                 data_ended = end_of_data(config.data, store, seed=config.seed)
         by_ipc = config.trainer.publish.transport == "ipc"

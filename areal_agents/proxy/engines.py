@@ -17,7 +17,6 @@ from areal_agents.inference.pool import (
     PoolLimits,
     RouterEngine,
     canary_engines,
-    move_engines,
     refuse_other_models,
 )
 from areal_agents.rendering import ChatRenderer
@@ -85,8 +84,6 @@ def make_pool(
     )
 
     def current() -> CurrentVersion | None:
-        if urls.move:
-            move_engines(engines, store.addresses("engine"))
         served = store.served_versions()
         if served is None:
             return None

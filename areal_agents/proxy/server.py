@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -23,7 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference import running_engine
-from areal_agents.inference.clients import Protocol
+from areal_agents.inference.clients import EngineClient, Protocol
+from areal_agents.inference.pool import following_engines
 from areal_agents.process_control import exit_on_sigterm
 from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.auth import refuse_open_access
@@ -248,8 +249,12 @@ def serve_with_engines(
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
     sys.setswitchinterval(_SWITCH_S)
-    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+    with contextlib.ExitStack() as stack:
+        if engines.move:
+            clients = [cast("EngineClient", replica.engine) for replica in pool.replicas]
+            stack.enter_context(following_engines(clients, lambda: store.addresses("engine")))
+        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
+        stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop)).run(run())
 
 
 def _share_one_heap() -> None:

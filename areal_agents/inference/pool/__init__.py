@@ -1,6 +1,6 @@
 """A pool: several replicas of one model behind the interface of one sampler."""
 
-from areal_agents.inference.pool.addresses import move_engines
+from areal_agents.inference.pool.addresses import following_engines
 from areal_agents.inference.pool.agreement import refuse_other_models
 from areal_agents.inference.pool.external_router import RouterEngine
 from areal_agents.inference.pool.limits import PoolLimits
@@ -16,7 +16,7 @@ __all__ = [
     "Replica",
     "RouterEngine",
     "canary_engines",
+    "following_engines",
     "is_of_canary",
-    "move_engines",
     "refuse_other_models",
 ]
