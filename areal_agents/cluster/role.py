@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from areal_agents.cluster.place import Place, own_address
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.config import Config
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ArealAgentsError, ConfigError, StoreError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
 from areal_agents.launch.stopping import stop_timeout_s
@@ -36,6 +36,7 @@ from areal_agents.store.urls import shown_store
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_LONGEST_WAIT_S = 3600.0  # for the others, whose machines may have to wait in a queue
 _LOOK_S = 2.0  # how often the addresses of the others are read
 _SERVER_STOP_S = 15.0
 
@@ -196,7 +197,11 @@ class _Process:
     def _moved_proxy(self, endpoints: Endpoints) -> str | None:
         """Return the address of this rollout process's proxy if it is a new one; None otherwise."""
         index = self._index % self._config.cluster.proxies
-        url = self._store.addresses("proxy").get(index)
+        try:
+            url = self._store.addresses("proxy").get(index)
+        except StoreError as error:
+            logger.warning("the address of the proxy cannot be read: %s", error)
+            return None
         return url if url is not None and url != endpoints.proxy_url else None
 
     def _command(self, endpoints: Path, port: int) -> list[str] | None:
@@ -252,14 +257,23 @@ def wait_for_addresses(
     Args:
         is_over: called again and again; True ends the wait, and None is returned.
         say: called with a message when it changes for whom this process waits.
+
+    Raises:
+        ArealAgentsError: some have none after an hour.
     """
     said = ""
+    deadline = time.monotonic() + _LONGEST_WAIT_S
     while not is_over():
         found = store.addresses(role)
         missing = [index for index in range(count) if index not in found]
         if not missing:
             return [found[index] for index in range(count)]
         text = f"waiting for {role} {', '.join(map(str, missing))}"
+        if time.monotonic() > deadline:
+            raise ArealAgentsError(
+                f"{text}: nothing took these places within {_LONGEST_WAIT_S / 60:.0f} minutes; see the logs "
+                "of what starts them"
+            )
         if text != said:
             say(text)
             said = text

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -173,6 +174,11 @@ class _ClusterRun:
             admin_key=config.proxy.admin_key or "",
         )
         record.write(store)
+        if self._launcher.name != "local" and ip_address(own_address(self._url)).is_loopback:
+            report.event(
+                "warning: this machine reaches the store at a loopback address, at which other machines do not "
+                "reach its processes; name the store by its address in the network"
+            )
         report.say(f"store: {shown_store(self._url)}; logs of all processes: {folder.log('trainer').parent}")
         with Children(say=report.event, events=folder.process_events) as children, report:
             names = self._start(children)
