@@ -176,7 +176,7 @@ class _ClusterRun:
         record.write(store)
         if self._launcher.name != "local" and ip_address(own_address(self._url)).is_loopback:
             report.event(
-                "warning: this machine reaches the store at a loopback address, at which other machines do not "
+                "warning: this machine reaches the store at a loopback address, where other machines do not "
                 "reach its processes; name the store by its address in the network"
             )
         report.say(f"store: {shown_store(self._url)}; logs of all processes: {folder.log('trainer').parent}")
