@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -132,12 +133,32 @@ class Proxies:
         pid = self.process(index).pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
+        for _ in range(100):
+            if self._others_can_write():
+                break
+            os.kill(pid, signal.SIGCONT)  # it was stopped within a transaction, so it goes on a bit
+            time.sleep(0.2)  # its next heartbeat is due at once, and must be over before it is stopped again
+            os.kill(pid, signal.SIGSTOP)
         try:
             if is_noticed:
                 self.make_old(index)
             yield
         finally:
             os.kill(pid, signal.SIGCONT)
+
+    def _others_can_write(self) -> bool:
+        """Whether nobody keeps the lock of writers, which a process has in its transactions."""
+        engine = engine_of(self.store_url, is_pooled=False)
+        # The lock of an open store is a shared one.
+        held = "locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted"
+        query = f"SELECT count(*) FROM pg_locks WHERE {held}"
+        free = 0
+        with engine.connect() as connection:
+            for _ in range(20):
+                time.sleep(0.02)
+                free += connection.exec_driver_sql(query).scalar_one() == 0
+        engine.dispose()
+        return free > 1
 
     def make_old(self, index: int) -> None:
         """Make the last heartbeat of a proxy that cannot beat any more older than is taken for alive."""

@@ -14,7 +14,7 @@ import pytest
 from openai import ConflictError, InternalServerError, OpenAI
 from places_support import ADMIN_KEY, SECRET, Proxies
 from postgres_server import PostgresServer
-from proxy_support import MODEL
+from proxy_support import MODEL, SEARCH
 from workers_support import wait_for
 
 from areal_agents.errors import ConfigError
@@ -87,18 +87,27 @@ class Talk:
 
     def say(self) -> None:
         """One more turn."""
-        answer = self.client.chat.completions.create(model="policy", messages=self.messages)
+        answer = self.client.chat.completions.create(
+            model="policy",
+            messages=self.messages,
+            tools=[SEARCH],  # type: ignore[list-item]
+        )
         self.ids.append(answer.id)
-        reply = answer.choices[0].message
-        self.messages.append({"role": "assistant", "content": reply.content})
-        self.messages.append({"role": "user", "content": f"and {len(self.ids)}?"})
+        self.messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        self.messages.append(_result(len(self.ids)))
+
+
+def _result(number: int) -> dict[str, str]:
+    """A message after which the template keeps what is before it."""
+    return {"role": "tool", "content": f"result {number}"}
 
 
 def check_exact(proxies: Proxies, episode_id: str, ids: Sequence[str]) -> None:
-    """The episode has the turns that were answered and no others, each read in all proxies alike."""
+    """The episode has the turns that were answered and no others, each on the exact tokens of the last."""
     with Store.open(proxies.store_url) as store:
         turns = store.load_episode(episode_id).turns
     assert [turn.id for turn in turns] == list(ids)
+    assert [turn.parent for turn in turns] == [None, *ids[:-1]][: len(ids)]
     assert [turn.recorded_before for turn in turns] == list(range(len(ids)))
 
 
@@ -133,12 +142,12 @@ def test_conversations_without_an_episode_continue_through_any_proxy(proxies: Pr
         for url in (*proxies.urls, proxies.balancer.url):
             answer = httpx.post(
                 f"{url}/v1/chat/completions",
-                json={"messages": messages},
+                json={"messages": messages, "tools": [SEARCH]},
                 headers={**ADMIN, **headers},
                 timeout=30,
             ).json()
             ids.append(answer["id"])
-            messages += [answer["choices"][0]["message"], {"role": "user", "content": f"and {len(ids)}?"}]
+            messages += [answer["choices"][0]["message"], _result(len(ids))]
         with Store.open(proxies.store_url) as store:
             episode_id = store.episode_of_turn(ids[0]).id
         check_exact(proxies, episode_id, ids)
