@@ -216,10 +216,10 @@ async def test_siblings_are_recorded_together_or_not_at_all(
     original = episodes.insert_turn
     call = completer.call(session, replace(ASKED, choices=2), streamed=False)
 
-    def insert_turn(connection: Any, row: dict[str, Any]) -> None:
+    def insert_turn(connection: Any, row: dict[str, Any], *, owner: Any) -> None:
         if row["id"] == call.turn_ids[1]:
             raise StoreError("the disk is full")
-        original(connection, row)
+        original(connection, row, owner=owner)
 
     monkeypatch.setattr(episodes, "insert_turn", insert_turn)
     with pytest.raises(StoreError, match="disk is full"):

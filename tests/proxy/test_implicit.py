@@ -309,7 +309,7 @@ def test_a_store_that_refuses_the_first_turn_has_no_episode(
 ) -> None:
     """An episode and its first turn are one transaction, whatever the durability."""
 
-    def fail(connection: object, row: object) -> None:
+    def fail(connection: object, row: object, *, owner: object) -> None:
         raise StoreError("the disk is full")
 
     with running_proxy(tmp_path / "s.db", ObservedEngine(renderer), durability=durability) as proxy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import episode_samples
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids, joined_routing
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Trajectory, Turn
 from areal_agents.errors import EngineError
 from areal_agents.inference import SGLangEngine
@@ -30,7 +28,6 @@ from areal_agents.inference.expert_routing import (
     routing_from_wire,
 )
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import NewEpisode, Store
 from areal_agents.testing import ScriptedApp, ScriptedReply, running
 
 LAYERS, PER_TOKEN = 3, 2
@@ -263,17 +260,3 @@ def test_a_dense_model_is_refused_by_name(tmp_path: Path) -> None:
 
 
 # -- the store ---------------------------------------------------------------------------------
-
-
-def test_a_store_of_an_earlier_release_loads_and_takes_new_turns(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    with Store.open(path) as store:
-        store.open_episode(NewEpisode("e", "hash")).result()
-        store.add_turn("e", turn("a", None, completion(2, None))).result()
-    with sqlite3.connect(path) as raw:
-        raw.execute("ALTER TABLE turns DROP COLUMN routed_experts")
-    with Store.open(path) as store:
-        assert store.load_episode("e").turns[0].completion.routed_experts is None
-        store.add_turn("e", turn("b", "a", completion(2, 5))).result()
-        read: RecordedEpisode = store.load_episode("e")
-        assert numbers(read.turns[1].completion.routed_experts) == [0, 1, 2, 3, 4]
