@@ -64,7 +64,8 @@ def follow(
         settled_s: how long the place of a process that ended then must stay free.
         absent_s: longest time in seconds without a process.
     """
-    own = store.claim_role(role, index, host="the supervisor", pid=os.getpid(), is_gone=True)
+    earlier = next((row.epoch for row in store.role_rows(role) if row.index == index), None)
+    own = store.claim_role(role, index, host="the supervisor", pid=os.getpid(), gone=earlier)
     store.leave_role(role, index, own.epoch)
     said = ""
     absent_since = time.monotonic()

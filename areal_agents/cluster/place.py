@@ -47,9 +47,9 @@ class Place:
         said = False
         while True:
             earlier = next((row for row in store.role_rows(role) if row.index == index), None)
-            is_gone = earlier is not None and _is_gone(earlier, host)
+            gone = earlier.epoch if earlier is not None and _is_gone(earlier, host) else None
             try:
-                return cls(store, store.claim_role(role, index, host=host, pid=os.getpid(), is_gone=is_gone))
+                return cls(store, store.claim_role(role, index, host=host, pid=os.getpid(), gone=gone))
             except Conflict as error:
                 if time.monotonic() > deadline:
                     raise ConfigError(f"{error}; end it, or start another index") from None

@@ -54,9 +54,13 @@ def run_role(role: Role, index: int, store_url: str, *, host: str = "", port: in
         StoreError: the store cannot be opened, or has no run.
     """
     end_with_supervisor()
-    with _told_to_end() as told, Store.open(store_url) as store, _private_folder() as own:
+    with (
+        _told_to_end() as told,
+        Store.open(store_url) as store,
+        tempfile.TemporaryDirectory(prefix="areal-agents-") as own,  # for its owner only
+    ):
         record = RunRecord.read(store)
-        config, _ = record.resolved(own)
+        config, _ = record.resolved(Path(own))
         count = counts(config, record.nodes)[role]
         if index >= count:
             raise ConfigError(
@@ -66,7 +70,7 @@ def run_role(role: Role, index: int, store_url: str, *, host: str = "", port: in
         with Place.claim(store, role, index, host=address) as place:
             # While this process waited for the place, a supervisor may have started again with a new record.
             record = RunRecord.read(store)
-            config, file = record.resolved(own)
+            config, file = record.resolved(Path(own))
             logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
             count = counts(config, record.nodes)[role]
             return _Process(store, record, config, file, place, count, told).run(port)
@@ -130,7 +134,7 @@ class _Process:
         if self._role == "engine":
             # The other engines are nothing to this one, but its place in the list is its index.
             engines = ("",) * self._index + (f"http://{self._host}:{port}",)
-        elif not engines and not self._config.data.episodes:
+        elif not engines:
             found = self._wait_for("engine", self._config.engine.replicas)
             if found is None:
                 return None
@@ -284,11 +288,11 @@ def wait_for_addresses(
 def engine_gpus(config: Config) -> int:
     """Return the number of GPUs of one engine; 0 if it computes on a CPU."""
     engine = config.engine
-    if engine.device == "cpu" or (engine.kind != "sglang" and not engine.device.startswith("cuda")):
+    if engine.device == "cpu" or config.cluster.gpus_per_node == 0:
         return 0
-    if config.cluster.gpus_per_node == 0:
-        return 0
-    return engine.tensor_parallel if engine.kind == "sglang" else 1
+    if engine.kind == "embedded":
+        return 1 if engine.device.startswith("cuda") else 0
+    return engine.tensor_parallel
 
 
 def _exit_code(code: int) -> int:
@@ -306,10 +310,3 @@ def _told_to_end() -> Iterator[threading.Event]:
     finally:
         for number, earlier in previous.items():
             signal.signal(number, earlier)
-
-
-@contextlib.contextmanager
-def _private_folder() -> Iterator[Path]:
-    """Yield a folder that only the owner can read, and remove it at the end."""
-    with tempfile.TemporaryDirectory(prefix="areal-agents-") as folder:
-        yield Path(folder)

@@ -22,25 +22,19 @@ from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
 from areal_agents.cluster.run_record import RunRecord, text_of
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ConfigError
-from areal_agents.health.waiting import Waiting
 from areal_agents.launch.children import Children
-from areal_agents.launch.disk_space import disk_space_of
-from areal_agents.launch.engine_busy import EngineBusy
-from areal_agents.launch.memory_use import MemoryUse
-from areal_agents.launch.progress import MetricsFile, read_progress
 from areal_agents.launch.report.report import Form, Report, report_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary
 from areal_agents.launch.train import (
-    REFRESH_S,
     finish,
     has_ended,
     report_resume,
-    show_notice,
     threads_for,
     wait_until_serving,
+    watch_training,
     without_place,
 )
 from areal_agents.launch.trial import run_trial
@@ -116,7 +110,7 @@ def _faults(config: Config, launcher: Launcher) -> Iterator[str]:
     if launcher.name != "local" and not is_postgres(config.store.url or ""):
         yield (
             "store.url: the machines of a cluster share a store in PostgreSQL; set it to "
-            "postgresql://user@host/database?schema=NAME (docs/store.md)"
+            "postgresql://user@host/database?schema=NAME (docs/async.md)"
         )
     elif is_postgres(config.store.url or "") and has_password(config.store.url or ""):
         yield (
@@ -189,28 +183,16 @@ class _ClusterRun:
             link = link_of_page(endpoints.local_url, endpoints.view_key)
             report.say(f"the run in a browser, while it trains: {link}")
             report.stage("waiting for the trainer's first version")
-            metrics = MetricsFile(folder.metrics)
-            disk_space = disk_space_of(config, folder)
-            memory = MemoryUse(children.pids)
-            busy = EngineBusy(endpoints.engine_urls)
-            waiting = Waiting(endpoints.engine_urls, endpoints.proxy_url, groups=config.rollout.groups)
-            while not all(children.finished(name) for name in ending):
-                children.check(may_finish=ending)
-                metrics.update()
-                busy.follow(len(metrics.rows), config.trainer.steps)
-                memory.update()
-                progress = read_progress(store)
-                begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
-                stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
-                report.warn(disk_space.shortage() or stalled)
-                show_notice(folder, report)
-                report.update(metrics.rows, progress, memory)
-                time.sleep(REFRESH_S)
-            children.check(may_finish=ending)
-            metrics.update()
-            show_notice(folder, report)
-            report.update(metrics.rows, read_progress(store), memory)
-            return busy.idle_share()
+            return watch_training(
+                config,
+                endpoints,
+                folder,
+                children,
+                report,
+                store,
+                ending=ending,
+                has_ended=lambda: all(children.finished(name) for name in ending),
+            )
 
     def _start(self, children: Children) -> list[str]:
         """Start every process, and return their names."""

@@ -12,7 +12,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -320,7 +320,6 @@ def _run(
 ) -> float | None:
     """Run rollouts and training side by side; return the engines' idle share."""
     folder.write_endpoints(endpoints)
-    busy = EngineBusy(endpoints.engine_urls)
     with Store.open(folder.store_at(config.store.url)) as store:
         first = store.max_version() + 1
     folder.notice.unlink(missing_ok=True)
@@ -335,34 +334,66 @@ def _run(
     link = link_of_page(endpoints.local_url, endpoints.view_key)
     report.say(f"the run in a browser, while it trains: {link}")
     report.stage("waiting for the trainer's first version")
-    metrics = MetricsFile(folder.metrics)
-    disk_space = disk_space_of(config, folder)
-    memory = MemoryUse(children.pids)
-    waiting = Waiting(endpoints.engine_urls, endpoints.proxy_url, groups=config.rollout.groups)
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
         look_for_trainer = _looking(config, folder, store, report, ended)
-        while not (children.finished("rollout") and ended()):
-            children.check(may_finish=("rollout", "trainer"))
-            look_for_trainer()
-            metrics.update()
-            busy.follow(len(metrics.rows), config.trainer.steps)
-            memory.update()
-            progress = read_progress(store)
-            begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
-            stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
-            report.warn(disk_space.shortage() or stalled)
-            show_notice(folder, report)
-            report.update(metrics.rows, progress, memory)
-            time.sleep(REFRESH_S)
-        children.check(may_finish=("rollout", "trainer"))
+        return watch_training(
+            config,
+            endpoints,
+            folder,
+            children,
+            report,
+            store,
+            ending=("rollout", "trainer"),
+            has_ended=lambda: children.finished("rollout") and ended(),
+            look=look_for_trainer,
+        )
+
+
+def watch_training(
+    config: Config,
+    endpoints: Endpoints,
+    folder: RunFolder,
+    children: Children,
+    report: Report,
+    store: Store,
+    *,
+    ending: Sequence[str],
+    has_ended: Callable[[], bool],
+    look: Callable[[], None] = lambda: None,
+) -> float | None:
+    """Show a run while it trains, until it has ended; return the engines' idle share.
+
+    Args:
+        ending: the names of the processes that end with the run; the death of others is an error.
+        look: called again and again; an exception from it ends the run.
+    """
+    metrics = MetricsFile(folder.metrics)
+    disk_space = disk_space_of(config, folder)
+    memory = MemoryUse(children.pids)
+    busy = EngineBusy(endpoints.engine_urls)
+    waiting = Waiting(endpoints.engine_urls, endpoints.proxy_url, groups=config.rollout.groups)
+    while not has_ended():
+        children.check(may_finish=ending)
+        look()
         metrics.update()
-        show_notice(folder, report)
-        report.update(metrics.rows, read_progress(store), memory)
+        busy.follow(len(metrics.rows), config.trainer.steps)
+        memory.update()
+        progress = read_progress(store)
+        begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
+        stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
+        report.warn(disk_space.shortage() or stalled)
+        _show_notice(folder, report)
+        report.update(metrics.rows, progress, memory)
+        time.sleep(REFRESH_S)
+    children.check(may_finish=ending)
+    metrics.update()
+    _show_notice(folder, report)
+    report.update(metrics.rows, read_progress(store), memory)
     return busy.idle_share()
 
 
-def show_notice(folder: RunFolder, report: Report) -> None:
+def _show_notice(folder: RunFolder, report: Report) -> None:
     """Show, once, what the rollout process tells the user, such as that its agent blocks its event loop."""
     if folder.notice.exists():
         taken = folder.notice.rename(folder.notice.with_suffix(".shown"))

@@ -49,19 +49,19 @@ class RoleRow:
 
 
 def claim(
-    connection: sa.Connection, role: Role, index: int, *, host: str, pid: int, is_gone: bool
+    connection: sa.Connection, role: Role, index: int, *, host: str, pid: int, gone: int | None
 ) -> RoleRow:
     """Take a place, and begin its next epoch.
 
     Args:
-        is_gone: whether the process that has the place now is known to have ended, so that its last heartbeat
-            need not become old.
+        gone: the epoch whose process is known to have ended, so that its last heartbeat need not become old;
+            None: nothing is known.
 
     Raises:
         Conflict: another process has the place.
     """
     found = of(connection, role, index)
-    if found is not None and found.is_alive and not is_gone:
+    if found is not None and found.is_alive and found.epoch != gone:
         raise Conflict(
             f"{role} {index} of this run is running: process {found.pid} on {found.host}, with a heartbeat "
             f"{found.age_s:.0f} s ago"

@@ -417,9 +417,9 @@ class Store:
 
     # -- each process of a cluster writes its own place ----------------------------------------
 
-    def claim_role(self, role: Role, index: int, *, host: str, pid: int, is_gone: bool = False) -> RoleRow:
+    def claim_role(self, role: Role, index: int, *, host: str, pid: int, gone: int | None = None) -> RoleRow:
         """Take a place in the run, see `roles.claim`. Conflict if another process has it."""
-        job = partial(roles.claim, role=role, index=index, host=host, pid=pid, is_gone=is_gone)
+        job = partial(roles.claim, role=role, index=index, host=host, pid=pid, gone=gone)
         return self._database.submit(job).result()
 
     def beat_role(self, role: Role, index: int, epoch: int, *, url: str | None) -> bool:

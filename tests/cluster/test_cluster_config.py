@@ -8,6 +8,7 @@ import pytest
 
 from areal_agents.cluster.launchers.by_name import launcher_of
 from areal_agents.cluster.launchers.local import LocalLauncher
+from areal_agents.cluster.role import engine_gpus
 from areal_agents.cluster.run_record import RunRecord, text_of
 from areal_agents.cluster.train import check_config, processes_of
 from areal_agents.config import Config, load_config
@@ -58,6 +59,21 @@ def test_the_processes_of_a_run() -> None:
 def test_what_cannot_run_on_several_machines_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(config_of("store.url=postgresql://db/x", override), Elsewhere())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus"),
+    [
+        (["engine.kind=vllm", "engine.python=python", "engine.tensor_parallel=2"], 2),
+        (["engine.kind=sglang", "engine.python=python", "engine.tensor_parallel=4"], 4),
+        (["engine.kind=sglang", "engine.python=python", "engine.device=cpu"], 0),
+        (["engine.kind=sglang", "engine.python=python", "cluster.gpus_per_node=0"], 0),
+        (["engine.device=cuda"], 1),
+        ([], 0),
+    ],
+)
+def test_the_gpus_of_an_engine(overrides: list[str], gpus: int) -> None:
+    assert engine_gpus(config_of(*overrides)) == gpus
 
 
 def test_a_launcher_that_does_not_exist_is_refused() -> None:

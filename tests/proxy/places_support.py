@@ -42,7 +42,8 @@ def serve_place(store_url: str, index: int, port: int, count: int, engine_url: s
     from areal_agents.proxy.workers.places import ProxyPlace
 
     with Store.open(store_url) as store:
-        epoch = store.claim_role("proxy", index, host="test", pid=os.getpid(), is_gone=True).epoch
+        earlier = next((row.epoch for row in store.role_rows("proxy") if row.index == index), None)
+        epoch = store.claim_role("proxy", index, host="test", pid=os.getpid(), gone=earlier).epoch
         ended, url = threading.Event(), f"http://127.0.0.1:{port}"
 
         def beat() -> None:

@@ -32,7 +32,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def claim(store: Store, index: int) -> int:
     """A process of a place starts; its epoch."""
-    epoch = store.claim_role("proxy", index, host="h", pid=1, is_gone=True).epoch
+    earlier = next((row.epoch for row in store.role_rows("proxy") if row.index == index), None)
+    epoch = store.claim_role("proxy", index, host="h", pid=1, gone=earlier).epoch
     assert store.beat_role("proxy", index, epoch, url=f"http://h:{index}")
     return epoch
 

@@ -21,6 +21,7 @@ from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
+from areal_agents.inference.pool.addresses import LOOK_S
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.simulate import simulate
 from areal_agents.simulate.parameters import Distribution
@@ -252,8 +253,8 @@ def test_the_rates_follow_from_the_step(report: ScalingReport) -> None:
         assert size.writes_per_s == pytest.approx(episodes * (16 + 3 + 5 / 16) + size.processes / 2)
         assert size.commits_per_s == pytest.approx(episodes * 19 + size.processes / 2)
         assert size.connections == 3 * (size.processes + size.proxies + size.rollouts + 1)
-        assert size.reads_per_s == 2 * size.proxies * size.engines
-        assert size.read_rows_per_s == size.proxies * size.engines**2
+        assert size.reads_per_s == size.proxies * (size.engines + 1)
+        assert size.read_rows_per_s == 2 * size.proxies * size.engines
         assert size.dollars_per_day == pytest.approx(size.gpus * 95.76)
         tokens = size.tokens_per_s * 86_400 / 1e6
         assert size.dollars_per_million_tokens == pytest.approx(size.gpus * 95.76 / tokens)
@@ -261,7 +262,7 @@ def test_the_rates_follow_from_the_step(report: ScalingReport) -> None:
 
 def test_proxies_carry_calls_and_health_checks() -> None:
     _, _, size = _size(*SHORT, "call_ms=300", gpus=8)
-    assert size.check_share == pytest.approx(size.engines * (1 + 0.005 * size.engines) / 1000)
+    assert size.check_share == pytest.approx(size.engines * (1 + 0.005) / 1000)
     assert size.proxies == int(size.calls_per_s * size.call_ms / 1000 / (0.6 - size.check_share)) + 1
     assert size.proxy_mb == pytest.approx(267 + 0.25 * size.open_episodes / size.proxies)
 
@@ -317,6 +318,7 @@ def test_inputs_from_the_code_are_those_of_the_code() -> None:
     inputs = ScalingInputs()
     assert inputs.beat_s == BEAT_S
     assert inputs.check_s == PoolLimits().probe_every_s
+    assert inputs.look_s == LOOK_S
 
     def most(model: Any, key: str) -> object:
         [bound] = [one.le for one in model.model_fields[key].metadata if isinstance(one, Le)]

@@ -40,7 +40,9 @@ def test_a_process_whose_place_was_taken_learns_it(url: str) -> None:
 def test_a_process_that_is_known_to_be_gone_need_not_grow_old(url: str) -> None:
     with Store.open(url) as store:
         store.claim_role("rollout", 0, host="a", pid=10)
-        assert store.claim_role("rollout", 0, host="a", pid=20, is_gone=True).epoch == 2
+        assert store.claim_role("rollout", 0, host="a", pid=20, gone=1).epoch == 2
+        with pytest.raises(Conflict, match="process 20 on a"):  # another has taken the place meanwhile
+            store.claim_role("rollout", 0, host="a", pid=30, gone=1)
 
 
 def test_of_many_claims_at_once_one_succeeds(url: str) -> None:

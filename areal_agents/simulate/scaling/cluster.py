@@ -85,7 +85,7 @@ class ClusterEstimate:
         writes_per_s: rows that are inserted or updated in the store.
         commits_per_s: transactions, if each call, episode and heartbeat has its own.
         store_bytes_per_s: of the turns.
-        reads_per_s, read_rows_per_s: by the proxies' health checks.
+        reads_per_s, read_rows_per_s: by the proxies' health checks and reads of addresses.
     """
 
     gpus: int
@@ -207,8 +207,8 @@ def _estimate(inputs: ScalingInputs, costs: Costs, gpus: int, engines: int, trai
         + inputs.call_ms_per_1k_prompt * costs.episode.prompt / 1000
         + inputs.call_ms_per_1k_sampled * costs.episode.sampled / 1000
     )
-    check_ms = inputs.check_ms + inputs.address_us * engines / 1000
-    check_share = engines / inputs.check_s * check_ms / 1000
+    looking_ms = inputs.check_ms / inputs.check_s + inputs.address_us / 1000 / inputs.look_s
+    check_share = engines * looking_ms / 1000
     left = inputs.proxy_share - check_share
     proxies = math.ceil(calls_per_s * call_ms / 1000 / (left if left > 0 else inputs.proxy_share))
 
@@ -226,7 +226,7 @@ def _estimate(inputs: ScalingInputs, costs: Costs, gpus: int, engines: int, trai
         + (costs.episode.rows / inputs.turns - costs.episode.sampled) * (4 + inputs.text_per_token)
         + inputs.turn_overhead_bytes
     )
-    reads = 2 * proxies * engines / inputs.check_s
+    checks, looks = proxies * engines / inputs.check_s, proxies / inputs.look_s
     return ClusterEstimate(
         gpus=gpus,
         engines=engines,
@@ -250,8 +250,8 @@ def _estimate(inputs: ScalingInputs, costs: Costs, gpus: int, engines: int, trai
         commits_per_s=episodes_per_s * commits_per_episode + beats,
         store_bytes_per_s=calls_per_s * turn_bytes,
         beats_per_s=beats,
-        reads_per_s=reads,
-        read_rows_per_s=reads / 2 * engines,
+        reads_per_s=checks + looks,
+        read_rows_per_s=checks + looks * engines,
         connections=connections,
         dollars_per_day=gpus * inputs.gpu_hour * _DAY_S / _HOUR_S,
     )

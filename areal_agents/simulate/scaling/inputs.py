@@ -158,7 +158,11 @@ class ScalingInputs(BaseModel):
         "areal_agents/inference/pool/limits.py", gt=0,
     )  # fmt: skip
     check_ms: float = _input(1.0, "Processor time of a health check in the proxy.", "assumed", ge=0)
-    address_us: float = _input(5.0, "… for each engine's address that it reads.", "assumed", ge=0)
+    look_s: float = _input(
+        1.0, "Seconds between two reads of the engines' addresses by a proxy.", "code",
+        "areal_agents/inference/pool/addresses.py", gt=0,
+    )  # fmt: skip
+    address_us: float = _input(5.0, "Processor time of an address in such a read.", "assumed", ge=0)
     most_proxies: int = _input(
         64, "Largest `cluster.proxies`.", "code", "areal_agents/cluster/config.py", ge=1
     )
