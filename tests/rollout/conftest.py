@@ -30,6 +30,9 @@ from areal_agents.testing import ScriptedApp, ScriptedReply, by_prompt, running
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 ADMIN_KEY = "admin-key-of-the-tests"
+# Longer than httpx keeps an idle connection (5 s), as in the proxy's own server: a request that is sent while the
+# server closes the connection gets no answer.
+KEEP_ALIVE_S = 10
 # Odd spaces and escapes, which are lost if a reply is rendered again instead of continued.
 WEATHER_TALK = by_prompt(
     [
@@ -167,7 +170,8 @@ def serving(engine_url: str, **parts: Any) -> Iterator[str]:
     async def serve() -> None:
         async with SGLangEngine(engine_url) as engine:
             app = create_app(engine=engine, **parts)
-            servers.append(uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")))
+            settings = uvicorn.Config(app, log_level="error", lifespan="on", timeout_keep_alive=KEEP_ALIVE_S)
+            servers.append(uvicorn.Server(settings))
             ready.set()
             await servers[0].serve(sockets=[listener])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shlex
 import tempfile
 import time
@@ -33,7 +34,7 @@ from areal_agents.whole_files import write_whole
 HERE = Path(__file__).parent
 ADMIN_KEY = "admin-key-of-the-tests"
 LIMIT_S = 150.0
-RUN = "the log of the test's rollout process"
+RUN = f"the log of the rollout process of test process {os.getpid()}"
 NO_CALL = "the agent made no model call; does its client use ep.base_url and ep.api_key?"
 # The status of the attempt that misbehaves, and what its error contains; {exit} depends on the mode.
 ENDS = {

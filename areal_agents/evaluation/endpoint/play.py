@@ -32,6 +32,7 @@ from areal_agents.sockets import listen, url_of
 DEFAULT_KEY_VARIABLE = "OPENAI_API_KEY"
 ENDPOINT = "endpoint.json"  # the endpoint, without its key
 _STOP_S = 30.0
+_KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the clients close them
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,13 @@ def _relaying(
                     ended=journal.add,
                     estimates=estimates,
                 )
-                config = uvicorn.Config(relay.app, log_level="error", access_log=False, lifespan="off")
+                config = uvicorn.Config(
+                    relay.app,
+                    log_level="error",
+                    access_log=False,
+                    lifespan="off",
+                    timeout_keep_alive=_KEEP_ALIVE_S,
+                )
                 made["server"] = uvicorn.Server(config)
                 ready.set()
                 await made["server"].serve(sockets=[listener])

@@ -14,6 +14,8 @@ from retrieval.index import Index, build_index
 from retrieval.passages import Columns, read_corpus
 from retrieval.server import build_app
 
+KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that the clients close them
+
 app = typer.Typer(help="An index of passages, and its server.", no_args_is_help=True, add_completion=False)
 Device = Annotated[str, typer.Option(help="Where embeddings are computed: cpu, cuda, …")]
 
@@ -51,7 +53,8 @@ def serve(
 ) -> None:
     """Serve an index until SIGTERM or Ctrl-C."""
     opened = Index(index, device=device)
-    settings = uvicorn.Config(build_app(opened, timeout_s=timeout_s), log_level="warning")
+    app = build_app(opened, timeout_s=timeout_s)
+    settings = uvicorn.Config(app, log_level="warning", timeout_keep_alive=KEEP_ALIVE_S)
     with listen(host, port) as listener:
         print(f"{len(opened):,} passages ({', '.join(opened.modes)}) at {url_of(listener)}", flush=True)
         uvicorn.Server(settings).run(sockets=[listener])
