@@ -30,8 +30,8 @@ from areal_agents.testing import ScriptedApp, ScriptedReply, by_prompt, running
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 ADMIN_KEY = "admin-key-of-the-tests"
-# Longer than httpx keeps an idle connection (5 s), as in the proxy's own server: a request that is sent while the
-# server closes the connection gets no answer.
+# Longer than httpx keeps an idle connection (5 s), as in the server of the proxy: a request that is sent just
+# when the server closes the connection gets no answer.
 KEEP_ALIVE_S = 10
 # Odd spaces and escapes, which are lost if a reply is rendered again instead of continued.
 WEATHER_TALK = by_prompt(
