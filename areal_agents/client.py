@@ -7,8 +7,9 @@ every call has a time limit.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
@@ -20,6 +21,8 @@ from areal_agents.direct_http import direct_async_client, direct_client
 from areal_agents.errors import RequestError
 
 _CONNECT_RETRIES = 2
+_NOT_NOW = (503, 504)  # nothing answers, or another proxy is about to have the episode
+_REPEAT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +233,10 @@ class AsyncClient:
     Args:
         base_url, admin_key, timeout_s, http_proxy: see `Client`.
         connections: the most calls at the same time; further calls wait.
+        agents_url: the proxy as agents reach it, for `OpenedEpisode.base_url`; None: as the proxy says.
+        patience_s: how long the calls that read, reward or end an episode are repeated while the proxy does
+            not answer or does not have the episode yet, as when proxies are started again. Repeated, such a
+            call has no further effect.
     """
 
     def __init__(
@@ -240,7 +247,11 @@ class AsyncClient:
         timeout_s: float = 30.0,
         connections: int = 8,
         http_proxy: str | None = None,
+        agents_url: str | None = None,
+        patience_s: float = 0.0,
     ) -> None:
+        self._agents_url = None if agents_url is None else _checked_url(agents_url)
+        self._patience_s = patience_s
         # Calls wait here, because httpx walks its whole queue of waiting requests on every call.
         self._free = asyncio.Semaphore(connections)
         self._http = direct_async_client(
@@ -280,7 +291,10 @@ class AsyncClient:
     ) -> OpenedEpisode:
         """See `Client.open_episode`."""
         body = _opening(task, id, group, group_size, surplus, index, split, metadata, limits, sampling)
-        return _opened(await self._call("POST", "/episodes", body))
+        opened = _opened(await self._call("POST", "/episodes", body))
+        if self._agents_url is None:
+            return opened
+        return replace(opened, base_url=f"{self._agents_url}/e/{opened.base_url.rpartition('/e/')[2]}")
 
     async def reward(
         self,
@@ -335,7 +349,7 @@ class AsyncClient:
     async def get_episode(self, episode_id: str, *, tokens: bool = False) -> dict[str, Any]:
         """See `Client.get_episode`."""
         params = {"tokens": "1"} if tokens else None
-        return await self._call("GET", f"/episodes/{_segment(episode_id)}", params=params)
+        return await self._repeat("GET", f"/episodes/{_segment(episode_id)}", params=params)
 
     async def list_episodes(
         self, *, split: str | None = None, status: str | None = None, group: str | None = None
@@ -356,7 +370,18 @@ class AsyncClient:
 
     async def post_to_episode(self, episode_id: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """See `Client.post_to_episode`."""
-        return await self._call("POST", f"/episodes/{_segment(episode_id)}/{path}", body)
+        return await self._repeat("POST", f"/episodes/{_segment(episode_id)}/{path}", body)
+
+    async def _repeat(self, method: str, path: str, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """As `_call`, repeated for `patience_s` while the proxy cannot answer."""
+        give_up_at = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await self._call(method, path, *arguments, **named)
+            except RequestError as error:
+                if error.status not in _NOT_NOW or time.monotonic() > give_up_at:
+                    raise
+            await asyncio.sleep(_REPEAT_S)
 
     async def _call(
         self,

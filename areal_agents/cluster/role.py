@@ -21,14 +21,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from areal_agents.cluster.place import Place, own_address
+from areal_agents.cluster.proxy_forwarder import ProxyForwarder
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.config import Config
-from areal_agents.errors import ArealAgentsError, ConfigError, StoreError
+from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
 from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.supervision import EXIT_STOPPED, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import RUN_MARK, end_leftovers, end_process, signal_group
+from areal_agents.proxy.workers.places import ProxyTable
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
 from areal_agents.store.urls import shown_store
@@ -37,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _LONGEST_WAIT_S = 3600.0  # for the others, whose machines may have to wait in a queue
-_LOOK_S = 2.0  # how often the addresses of the others are read
 _SERVER_STOP_S = 15.0
 
 
@@ -118,19 +119,17 @@ class _Process:
         Path(self._config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
             port = port or held.enter_context(reserved_ports(1, self._host))[0]
-            while True:
-                endpoints = self._endpoints(port)
-                if endpoints is None:
-                    return EXIT_STOPPED
-                code = self._child(endpoints, port)
-                if code is not None:
-                    return code
+            endpoints = self._endpoints(port)
+            if endpoints is None:
+                return EXIT_STOPPED
+            if self._role == "rollout":
+                held.enter_context(self._forwarding_to_proxies(port))
+            return self._child(endpoints, port)
 
     def _endpoints(self, port: int) -> Endpoints | None:
         """Wait for the processes that this one needs, and return the addresses; None if told to end."""
         place = ClusterPlace(self._index, self._count, self._place.row.epoch, self._record.secret)
         engines = self._config.engine.urls
-        host, own_port = self._host, port
         if self._role == "engine":
             # The other engines are nothing to this one, but its place in the list is its index.
             engines = ("",) * self._index + (f"http://{self._host}:{port}",)
@@ -139,17 +138,23 @@ class _Process:
             if found is None:
                 return None
             engines = tuple(found)
-        if self._role == "rollout":
-            proxies = self._wait_for("proxy", self._config.cluster.proxies)
-            if proxies is None:
-                return None
-            parts = urlsplit(proxies[self._index % len(proxies)])
-            host, own_port = parts.hostname or "", parts.port or 80
+        if self._role == "rollout" and self._wait_for("proxy", self._config.cluster.proxies) is None:
+            return None
+        # A rollout process reaches the proxies through its own port.
         keys = self._record.admin_key, self._record.view_key
-        return Endpoints(engines, host, own_port, *keys, place=place)
+        return Endpoints(engines, self._host, port, *keys, place=place)
 
-    def _child(self, endpoints: Endpoints, port: int) -> int | None:
-        """Run the child to its end; return the exit code, or None if it has to start with new addresses."""
+    @contextlib.contextmanager
+    def _forwarding_to_proxies(self, port: int) -> Iterator[None]:
+        """Forward the connections to a port of this machine to the proxies of the run, within the block."""
+        count = self._config.cluster.proxies
+        table = ProxyTable(self._store)
+        forwarder = ProxyForwarder(table, count=count, preferred=self._index % count)
+        with table.watching(), forwarder.running(self._host, port):
+            yield
+
+    def _child(self, endpoints: Endpoints, port: int) -> int:
+        """Run the child to its end, and return the exit code."""
         with tempfile.TemporaryDirectory(prefix="areal-agents-") as own:
             file = Path(own) / "endpoints.json"
             folder = RunFolder(Path(self._config.run_dir), file)
@@ -167,14 +172,13 @@ class _Process:
                 start_new_session=True,
             )
             try:
-                return self._watch(child, endpoints)
+                return self._watch(child)
             finally:
                 end_process(child, grace_s=0.0)
                 signal_group(child.pid, signal.SIGKILL)
                 end_leftovers(RUN_MARK, mark)
 
-    def _watch(self, child: subprocess.Popen[bytes], endpoints: Endpoints) -> int | None:
-        looked = time.monotonic()
+    def _watch(self, child: subprocess.Popen[bytes]) -> int:
         while (code := child.poll()) is None:
             if self._place.is_lost:
                 logger.error(
@@ -187,26 +191,8 @@ class _Process:
                     return _exit_code(child.wait(self._stop_timeout_s))
                 logger.error("%s %d did not end within %.0f s", self._role, self._index, self._stop_timeout_s)
                 return 128 + signal.SIGKILL
-            if self._role == "rollout" and time.monotonic() - looked > _LOOK_S:
-                looked = time.monotonic()
-                if (moved := self._moved_proxy(endpoints)) is not None:
-                    logger.warning("the proxy is at %s now; the episodes that are open are given up", moved)
-                    child.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        child.wait(self._stop_timeout_s)
-                    return None
             time.sleep(_POLL_S)
         return _exit_code(code)
-
-    def _moved_proxy(self, endpoints: Endpoints) -> str | None:
-        """Return the address of this rollout process's proxy if it is a new one; None otherwise."""
-        index = self._index % self._config.cluster.proxies
-        try:
-            url = self._store.addresses("proxy").get(index)
-        except StoreError as error:
-            logger.warning("the address of the proxy cannot be read: %s", error)
-            return None
-        return url if url is not None and url != endpoints.proxy_url else None
 
     def _command(self, endpoints: Path, port: int) -> list[str] | None:
         """Return the arguments of Python for the child; None if told to end while it waited."""

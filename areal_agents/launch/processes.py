@@ -381,6 +381,8 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 fingerprint=fingerprint.digest,
                 training_fingerprint=fingerprint.digest_in_training,
                 worker=worker,
+                # In a cluster that is the address of a forwarder, which lasts when proxies are started again.
+                agents_url=endpoints.proxy_url if place and config.proxy.public_url is None else None,
             )
             if stop.is_set():
                 raise SystemExit(EXIT_STOPPED)

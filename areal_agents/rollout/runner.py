@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_VERSION_TIMEOUT_S = 900.0
 PROXY_TIMEOUT_S = 120.0
+PROXY_PATIENCE_S = 60.0  # in which a proxy is started again, or another one takes its episodes over
 SWAP_TIMEOUT_S = 300.0
 SWAP_POLL_S = 0.1
 ABORT_TIMEOUT_S = 10.0
@@ -57,6 +58,7 @@ async def run(
     fingerprint: str = "",
     training_fingerprint: str = "",
     worker: WorkerShare | None = None,
+    agents_url: str | None = None,
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
 
@@ -81,6 +83,7 @@ async def run(
         worker: this process's part, if several processes play the episodes of the run. They share the groups,
             the evaluations, `rollout.concurrency` and `evaluation.concurrency`; failures in a row count for
             each process by itself. Every process returns when the run has ended.
+        agents_url: the URL at which agents reach the proxy; None: the one that the proxy gives.
 
     Raises:
         AgentError: the agent cannot be loaded, or too many attempts in a row failed.
@@ -99,7 +102,18 @@ async def run(
             part = worker.part_of(evaluation.concurrency)
             evaluation = evaluation.model_copy(update={"concurrency": part})
     async with _runner(
-        store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward, fingerprint, worker
+        store,
+        proxy_url,
+        admin_key,
+        agent,
+        rollout,
+        evaluation,
+        seed,
+        logs,
+        reward,
+        fingerprint,
+        worker,
+        agents_url,
     ) as runner:
         running = runner.run(
             source,
@@ -182,6 +196,7 @@ async def _runner(
     reward: RewardConfig | None,
     fingerprint: str,
     worker: WorkerShare | None = None,
+    agents_url: str | None = None,
 ) -> AsyncIterator[_RolloutRunner]:
     """Create a runner, and close its agents and connections at the end of the block."""
     assert rollout.concurrency, "RolloutConfig.for_engines chooses an automatic concurrency"
@@ -190,7 +205,7 @@ async def _runner(
     trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency), logs=logs)
     workers = min(rollout.workers, evaluation.concurrency if evaluation else 1)
     evaluated = load_agent(agent, workers=workers, logs=logs)
-    client = AsyncClient(proxy_url, admin_key)
+    client = AsyncClient(proxy_url, admin_key, agents_url=agents_url, patience_s=PROXY_PATIENCE_S)
     try:
         yield _RolloutRunner(
             client, store, trained, evaluated, rollout, evaluation, seed, function, fingerprint, worker

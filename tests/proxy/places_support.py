@@ -80,7 +80,7 @@ class Proxies:
         self._ports = [lasting_port() for _ in range(count)]
         self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         self._processes: list[ForkServerProcess | None] = [None] * count
-        self.balancer = Balancer(self._ports)
+        self.balancer = Balancer(list(self._ports))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxies]:
@@ -106,6 +106,11 @@ class Proxies:
         )
         process.start()
         self._processes[index] = process
+
+    def move(self, index: int) -> None:
+        """The next process of a place has another address; the balancer knows only the earlier one."""
+        self._ports[index] = lasting_port()
+        self.urls[index] = f"http://127.0.0.1:{self._ports[index]}"
 
     def wait(self, index: int) -> None:
         """Wait until a proxy answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -17,10 +18,13 @@ from postgres_server import PostgresServer
 from proxy_support import MODEL, SEARCH
 from workers_support import wait_for
 
-from areal_agents.errors import ConfigError
+from areal_agents.client import AsyncClient
+from areal_agents.cluster.proxy_forwarder import ProxyForwarder
+from areal_agents.errors import ConfigError, RequestError
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.server import serve
-from areal_agents.proxy.workers.places import ProxyPlace
+from areal_agents.proxy.workers.places import ProxyPlace, ProxyTable
 from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
 
@@ -294,6 +298,53 @@ def test_a_rolling_restart_under_load_loses_nothing(proxies: Proxies) -> None:
         assert len(set(ids)) == 4
         check_exact(proxies, episode_id, ids)
     assert [proxies.row(index).is_alive for index in range(3)] == [True] * 3
+
+
+def test_a_restart_at_another_address_loses_nothing(proxies: Proxies) -> None:
+    """What a rollout process and its agents do, through the forwarder beside them: the calls of all of them
+    go to the proxy that ends.
+    """
+    ended = threading.Event()
+    episodes: list[tuple[str, list[str]]] = []
+
+    async def play(url: str) -> None:
+        async with AsyncClient(url, ADMIN_KEY, agents_url=url, patience_s=60.0) as client:
+            while not ended.is_set():
+                try:
+                    opened = await client.open_episode()
+                except RequestError as error:  # the answer is lost; nothing was played yet
+                    assert error.code == "unreachable"
+                    continue
+                assert opened.base_url.startswith(url)
+                talk = Talk(url, opened.api_key)
+                talk.client = OpenAI(base_url=opened.base_url, api_key=opened.api_key)
+                for _ in range(4):
+                    await asyncio.to_thread(talk.say)
+                state = await client.finish(opened.id, rewards=[{"reward": 1.0}], require_turn=True)
+                assert state["status"] == "finished"
+                episodes.append((opened.id, talk.ids))
+
+    with contextlib.ExitStack() as stack:
+        table = ProxyTable(stack.enter_context(Store.open(proxies.store_url)))
+        stack.enter_context(table.watching())
+        [port] = stack.enter_context(reserved_ports(1))
+        stack.enter_context(ProxyForwarder(table, count=3, preferred=0).running("127.0.0.1", port))
+        pool = stack.enter_context(ThreadPoolExecutor(4))
+        playing = [pool.submit(asyncio.run, play(f"http://127.0.0.1:{port}")) for _ in range(4)]
+        try:
+            wait_for(lambda: len(episodes) > 4 or any(p.done() for p in playing), 60)
+            proxies.end(0)
+            proxies.move(0)
+            proxies.start(0)
+            seen = len(episodes)
+            wait_for(lambda: len(episodes) > seen + 4 or any(p.done() for p in playing), 60)
+            proxies.wait(0)
+        finally:
+            ended.set()
+        for done in playing:
+            done.result(120)
+    for episode_id, ids in episodes:
+        check_exact(proxies, episode_id, ids)
 
 
 def opening(url: str) -> dict[str, Any]:

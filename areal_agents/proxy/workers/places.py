@@ -45,17 +45,11 @@ class ProxyPlace:
     secret: str
 
 
-class Places:
-    """One proxy's view of the places of all proxies. It must be `watching` the table before it is used."""
+class ProxyTable:
+    """The places of all proxies. It must be `watching` the table before it is used."""
 
-    spreads_openings = False
-
-    def __init__(self, store: Store, place: ProxyPlace) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self.index = place.index
-        self.count = place.count
-        self.secret = place.secret
-        self.owner = owner_name(place.index, place.epoch)
         self._rows: dict[int, RoleRow] = {}
         self._read_at = self._steady_since = -1e9
         self._reading = threading.Lock()
@@ -81,25 +75,6 @@ class Places:
         """Return where the process that has a place is reached; None if none is running or has said it."""
         row = self._rows.get(index)
         return row.url if row is not None and self._is_running(row) else None
-
-    def is_alive(self, owner: str) -> bool:
-        """Whether the process with this owner name is still running."""
-        if owner == self.owner:
-            return True
-        if (place := _place_of(owner)) is None:
-            return False
-        index, epoch = place
-        row = self._rows.get(index)
-        return row is not None and row.epoch == epoch and self._is_running(row)
-
-    def index_of(self, owner: str | None) -> int | None:
-        """Return the index of the place that a process has or had, None for an owner of another kind."""
-        place = _place_of(owner or "")
-        return place[0] if place is not None else None
-
-    def measured(self) -> list[int]:
-        """Return this proxy and the others that are running: a lost machine must not hide the metrics."""
-        return sorted({self.index, *(index for index in self._rows if self.address(index) is not None)})
 
     async def refresh(self) -> None:
         """Read the table again, unless that was done just now."""
@@ -131,6 +106,38 @@ class Places:
                 self._read()
             except StoreError as error:
                 _logger.warning("which proxies are running could not be read, and is read again: %s", error)
+
+
+class Places(ProxyTable):
+    """One proxy's view of the places of all proxies."""
+
+    spreads_openings = False
+
+    def __init__(self, store: Store, place: ProxyPlace) -> None:
+        super().__init__(store)
+        self.index = place.index
+        self.count = place.count
+        self.secret = place.secret
+        self.owner = owner_name(place.index, place.epoch)
+
+    def is_alive(self, owner: str) -> bool:
+        """Whether the process with this owner name is still running."""
+        if owner == self.owner:
+            return True
+        if (place := _place_of(owner)) is None:
+            return False
+        index, epoch = place
+        row = self._rows.get(index)
+        return row is not None and row.epoch == epoch and self._is_running(row)
+
+    def index_of(self, owner: str | None) -> int | None:
+        """Return the index of the place that a process has or had, None for an owner of another kind."""
+        place = _place_of(owner or "")
+        return place[0] if place is not None else None
+
+    def measured(self) -> list[int]:
+        """Return this proxy and the others that are running: a lost machine must not hide the metrics."""
+        return sorted({self.index, *(index for index in self._rows if self.address(index) is not None)})
 
 
 def refuse_beside_places(store: Store) -> None:

@@ -1,0 +1,151 @@
+"""The address of all proxies beside a rollout process, before small servers whose places the test has."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+import sqlalchemy as sa
+
+from areal_agents.cluster import proxy_forwarder
+from areal_agents.cluster.proxy_forwarder import ProxyForwarder
+from areal_agents.inference.ports import reserved_ports
+from areal_agents.proxy.workers import places
+from areal_agents.proxy.workers.places import ProxyTable
+from areal_agents.store import Store
+from areal_agents.store.roles import DEAD_AFTER_S
+from areal_agents.store.schema import roles
+
+BODY = b"x" * 3_000_000  # more than the buffers of sockets
+
+
+class Servers:
+    """Servers that have the places of proxies, and answer with their index."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._open = contextlib.ExitStack()
+        self.begun = threading.Event()
+        self.release = threading.Event()
+
+    def start(self, index: int) -> Callable[[], None]:
+        """Start a server at a new address, as the next process of a place; return what ends it."""
+        servers = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                sent = self.rfile.read(int(self.headers["Content-Length"]))
+                if sent == b"wait":
+                    servers.begun.set()
+                    servers.release.wait(30)
+                answer = b"%d" % index + sent
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        ended = contextlib.ExitStack()
+        for end in (thread.join, server.server_close, server.shutdown):
+            ended.callback(end)
+        self._open.push(ended.__exit__)
+        earlier = next((row.epoch for row in self.store.role_rows("proxy") if row.index == index), None)
+        epoch = self.store.claim_role("proxy", index, host="h", pid=1, gone=earlier).epoch
+        assert self.store.beat_role("proxy", index, epoch, url=f"http://127.0.0.1:{server.server_port}")
+        return ended.close
+
+    def make_old(self, index: int) -> None:
+        """Nothing has been heard of a proxy for a while."""
+        engine = sa.create_engine(self.store.url)
+        with engine.begin() as connection:
+            old = roles.c.beat_at - DEAD_AFTER_S - 1
+            connection.execute(sa.update(roles).where(roles.c.index == index).values(beat_at=old))
+        engine.dispose()
+
+    def close(self) -> None:
+        self.release.set()
+        self._open.close()
+
+
+@pytest.fixture
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    monkeypatch.setattr(places, "_READ_S", 0.05)
+    monkeypatch.setattr(places, "_SOONEST_S", 0.0)
+    monkeypatch.setattr(proxy_forwarder, "_CHECK_S", 0.05)
+    with Store.open(tmp_path / "s.db") as store, contextlib.closing(Servers(store)) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def forwarded(servers: Servers, *, preferred: int) -> Iterator[httpx.Client]:
+    """A client of a forwarder for two proxies; it keeps its connections."""
+    table = ProxyTable(servers.store)
+    forwarder = ProxyForwarder(table, count=2, preferred=preferred)
+    with (
+        table.watching(),
+        reserved_ports(1) as [port],
+        forwarder.running("127.0.0.1", port),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client,
+    ):
+        yield client
+
+
+def ask(client: httpx.Client, body: bytes = b"") -> bytes:
+    return client.post("/", content=body).raise_for_status().content
+
+
+def test_connections_go_to_a_proxy_that_is_running(servers: Servers) -> None:
+    servers.start(0)
+    end = servers.start(1)
+    with forwarded(servers, preferred=1) as client:
+        assert ask(client, BODY) == b"1" + BODY
+        end()
+        client.headers["Connection"] = "close"  # the server that has ended still has the earlier connection
+        assert ask(client) == b"1"
+        assert ask(client) == b"0"
+        servers.start(1)
+        assert ask(client) in (b"0", b"1")
+
+
+def test_a_call_to_a_dead_proxy_breaks_off_and_the_next_one_reaches_another(servers: Servers) -> None:
+    servers.start(0)
+    servers.start(1)
+    with forwarded(servers, preferred=0) as client:
+        dying = threading.Thread(target=lambda: (servers.begun.wait(20), servers.make_old(0)))
+        dying.start()
+        with pytest.raises(httpx.RemoteProtocolError):
+            ask(client, b"wait")
+        dying.join()
+        assert ask(client) == b"1"
+
+
+def test_a_connection_waits_until_there_is_a_proxy(servers: Servers) -> None:
+    with forwarded(servers, preferred=0) as client:
+        starting = threading.Timer(0.5, servers.start, args=(1,))
+        starting.start()
+        assert ask(client) == b"1"
+        starting.join()
+
+
+def test_without_any_proxy_a_connection_is_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_forwarder, "_FIND_S", 0.1)
+    with forwarded(servers, preferred=0) as client:
+        with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+            ask(client)
+        port = client.base_url.port
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 5):
+        pass
