@@ -29,8 +29,8 @@ TWO_OF_EVERYTHING = (
     "cluster.gpus_per_node=0",
     *(f"cluster.cpus.{role}=1" for role in ("engine", "proxy", "trainer", "rollout")),
 )  # fmt: skip
-# Runs of one machine end at 0.89 to 0.93 (docs/reference/search_agent.json), and the 95% interval of 256 episodes
-# is 0.04 wide to each side.
+# Runs of one machine end at 0.89 to 0.93 (docs/reference/search_agent.json), and the 95% interval of 256
+# episodes is 0.04 wide to each side.
 LEAST_AFTER = 0.85
 
 
