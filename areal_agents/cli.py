@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from areal_agents import __version__
+from areal_agents.core.secret_variables import ADMIN_KEY, given_engine_key
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.evaluation import commands as evaluation_commands
 from areal_agents.extras import require
@@ -261,7 +262,7 @@ def serve(
         str | None,
         typer.Option(
             help="Key of the control API; required unless --host is a loopback address.",
-            envvar="AREAL_AGENTS_ADMIN_KEY",
+            envvar=ADMIN_KEY,
         ),
     ] = None,
     store: Annotated[Path, typer.Option(help="SQLite file that stores the episodes.")] = Path(
@@ -323,7 +324,15 @@ def serve(
         config = config.model_copy(update={"workers": workers})
     config = config.for_engines(SGLANG_SEQUENCES * max(1, len(urls)))
     page = Page(FACTORY, str(store), str(folder), key=new_view_key(), is_announced=True)
-    serve_with_workers(folder, config, store=store, engine_urls=urls, router_url=router_url, page=page)
+    serve_with_workers(
+        folder,
+        config,
+        store=store,
+        engine_urls=urls,
+        router_url=router_url,
+        engine_key=given_engine_key(),
+        page=page,
+    )
 
 
 @app.command()
@@ -358,7 +367,8 @@ def engine(
         _engine_config(
             model=folder, host=host, port=port, threads=threads, slots=slots, max_context=max_context,
             dtype=dtype, device=device, kernel=kernel, seed=seed,
-        )
+        ),
+        key=given_engine_key(),
     )  # fmt: skip
 
 

@@ -28,16 +28,20 @@ def running_vllm(
     model: str | Path,
     *arguments: str,
     start_timeout_s: float = 600.0,
+    key: str = "",
+    log_path: Path | None = None,
     **options: Any,
 ) -> Iterator[VLLMUrl]:
     """One float32 server of `model`, on a GPU if there is one; yields its URL.
 
-    `arguments` are vLLM's own; `options` are those of `server_command`.
+    `arguments` are vLLM's own; `key` is the key of its requests; `options` are those of `server_command`.
     """
     config = EngineConfig(kind="vllm", python=python, arguments=arguments)
     (placement,) = place(config, find_environment(python).gpus, trainer_gpus=0)
     with reserved_ports(1) as (port,):
         command = server_command(config, model, placement, port=port, **options)
-        environment = vllm_environment(config, placement)
-        with VLLMProcess(command, environment, port=port, start_timeout_s=start_timeout_s) as server:
+        environment = vllm_environment(config, placement, key=key)
+        with VLLMProcess(
+            command, environment, port=port, start_timeout_s=start_timeout_s, log_path=log_path
+        ) as server:
             yield VLLMUrl(server.url)

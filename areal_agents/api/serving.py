@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_agents.client import Client, OpenedEpisode
+from areal_agents.core.secret_variables import ADMIN_KEY
 from areal_agents.direct_http import openai_client_sync
 from areal_agents.episode import Episode
 from areal_agents.errors import RunFailed
@@ -105,9 +107,14 @@ def serve(
         key = f"admin-{secrets.token_urlsafe(24)}"
         command = [sys.executable, "-u", "-m", "areal_agents", "serve", "--model", str(model), "--port", "0"]
         command += ["--store", str(file), *(["--engine-url", engine_url] if engine_url else [])]
-        command += [f"admin_key={key}", *(f"{name}={json.dumps(value)}" for name, value in settings.items())]
+        command += [f"{name}={json.dumps(value)}" for name, value in settings.items()]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, ADMIN_KEY: key},  # every user of the machine can read command lines
         )
         lines: deque[str] = deque(maxlen=40)
         found: list[str] = []

@@ -141,8 +141,11 @@ class _Process:
         if self._role == "rollout" and self._wait_for("proxy", self._config.cluster.proxies) is None:
             return None
         # A rollout process reaches the proxies through its own port.
-        keys = self._record.admin_key, self._record.view_key
-        return Endpoints(engines, self._host, port, *keys, place=place)
+        record = self._record
+        keys = record.admin_key, record.view_key
+        # A rollout process, which runs the agents, has nothing to do with engines.
+        engine_key = "" if self._role == "rollout" else record.engine_key
+        return Endpoints(engines, self._host, port, *keys, engine_key, place)
 
     @contextlib.contextmanager
     def _forwarding_to_proxies(self, port: int) -> Iterator[None]:

@@ -20,7 +20,8 @@ class RunRecord:
         nodes: the number of processes of the trainer, each of which has an equal share of its ranks.
         first_version: the version that the trainer starts with; earlier ones are from before a resume.
         admin_key, view_key: keys of the proxies.
-        secret: the secret by which the processes of the run know one another.
+        secret: the secret by which the proxies of the run know one another.
+        engine_key: the key that requests to the engines must have; "": they want none.
     """
 
     config: str
@@ -29,12 +30,23 @@ class RunRecord:
     admin_key: str
     view_key: str
     secret: str
+    engine_key: str
 
     @classmethod
-    def of(cls, config: str, *, nodes: int, first_version: int, admin_key: str) -> RunRecord:
+    def of(
+        cls, config: str, *, nodes: int, first_version: int, admin_key: str, engine_key: str = ""
+    ) -> RunRecord:
         """Return the record of a run, with new keys where the configuration has none."""
         keys = [secrets.token_urlsafe(24) for _ in range(3)]
-        return cls(config, nodes, first_version, admin_key or f"admin-{keys[0]}", keys[1], keys[2])
+        return cls(
+            config,
+            nodes,
+            first_version,
+            admin_key or f"admin-{keys[0]}",
+            view_key=keys[1],
+            secret=keys[2],
+            engine_key=engine_key,
+        )
 
     @classmethod
     def read(cls, store: Store) -> RunRecord:

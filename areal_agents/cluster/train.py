@@ -29,6 +29,7 @@ from areal_agents.launch.signals import interruptible
 from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary
 from areal_agents.launch.train import (
+    engine_key_for,
     finish,
     has_ended,
     report_resume,
@@ -166,6 +167,7 @@ class _ClusterRun:
             nodes=self._nodes,
             first_version=store.max_version() + 1,
             admin_key=config.proxy.admin_key or "",
+            engine_key=engine_key_for(config),
         )
         record.write(store)
         if self._launcher.name != "local" and ip_address(own_address(self._url)).is_loopback:
@@ -232,9 +234,8 @@ class _ClusterRun:
         proxies = wait_for_addresses(self._store, "proxy", config.cluster.proxies, is_over=is_over, say=say)
         assert engines is not None and proxies is not None, "the wait ends only with them, or an error"
         first = urlsplit(proxies[0])
-        return Endpoints(
-            tuple(engines), first.hostname or "", first.port or 80, record.admin_key, record.view_key
-        )
+        keys = record.admin_key, record.view_key, record.engine_key
+        return Endpoints(tuple(engines), first.hostname or "", first.port or 80, *keys)
 
 
 def environment_of(process: RoleProcess) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import uvloop
 from starlette.types import ASGIApp
 
+from areal_agents.core.secret_variables import given_engine_key
 from areal_agents.doctor.observed import RequestRecorder, Seen
 from areal_agents.doctor.scripted_model import ScriptedModel
 from areal_agents.errors import EngineUnavailable
@@ -57,7 +58,7 @@ def serving(
 ) -> Iterator[None]:
     """Run the proxy inside the block; afterwards nothing is added to `proxy`."""
     settings = config or ProxyConfig()
-    engine = SGLangEngine(engine_url)
+    engine = SGLangEngine(engine_url, key=given_engine_key())
     app = create_app(
         store=proxy.store, engine=engine, renderer=renderer, config=settings, observer=proxy.records.append
     )

@@ -89,6 +89,8 @@ OWN_ARGUMENTS = (
     "--tensor-parallel-size",
     "--tp",
 )
+# Flags that give a server other keys than the run's, and those with which SGLang checks no key.
+_OF_KEYS = ("--api-key", "--admin-api-key", "--grpc-port", "--tokenizer-worker-num")
 # vLLM's flags that this package sets, because it needs them.
 VLLM_OWN_ARGUMENTS = (
     "--logprobs-mode",
@@ -316,6 +318,8 @@ class EngineConfig(Settings):
         for argument in self.arguments:
             if argument.partition("=")[0] in OWN_ARGUMENTS:
                 yield f"arguments: {argument} is set from replicas, tensor_parallel, device and model"
+            if argument.partition("=")[0] in _OF_KEYS:
+                yield f"arguments: {argument} is not supported with the key that engines of a run have"
 
 
 def _value_of(arguments: Sequence[str], flag: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import httpx
 
+from areal_agents.core.secret_variables import ENGINE_KEY
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
@@ -146,6 +147,7 @@ class EngineProcess(ServerProcess):
 
     Args:
         config: the engine's options; port 0 takes a free port.
+        key: the key that requests must have; "": none.
         env: variables to add to this process's environment for the child.
 
     The other arguments are those of ServerProcess.
@@ -159,12 +161,13 @@ class EngineProcess(ServerProcess):
         start_timeout_s: float = 120.0,
         stop_timeout_s: float = 15.0,
         env: dict[str, str] | None = None,
+        key: str = "",
     ) -> None:
         super().__init__(
             "the engine", log_path=log_path, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s
         )
         self._config = config
-        self._env = env or {}
+        self._env = {**(env or {}), ENGINE_KEY: key}
 
     def start(self) -> None:
         """See ServerProcess.start. ConfigError if its port is taken."""
@@ -184,14 +187,20 @@ class EngineProcess(ServerProcess):
 
 @contextmanager
 def running_engine(
-    model: str | Path, *, log_path: Path | None = None, start_timeout_s: float = 120.0, **options: Any
+    model: str | Path,
+    *,
+    log_path: Path | None = None,
+    start_timeout_s: float = 120.0,
+    key: str = "",
+    **options: Any,
 ) -> Iterator[str]:
     """Run an embedded engine within a with-block; yields its URL.
 
-    `options` are fields of EmbeddedEngineConfig; the default port is a free one.
+    `options` are fields of EmbeddedEngineConfig; the default port is a free one. `key` is the key that
+    requests must have.
     """
     config = EmbeddedEngineConfig(model=str(model), **{"port": 0, "incremental_streaming": True, **options})
-    with EngineProcess(config, log_path=log_path, start_timeout_s=start_timeout_s) as engine:
+    with EngineProcess(config, log_path=log_path, start_timeout_s=start_timeout_s, key=key) as engine:
         yield engine.url
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 from rich.console import Console
 
+from areal_agents.core.secret_variables import ADMIN_KEY
 from areal_agents.errors import ConfigError
 from areal_agents.inspection.fork_command import fork
 
@@ -23,9 +24,7 @@ Where = Annotated[
         metavar="WHERE",
     ),
 ]
-AdminKey = Annotated[
-    str | None, typer.Option(help="Admin key of the proxy.", envvar="AREAL_AGENTS_ADMIN_KEY")
-]
+AdminKey = Annotated[str | None, typer.Option(help="Admin key of the proxy.", envvar=ADMIN_KEY)]
 Split = Annotated[Literal["train", "eval"] | None, typer.Option(help="Only episodes of this split.")]
 Status = Annotated[
     Literal["open", "finished", "truncated", "failed", "aborted"] | None,

@@ -6,6 +6,7 @@ import time
 
 import httpx
 
+from areal_agents.core.secret_variables import bearer
 from areal_agents.direct_http import direct_client
 
 
@@ -16,11 +17,13 @@ class EngineBusy:
 
     Args:
         urls: the URLs of the engines.
+        key: the key of the engines; "" if they have none.
         timeout_s: longest wait in seconds for one answer.
     """
 
-    def __init__(self, urls: tuple[str, ...], *, timeout_s: float = 2.0) -> None:
+    def __init__(self, urls: tuple[str, ...], *, key: str = "", timeout_s: float = 2.0) -> None:
         self._timeout_s = timeout_s
+        self._headers = bearer(key)
         self._urls = urls
         self._counted = True  # whether the engines count their busy time; SGLang does not
         self._busy_s = 0.0
@@ -45,7 +48,7 @@ class EngineBusy:
 
     def _read_counter(self, url: str) -> None:
         try:
-            with direct_client(timeout_s=self._timeout_s) as client:
+            with direct_client(timeout_s=self._timeout_s, headers=self._headers) as client:
                 info = client.get(url + "/get_server_info").json()
         except (httpx.HTTPError, ValueError):
             return

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from areal_agents.config import Config
+from areal_agents.core.secret_variables import bearer
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import SERVERS, EmbeddedEngineConfig
@@ -113,7 +114,7 @@ def serve_engine(config: Config, folder: RunFolder, *, replica: int, gpus: Seque
         return
     from areal_agents.inference.embedded.server import serve
 
-    serve(_embedded(config, folder, placement, replica))
+    serve(_embedded(config, folder, placement, replica), key=folder.read_endpoints().engine_key)
 
 
 def adapter_rank(config: Config) -> int:
@@ -147,6 +148,7 @@ def wait_for_engines(
     check: Callable[[], object],
     say: Callable[[str], None],
     warn: Callable[[str], None],
+    key: str = "",
 ) -> None:
     """Return when the engines of a run serve: all engines that it starts, or at least one running server.
 
@@ -158,6 +160,7 @@ def wait_for_engines(
         check: called before each attempt; an exception from it ends the wait.
         say: called with a message about what the run is waiting for.
         warn: called with a message about each running server that does not answer.
+        key: the key of the engines; "" if they have none.
 
     Raises:
         ArealAgentsError: the engines do not serve in time, or `check_running` refuses one.
@@ -169,9 +172,10 @@ def wait_for_engines(
             wait_until_ready(url + path, check=check, timeout_s=timeout_s)
         return
     say("waiting for a running engine")
-    answering = wait_until_any_ready([url + path for url in urls], check=check, timeout_s=timeout_s)
+    paths = [url + path for url in urls]
+    answering = wait_until_any_ready(paths, check=check, timeout_s=timeout_s, key=key)
     ready = [url for url in urls if url + path in answering]
-    check_running(config, ready)
+    check_running(config, ready, key=key)
     for url in urls:
         if url not in ready:
             warn(
@@ -196,12 +200,13 @@ def check_same_machine(config: Config) -> None:
             )
 
 
-def check_running(config: Config, urls: Sequence[str] | None = None) -> None:
+def check_running(config: Config, urls: Sequence[str] | None = None, *, key: str = "") -> None:
     """Check that running servers were started with the flags that this run needs.
 
     Args:
         config: the configuration of the run.
         urls: the URLs of the servers; default: all of engine.urls.
+        key: the key of the servers; "" if they have none.
 
     Raises:
         ConfigError: a server was started without a flag; the message names it.
@@ -211,7 +216,7 @@ def check_running(config: Config, urls: Sequence[str] | None = None) -> None:
         return  # the client checks how a vLLM was started when it asks for the model
     for url in config.engine.urls if urls is None else urls:
         try:
-            with direct_client(timeout_s=INFO_TIMEOUT_S) as client:
+            with direct_client(timeout_s=INFO_TIMEOUT_S, headers=bearer(key)) as client:
                 info = client.get(url + "/get_server_info").json()
         except (httpx.HTTPError, ValueError) as error:
             raise EngineUnavailable(
@@ -345,7 +350,7 @@ def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica:
     )
     return SGLangProcess(
         command,
-        server_environment(config.engine, placement, host),
+        server_environment(config.engine, placement, host, folder.read_endpoints().engine_key),
         host=host,
         port=port,
         log_path=folder.log(engine_name(replica, config.engine.replicas)),
@@ -366,7 +371,7 @@ def _vllm(config: Config, folder: RunFolder, placement: GpuPlacement, replica: i
     )
     return VLLMProcess(
         command,
-        vllm_environment(config.engine, placement, host),
+        vllm_environment(config.engine, placement, host, folder.read_endpoints().engine_key),
         host=host,
         port=port,
         log_path=folder.log(engine_name(replica, config.engine.replicas)),

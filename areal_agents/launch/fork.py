@@ -14,6 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from areal_agents.doctor.serving import in_thread
 from areal_agents.episode import ForkPoint
 from areal_agents.errors import ConfigError, RenderingError, RequestError
 from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
-from areal_agents.inference.clients import connect, protocol_of
+from areal_agents.inference.clients import EngineClient, connect, protocol_of
 from areal_agents.inspection.forks import (
     Continuation,
     ForkedTurn,
@@ -168,7 +169,8 @@ def fork(
         with Children(say=say) as children:
             start_engines(served, out, children, plan, "--config", f"{temporary}/config.yaml")
             urls = endpoints.engine_urls
-            wait_for_engines(served, urls, check=children.check, say=say, warn=say)
+            key = endpoints.engine_key
+            wait_for_engines(served, urls, check=children.check, say=say, warn=say, key=key)
             return play(
                 urls[0],
                 config,
@@ -178,6 +180,7 @@ def fork(
                 policy=policy.name,
                 version=version,
                 out=out,
+                engine_key=key,
             )
 
 
@@ -214,22 +217,25 @@ def play(
     policy: str,
     version: int,
     out: RunFolder,
+    engine_key: str = "",
 ) -> Forks:
     """Play the continuations with a running engine, and return them with their results.
 
-    The arguments are those of `fork`; `renderer` is that of the weights, and `policy` their name.
+    The arguments are those of `fork`; `renderer` is that of the weights, `policy` their name, and
+    `engine_key` the key of the engine.
     """
+    connected = partial(connect, engine_url, protocol_of(config.engine.kind), key=engine_key)
     with Store.open(out.store, config.store.durability) as store:
         prepared = [
             _Fork.open(store, config, forked, how, number=number, policy=policy)
             for number in range(1, how.count + 1)
         ]
-        asyncio.run(_set_version(engine_url, config, version))
+        asyncio.run(_set_version(connected, version))
         try:
             if how.only_turn:
-                asyncio.run(_sample_turn(engine_url, config, store, forked, prepared, renderer))
+                asyncio.run(_sample_turn(connected, store, forked, prepared, renderer))
             else:
-                _run_agent(engine_url, store, config, forked, prepared, renderer, out)
+                _run_agent(connected, store, config, forked, prepared, renderer, out)
         finally:
             for left in prepared:
                 if store.episode_row(left.id).status == "open":
@@ -247,8 +253,8 @@ def play(
     )
 
 
-async def _set_version(engine_url: str, config: Config, version: int) -> None:
-    engine = connect(engine_url, protocol_of(config.engine.kind))
+async def _set_version(connected: Callable[[], EngineClient], version: int) -> None:
+    engine = connected()
     try:
         await engine.set_version(version, abort_running=False)
     finally:
@@ -339,7 +345,7 @@ def _sampling(forked: ForkedTurn, how: Resampling, lifted: tuple[str, ...]) -> d
 
 
 def _run_agent(
-    engine_url: str,
+    connected: Callable[[], EngineClient],
     store: Store,
     config: Config,
     forked: ForkedTurn,
@@ -350,7 +356,7 @@ def _run_agent(
     proxy = config.proxy.model_copy(
         update={"admin_key": None, "project_keys": (), "port": 0, "host": "127.0.0.1"}
     )
-    engine = connect(engine_url, protocol_of(config.engine.kind))
+    engine = connected()
     app = create_app(
         store=store,
         engine=engine,
@@ -411,15 +417,14 @@ def _fork_point(forked: ForkedTurn) -> ForkPoint:
 
 
 async def _sample_turn(
-    engine_url: str,
-    config: Config,
+    connected: Callable[[], EngineClient],
     store: Store,
     forked: ForkedTurn,
     forks: list[_Fork],
     renderer: ChatRenderer,
 ) -> None:
     """Sample the turn alone, from its exact prompt, and end the forks."""
-    engine = connect(engine_url, protocol_of(config.engine.kind))
+    engine = connected()
     ids = forked.episode.forest.prompt_ids(forked.turn.id)
     tools = _called_tools(forked)
 

@@ -130,6 +130,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         adapters=config.trainer.publish.transport == "lora",
         vocab_size=_vocab_size(Path(config.model)),
         protocol=protocol_of(config.engine.kind),
+        engine_key=endpoints.engine_key,
         page=Page(FACTORY, str(store), config.model, str(folder.root), endpoints.view_key),
         telemetry=config.telemetry,
         run=config.name,
@@ -223,12 +224,15 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             if (fewer := recorded.fewer_than(config.rollout.groups)) is not None:
                 logging.getLogger(__name__).warning(fewer)
         elif first:
-            urls, log = folder.read_endpoints().engine_urls, logging.getLogger(__name__)
-            wait_for_engines(config, urls, check=lambda: _end_if(stop), say=log.info, warn=log.warning)
+            endpoints, log = folder.read_endpoints(), logging.getLogger(__name__)
+            urls, key = endpoints.engine_urls, endpoints.engine_key
+            wait_for_engines(
+                config, urls, check=lambda: _end_if(stop), say=log.info, warn=log.warning, key=key
+            )
             timeout_s = config.trainer.publish.timeout_s
             protocol = protocol_of(config.engine.kind)
-            engines = [connect(url, protocol, update_timeout_s=timeout_s) for url in urls]
-            if folder.read_endpoints().place is not None and (held := store) is not None:
+            engines = [connect(url, protocol, key=key, update_timeout_s=timeout_s) for url in urls]
+            if endpoints.place is not None and (held := store) is not None:
                 opened.enter_context(following_engines(engines, lambda: held.addresses("engine")))
             if store is not None and config.loop == "one_step_off":
                 data_ended = end_of_data(config.data, store, seed=config.seed)

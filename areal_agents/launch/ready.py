@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
+from areal_agents.core.secret_variables import ENGINE_KEY, bearer
 from areal_agents.direct_http import direct_client
-from areal_agents.errors import ArealAgentsError
+from areal_agents.errors import ArealAgentsError, ConfigError
 
 READY_TIMEOUT_S = 180.0
 ANSWER_S = 5.0  # longest wait for one answer
@@ -40,7 +41,11 @@ def wait_until_ready(
 
 
 def wait_until_any_ready(
-    urls: Sequence[str], *, check: Callable[[], object] = lambda: None, timeout_s: float = READY_TIMEOUT_S
+    urls: Sequence[str],
+    *,
+    check: Callable[[], object] = lambda: None,
+    timeout_s: float = READY_TIMEOUT_S,
+    key: str = "",
 ) -> tuple[str, ...]:
     """Wait until one of `urls` answers with status 200, and return all that do.
 
@@ -48,12 +53,17 @@ def wait_until_any_ready(
         urls: the URLs to request, at least one.
         check: called before each round; an exception from it ends the wait.
         timeout_s: longest wait in seconds for the first answer.
+        key: the key that is sent with the requests; "": none.
 
     Raises:
         ArealAgentsError: none answered in time.
+        ConfigError: one refused the key.
     """
     deadline = time.monotonic() + timeout_s
-    with direct_client(timeout_s=ANSWER_S) as client, ThreadPoolExecutor(len(urls)) as threads:
+    with (
+        direct_client(timeout_s=ANSWER_S, headers=bearer(key)) as client,
+        ThreadPoolExecutor(len(urls)) as threads,
+    ):
         while time.monotonic() < deadline:
             check()
             answers = list(threads.map(lambda url: _answers(client, url), urls))
@@ -65,6 +75,12 @@ def wait_until_any_ready(
 
 def _answers(client: httpx.Client, url: str) -> bool:
     try:
-        return client.get(url).status_code == 200
+        status = client.get(url).status_code
     except httpx.TransportError:  # not listening yet
         return False
+    if status in (401, 403):
+        raise ConfigError(
+            f"{url} refused the request, which had another key than the server or none ({status}); give the "
+            f"key of engines that are running already as {ENGINE_KEY}"
+        )
+    return status == 200

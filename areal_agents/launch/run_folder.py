@@ -44,6 +44,7 @@ class Endpoints:
     proxy_port: int
     admin_key: str
     view_key: str = ""  # opens the page of the proxy, and nothing else
+    engine_key: str = ""  # that requests to the engines must have; "": they want none
     place: ClusterPlace | None = None
 
     @property
@@ -160,7 +161,7 @@ class RunFolder:
         return self.root / "logs" / "episodes"
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
-        """Write the addresses and the admin key, readable by the owner only."""
+        """Write the addresses and the keys, readable by the owner only."""
         write_whole(self._endpoints, json.dumps(asdict(endpoints)), private=True)
 
     def read_endpoints(self) -> Endpoints:

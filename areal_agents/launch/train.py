@@ -20,6 +20,7 @@ from typing import Literal
 from rich.console import Console
 
 from areal_agents.config import Config, is_saved, save_config
+from areal_agents.core.secret_variables import given_engine_key, new_engine_key
 from areal_agents.errors import ConfigError, SandboxError
 from areal_agents.health.waiting import Waiting
 from areal_agents.inference.config import SERVERS
@@ -243,7 +244,15 @@ def chosen_endpoints(config: Config) -> Iterator[Endpoints]:
     with reserved_ports(1 + config.engine.replicas) as (proxy, *engines):
         urls = config.engine.urls or tuple(f"http://127.0.0.1:{port}" for port in engines)
         key = config.proxy.admin_key or f"admin-{secrets.token_urlsafe(24)}"
-        yield Endpoints(urls, config.proxy.host, config.proxy.port or proxy, key, new_view_key())
+        engine_key = engine_key_for(config)
+        yield Endpoints(
+            urls, config.proxy.host, config.proxy.port or proxy, key, new_view_key(), engine_key=engine_key
+        )
+
+
+def engine_key_for(config: Config) -> str:
+    """Return the key of the engines: that of running servers, or a new one for those that the run starts."""
+    return given_engine_key() or ("" if config.engine.urls else new_engine_key())
 
 
 def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int = 0) -> dict[str, str]:
@@ -304,7 +313,8 @@ def wait_until_serving(
         ChildDied: a process ended before that.
         ConfigError: a running server was started without a flag that the run needs.
     """
-    wait_for_engines(config, endpoints.engine_urls, check=children.check, say=say, warn=warn or say)
+    key = endpoints.engine_key
+    wait_for_engines(config, endpoints.engine_urls, check=children.check, say=say, warn=warn or say, key=key)
     say("waiting for the proxy")
     wait_until_ready(endpoints.proxy_url + "/health", check=children.check)
 
@@ -371,7 +381,7 @@ def watch_training(
     metrics = MetricsFile(folder.metrics)
     disk_space = disk_space_of(config, folder)
     memory = MemoryUse(children.pids)
-    busy = EngineBusy(endpoints.engine_urls)
+    busy = EngineBusy(endpoints.engine_urls, key=endpoints.engine_key)
     waiting = Waiting(endpoints.engine_urls, endpoints.proxy_url, groups=config.rollout.groups)
     while not has_ended():
         children.check(may_finish=ending)

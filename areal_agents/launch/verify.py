@@ -10,7 +10,7 @@ from rich.console import Console
 from areal_agents.config import load_config
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.clients import Protocol, connect, protocol_of
-from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.store import Store
 from areal_agents.training.publish.verifying import verify
 
@@ -25,7 +25,7 @@ def run(folder: Path, console: Console) -> bool:
         raise ConfigError(f"{folder} is not the folder of a run (no {found.config.name} in it)")
     config = load_config(found.config)
     try:
-        urls = found.read_endpoints().engine_urls
+        endpoints = found.read_endpoints()
     except FileNotFoundError:
         raise ConfigError(f"{folder}: the run has no engines yet; start it first") from None
     if found.summary.is_file():
@@ -35,15 +35,16 @@ def run(folder: Path, console: Console) -> bool:
         )
     base = Path(config.model) if config.trainer.publish.transport == "lora" else None
     with Store.open(found.store_at(config.store.url)) as store:
-        return asyncio.run(_verify_all(urls, protocol_of(config.engine.kind), store, base, console))
+        protocol = protocol_of(config.engine.kind)
+        return asyncio.run(_verify_all(endpoints, protocol, store, base, console))
 
 
 async def _verify_all(
-    urls: tuple[str, ...], protocol: Protocol, store: Store, base: Path | None, console: Console
+    endpoints: Endpoints, protocol: Protocol, store: Store, base: Path | None, console: Console
 ) -> bool:
     agree = True
-    for url in urls:
-        async with connect(url, protocol) as engine:
+    for url in endpoints.engine_urls:
+        async with connect(url, protocol, key=endpoints.engine_key) as engine:
             try:
                 one = await verify(engine, store, base=base)
             except ArealAgentsError as error:

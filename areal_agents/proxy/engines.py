@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference.clients import EngineClient, Protocol, connect
@@ -39,6 +39,7 @@ class EngineUrls:
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
         move: whether engines that are started again may have other addresses, which the store has.
         protocol: what the engines speak.
+        key: the key of the engines and of the router; "" if they have none.
     """
 
     engines: tuple[str, ...]
@@ -47,6 +48,7 @@ class EngineUrls:
     vocab_size: int | None = None
     move: bool = False
     protocol: Protocol = "sglang"
+    key: str = field(default="", repr=False)
 
     def describe(self) -> str:
         """Return the addresses in a form for people."""
@@ -74,11 +76,14 @@ def make_pool(
             request_timeout_s=request_timeout_s,
             update_timeout_s=_UPDATE_TIMEOUT_S,
             adapters=urls.adapters,
+            key=urls.key,
         )
         for url in urls.engines
     ]
     router = (
-        RouterEngine(urls.router, engines, request_timeout_s=request_timeout_s, adapters=urls.adapters)
+        RouterEngine(
+            urls.router, engines, request_timeout_s=request_timeout_s, adapters=urls.adapters, key=urls.key
+        )
         if urls.router
         else None
     )
@@ -130,15 +135,15 @@ def check_addresses(engine_urls: Sequence[str], router_url: str) -> None:
         )
 
 
-def check_models(urls: Sequence[str], protocol: Protocol = "sglang") -> None:
+def check_models(urls: Sequence[str], protocol: Protocol = "sglang", key: str = "") -> None:
     """Raise ConfigError if two of the engines that answer serve different models."""
     if len(urls) > 1:
-        asyncio.run(_check(urls, protocol))
+        asyncio.run(_check(urls, protocol, key))
 
 
-async def _check(urls: Sequence[str], protocol: Protocol) -> None:
+async def _check(urls: Sequence[str], protocol: Protocol, key: str) -> None:
     async with contextlib.AsyncExitStack() as opened:
-        engines: list[EngineClient] = [connect(url, protocol) for url in urls]
+        engines: list[EngineClient] = [connect(url, protocol, key=key) for url in urls]
         for engine in engines:
             opened.push_async_callback(engine.aclose)
         await refuse_other_models(urls, engines)

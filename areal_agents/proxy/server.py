@@ -21,6 +21,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from areal_agents.core.secret_variables import new_engine_key
 from areal_agents.errors import ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.inference.clients import EngineClient, Protocol
@@ -75,6 +76,7 @@ def serve(
     adapters: bool = False,
     vocab_size: int | None = None,
     protocol: Protocol = "sglang",
+    engine_key: str = "",
     engine_options: dict[str, Any] | None = None,
     page: Page | None = None,
     telemetry: TelemetryConfig | None = None,
@@ -96,6 +98,7 @@ def serve(
         adapters: whether the policy is a LoRA adapter of the model that the engines serve.
         vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
         protocol: what the engines at `engine_urls` speak.
+        engine_key: the key of the engines at `engine_urls`; "" if they have none.
         engine_options: options of the embedded engine, fields of EmbeddedEngineConfig.
         page: the page at /view; None: there is none.
         telemetry: where spans are exported to; None: as the environment says.
@@ -138,10 +141,12 @@ def serve(
             peers = Places(opened, place)
             stack.enter_context(peers.watching())
         if not engine_urls:
-            engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
-        check_models(engine_urls, protocol)
+            engine_key = new_engine_key()
+            started = running_engine(model, key=engine_key, **(engine_options or {}))
+            engine_urls = [stack.enter_context(started)]
+        check_models(engine_urls, protocol, engine_key)
         engines = EngineUrls(
-            tuple(engine_urls), router_url, adapters, vocab_size, place is not None, protocol
+            tuple(engine_urls), router_url, adapters, vocab_size, place is not None, protocol, engine_key
         )
         announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
         announce(recording_notice(store, config))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from areal_agents.core.secret_variables import ADMIN_KEY
 from areal_agents.extras import require
 
 
@@ -28,7 +29,7 @@ def view(
         str | None,
         typer.Option(
             help="Key that a reader must give; required unless --host is a loopback address.",
-            envvar="AREAL_AGENTS_ADMIN_KEY",
+            envvar=ADMIN_KEY,
         ),
     ] = None,
     model: Annotated[

@@ -23,7 +23,7 @@ from areal_agents.inference import SGLangEngine
 from areal_agents.launch.children import Children
 from areal_agents.launch.engines import plan_engines
 from areal_agents.launch.progress import MetricsFile
-from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.train import chosen_endpoints, start_serving, threads_for, train, wait_until_serving
 from areal_agents.store import Store
 from areal_agents.training.publish.disk import swap
@@ -157,7 +157,7 @@ def measure_rollout(config: Config, *, batches: int, warm_up: int) -> tuple[floa
             ends = []
             for step in range(1, warm_up + batches + 1):
                 ends.append(_take(store, children, config, step=step))
-                asyncio.run(_swap(endpoints.engine_urls[0], config, version=step))
+                asyncio.run(_swap(endpoints, config, version=step))
             failed = len(store.episodes(split="train", status="failed"))
     return (ends[-1] - ends[warm_up - 1]) / batches, failed
 
@@ -176,8 +176,8 @@ def _take(store: Store, children: Children, config: Config, *, step: int) -> flo
     return taken
 
 
-async def _swap(url: str, config: Config, *, version: int) -> None:
-    engine = SGLangEngine(url)
+async def _swap(endpoints: Endpoints, config: Config, *, version: int) -> None:
+    engine = SGLangEngine(endpoints.engine_urls[0], key=endpoints.engine_key)
     try:
         await engine.prepare_weights_from_disk(config.model)
         await swap(engine, config.model, version, pause=config.trainer.publish.pause)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_agents.core.secret_variables import ADMIN_KEY, ENGINE_KEY, TEACHER_KEY
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
 from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
@@ -228,3 +229,11 @@ async def test_a_process_has_the_marks_of_this_one_in_a_clean_environment_too(
     marks = dict(line.split("=", 1) for line in process.printed().splitlines())
     assert marks.pop(INNER_AGENT_MARK)
     assert marks == {RUN_MARK: "the log", AGENT_MARK: "the worker"}
+
+
+async def test_an_agent_does_not_get_the_secrets_of_the_run() -> None:
+    given = {ENGINE_KEY: "secret", TEACHER_KEY: "secret", ADMIN_KEY: "secret", "OF_THE_USER": "1"}
+    process = await ChildProcess.start(["/usr/bin/env"], environment=given, tail=True)
+    await asyncio.wait_for(process.wait(), LIMIT_S)
+    await process.end()
+    assert "secret" not in process.printed() and "OF_THE_USER=1" in process.printed()

@@ -1,15 +1,19 @@
-"""`python -m areal_agents.inference.embedded JSON` runs the embedded engine in a process of its own."""
+"""`python -m areal_agents.inference.embedded JSON` runs the embedded engine in a process of its own.
+
+The key of the engine comes in a variable, since every user of the machine can read command lines.
+"""
 
 from __future__ import annotations
 
 import sys
 
+from areal_agents.core.secret_variables import given_engine_key
 from areal_agents.errors import ArealAgentsError
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.embedded.server import serve
 
 if __name__ == "__main__":
     try:
-        serve(EmbeddedEngineConfig.model_validate_json(sys.argv[1]))
+        serve(EmbeddedEngineConfig.model_validate_json(sys.argv[1]), key=given_engine_key())
     except ArealAgentsError as error:
         sys.exit(f"error: {error}")

@@ -45,9 +45,17 @@ KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
 
 
-def serve(config: EmbeddedEngineConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError if the model cannot be loaded or the port is taken,
-    and EngineError if the engine's thread fails."""
+def serve(config: EmbeddedEngineConfig, *, key: str = "") -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        config: the options of the engine.
+        key: the key that requests must have; "": everyone who reaches the engine may use it.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or the port is taken.
+        EngineError: the engine's thread fails.
+    """
     started = time.perf_counter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if config.exit_with_parent:
@@ -58,7 +66,9 @@ def serve(config: EmbeddedEngineConfig) -> None:
     service = build_service(config)
     server = _EngineServer(
         uvicorn.Config(
-            create_app(service, host=config.host, incremental_streaming=config.incremental_streaming),
+            create_app(
+                service, host=config.host, incremental_streaming=config.incremental_streaming, key=key
+            ),
             loop="uvloop",
             http="httptools",
             lifespan="on",

@@ -22,7 +22,7 @@ class RouterEngine(SGLangEngine):
         base_url: the URL of the router.
         workers: the engines behind it.
         request_timeout_s: longest wait for one completion.
-        adapters: see SGLangEngine.
+        adapters, key: see SGLangEngine.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class RouterEngine(SGLangEngine):
         *,
         request_timeout_s: float = 600.0,
         adapters: bool = False,
+        key: str = "",
     ) -> None:
-        super().__init__(base_url, request_timeout_s=request_timeout_s, adapters=adapters)
+        super().__init__(base_url, request_timeout_s=request_timeout_s, adapters=adapters, key=key)
         self._workers = workers
 
     async def abort(self, rid: str) -> None:

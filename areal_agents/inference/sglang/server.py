@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agents.core.secret_variables import ENGINE_KEY
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
@@ -206,13 +207,13 @@ def serving_dtype(config: EngineConfig, model: Path, placement: GpuPlacement) ->
 
 
 def server_environment(
-    config: EngineConfig, placement: GpuPlacement, host: str = "127.0.0.1"
+    config: EngineConfig, placement: GpuPlacement, host: str = "127.0.0.1", key: str = ""
 ) -> dict[str, str]:
     """Return the environment variables of a server process on `host`.
 
     They are those of this process, plus its GPUs, the compilation cache, its own programs on PATH, NCCL's
-    settings, and NO_PROXY for its own address: SGLang sends itself a warm-up request over HTTP, and exits if
-    an HTTP proxy intercepts it.
+    settings, the key that its requests must have, and NO_PROXY for its own address: SGLang sends itself a
+    warm-up request over HTTP, and exits if an HTTP proxy intercepts it.
     """
     dropped = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {k: v for k, v in os.environ.items() if k not in dropped}
@@ -221,7 +222,7 @@ def server_environment(
     environment["PATH"] = os.pathsep.join([str(programs), environment.get("PATH", os.defpath)])
     if (programs.parent / "pyvenv.cfg").exists():
         environment["VIRTUAL_ENV"] = str(programs.parent)
-    environment |= nccl_environment(config)
+    environment |= {**nccl_environment(config), ENGINE_KEY: key}
     if placement.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(placement.gpus, environment))
     address = f"[{host}]" if ":" in host else host

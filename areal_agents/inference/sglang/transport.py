@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from areal_agents.core.secret_variables import bearer
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.sglang.wire import error_of
 
@@ -26,13 +27,17 @@ NO_ENDPOINT = (404, 405)
 
 
 class HttpTransport:
-    """Sends requests to `base_url`. Raises ValueError if that is not an HTTP URL."""
+    """Sends requests to `base_url`, with the key of the engine if it has one.
 
-    def __init__(self, base_url: str, *, connect_timeout_s: float) -> None:
+    Raises ValueError if `base_url` is not an HTTP URL.
+    """
+
+    def __init__(self, base_url: str, *, connect_timeout_s: float, key: str = "") -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
         self.base_url = base_url.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
+        self._headers = {**JSON, **bearer(key)}
         self._session: aiohttp.ClientSession | None = None
 
     async def call(
@@ -90,7 +95,7 @@ class HttpTransport:
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return self._session.request(method, url, data=data, headers=JSON, timeout=timeout)
+        return self._session.request(method, url, data=data, headers=self._headers, timeout=timeout)
 
 
 MAX_ANSWER_BYTES = 128 * 1024 * 1024  # also of an answer that was sent compressed

@@ -20,6 +20,7 @@ from areal_agents.core.completion import (
     TokenChunk,
     TopLogprobs,
 )
+from areal_agents.core.secret_variables import ENGINE_KEY, TEACHER_KEY
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.answers import SentRequest, check_logprobs, checked_spans
 from areal_agents.inference.engine import version_from_wire
@@ -249,6 +250,11 @@ def error_of(url: str, status: int, raw: bytes) -> EngineError | None:
     """Return the error that an HTTP answer represents, None for 200."""
     if status == 200:
         return None
+    if status in (401, 403):
+        return EngineUnavailable(
+            f"{url} refused the request, which had another key than the engine or none ({status}); give the "
+            f"key of engines that are running already as {ENGINE_KEY}, and that of a teacher as {TEACHER_KEY}"
+        )
     if 400 <= status < 500:
         return EngineRejected(f"{url} refused the request ({status}): {_message(raw)}")
     return EngineUnavailable(f"{url} answered {status}: {_message(raw)}")

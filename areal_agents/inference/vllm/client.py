@@ -62,6 +62,7 @@ class VLLMEngine(VLLMControl):
             the adapter of that version (none for version 0); all tokens of the call carry that version.
         decode: decodes token ids, including special tokens. If given, a completion that reports a stop string
             must contain it.
+        key: the key of the server; "" if it has none.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class VLLMEngine(VLLMControl):
         connect_timeout_s: float = 10.0,
         adapters: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
+        key: str = "",
     ) -> None:
-        http = HttpTransport(base_url, connect_timeout_s=connect_timeout_s)
+        http = HttpTransport(base_url, connect_timeout_s=connect_timeout_s, key=key)
         super().__init__(
             http, control_timeout_s=control_timeout_s, update_timeout_s=update_timeout_s or control_timeout_s
         )

@@ -114,14 +114,14 @@ def server_command(
 
 
 def vllm_environment(
-    config: EngineConfig, placement: GpuPlacement, host: str = "127.0.0.1"
+    config: EngineConfig, placement: GpuPlacement, host: str = "127.0.0.1", key: str = ""
 ) -> dict[str, str]:
     """Return the environment variables of a server process on `host`.
 
     They are those of an SGLang server, and on a CPU vLLM does not bind its threads to cores, which other
     processes of the run use too.
     """
-    environment = server_environment(config, placement, host)
+    environment = server_environment(config, placement, host, key)
     if not placement.gpus:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return environment

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from areal_agents.core.secret_variables import new_engine_key
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.inference.clients import Protocol
@@ -79,6 +80,7 @@ def serve_workers(
     adapters: bool = False,
     vocab_size: int | None = None,
     protocol: Protocol = "sglang",
+    engine_key: str = "",
     engine_options: dict[str, Any] | None = None,
     page: Page | None = None,
     telemetry: TelemetryConfig | None = None,
@@ -111,9 +113,13 @@ def serve_workers(
         with Store.open(store, settings.durability) as opened:  # an unusable store fails here, and only once
             refuse_beside_places(opened)
         if not engine_urls:
-            engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
-        check_models(engine_urls, protocol)
-        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size, protocol=protocol)
+            engine_key = new_engine_key()
+            started = running_engine(model, key=engine_key, **(engine_options or {}))
+            engine_urls = [stack.enter_context(started)]
+        check_models(engine_urls, protocol, engine_key)
+        engines = EngineUrls(
+            tuple(engine_urls), router_url, adapters, vocab_size, protocol=protocol, key=engine_key
+        )
         own, secret = secrets.token_hex(6), secrets.token_hex(24)
         stack.callback(forget_dead, folder)
         stack.enter_context(supervising(folder, own))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Self, cast
 from uuid import uuid4
 
+from areal_agents.core.secret_variables import without_secrets
 from areal_agents.process_control import (
     AGENT_MARK,
     INNER_AGENT_MARK,
@@ -63,8 +64,9 @@ class ChildProcess:
 
         Args:
             command: the program and its arguments.
-            environment: its variables; marks are added, which its children inherit: one of its own, and those
-                of this process, so that it is found if this process is killed.
+            environment: its variables, without the secrets of the run; marks are added, which its children
+                inherit: one of its own, and those of this process, so that it is found if this process is
+                killed.
             cwd: the folder that it starts in; None: that of this process.
             lines: whether to read its standard output with `line`, instead of discarding it.
             tail: whether to keep the end of its standard error, instead of passing it on to this process's,
@@ -87,7 +89,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if lines or log or tail else subprocess.DEVNULL,
                 stderr=subprocess.PIPE if tail else None,
-                env={**environment, **outer, mark[0]: mark[1]},
+                env={**without_secrets(environment), **outer, mark[0]: mark[1]},
                 cwd=cwd,
                 start_new_session=True,
             )

@@ -12,6 +12,7 @@ import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.losses.distillation import DistillationLoss
+from areal_agents.core.secret_variables import given_teacher_key
 from areal_agents.errors import TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.training.checkpoint.checkpoint import Parts
@@ -157,7 +158,9 @@ def _load_teacher(
     if loss.teacher == "model":
         return HeldTeacher(config.teacher_model, ranks, vocab_size=vocab, options=options)
     return EngineTeacher(
-        lambda: SGLangEngine(config.teacher_url, request_timeout_s=config.teacher_timeout_s),
+        lambda: SGLangEngine(
+            config.teacher_url, request_timeout_s=config.teacher_timeout_s, key=given_teacher_key()
+        ),
         top=loss.distill_top_k,
         vocab_size=vocab,
         timeout_s=config.teacher_timeout_s,

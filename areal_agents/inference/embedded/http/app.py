@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from areal_agents.browsers import BrowserGuard
 from areal_agents.errors import ArealAgentsError, EngineUnavailable, RequestError
+from areal_agents.inference.embedded.http.key_guard import KeyGuard
 from areal_agents.inference.embedded.http.protocol import (
     GenerationRequest,
     answer,
@@ -37,13 +38,14 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
 def create_app(
-    service: EngineService, *, host: str = "127.0.0.1", incremental_streaming: bool = False
+    service: EngineService, *, host: str = "127.0.0.1", incremental_streaming: bool = False, key: str = ""
 ) -> Starlette:
     """The application; it starts and stops `service` with its lifespan, and refuses foreign web pages.
 
     Args:
         host: the address that the server listens on.
         incremental_streaming: streamed chunks contain only the new tokens instead of all tokens so far.
+        key: the key that requests must have; "": everyone who reaches the server may use it.
     """
 
     @asynccontextmanager
@@ -96,7 +98,10 @@ def create_app(
             for path, handler in posts.items()
         ]
         + [Route(path, _guarded(handler), methods=["GET"]) for path, handler in gets.items()],
-        middleware=[Middleware(BrowserGuard, host=host, refuse=_refuse, checks_host=is_loopback(host))],
+        middleware=[
+            Middleware(BrowserGuard, host=host, refuse=_refuse, checks_host=is_loopback(host)),
+            *([Middleware(KeyGuard, key=key, refuse=_refuse)] if key else []),
+        ],
         lifespan=lifespan,
     )
 

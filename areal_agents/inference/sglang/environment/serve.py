@@ -5,6 +5,10 @@
 Its arguments are SGLang's own. The server ends, with every process that it spawned, when standard input
 closes, which it does when its parent process dies.
 
+If the variable AREAL_AGENTS_ENGINE_KEY has a key, SGLang refuses requests without it, except those for health
+and metrics. The key is on no command line, which every user of the machine can read, and SGLang's log, which
+has all settings of the server, shows asterisks in its place.
+
 With a CPU build of torch some calls of SGLang fail although a CPU server does not need them: the schemas of
 torchvision's compiled operators; `sgl_kernel`, which has no CPU wheel; synchronisation with a GPU; and pinned
 memory. This file replaces them at run time and changes no installed file. The processes that SGLang spawns
@@ -14,6 +18,7 @@ import this file, and so get the replacements as well.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import threading
@@ -103,6 +108,18 @@ def _end_with_starter(kill_process_tree: Callable[..., None]) -> None:
     threading.Thread(target=watch, name="starter-watch", daemon=True).start()
 
 
+def _without_key(make: Callable[..., logging.LogRecord], key: str) -> Callable[..., logging.LogRecord]:
+    """Return a factory of log records that replaces the key in their messages."""
+
+    def made(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = make(*arguments, **options)
+        if key in (message := record.getMessage()):
+            record.msg, record.args = message.replace(key, "***"), ()
+        return record
+
+    return made
+
+
 def main() -> None:
     """Serve until SIGTERM, then end all child processes."""
     from sglang.launch_server import run_server
@@ -110,12 +127,16 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     _end_with_starter(kill_process_tree)
+    arguments = [*sys.argv[1:], *([f"--api-key={KEY}"] if KEY else [])]
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(prepare_server_args(arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+KEY = os.environ.get("AREAL_AGENTS_ENGINE_KEY", "")
+if KEY:
+    logging.setLogRecordFactory(_without_key(logging.getLogRecordFactory(), KEY))
 VISION = None if torch.version.cuda or torch.version.hip else _stand_in()
 
 if __name__ == "__main__":

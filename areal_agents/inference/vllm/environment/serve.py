@@ -4,7 +4,8 @@
 
 Its arguments are vLLM's own. It adds those without which this package cannot use a server: the endpoints that
 take and return token ids, those of updates of weights (vLLM's development mode), logprobs of the distribution
-that tokens are sampled from, and the workers' methods of `weight_updates`.
+that tokens are sampled from, the workers' methods of `weight_updates`, and, if the variable
+AREAL_AGENTS_ENGINE_KEY has a key, the check of `key_guard`.
 
 If the first argument is --end-with-stdin, the server ends, with every process that it spawned, when standard
 input closes, which it does when its parent process dies.
@@ -25,6 +26,8 @@ NEEDED = (
     "--max-logprobs=-1",
     "--worker-extension-cls=weight_updates.WeightUpdates",
 )
+KEY_VARIABLE = "AREAL_AGENTS_ENGINE_KEY"
+WITH_KEY = ("--middleware=key_guard.KeyGuard",)
 
 
 def main() -> None:
@@ -36,10 +39,11 @@ def main() -> None:
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM's processes import the worker extension by its name.
+    # vLLM's processes import the worker extension and the middleware by their names.
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
-    sys.argv = [sys.argv[0], *NEEDED, *arguments]
+    guards = WITH_KEY if os.environ.get(KEY_VARIABLE) else ()
+    sys.argv = [sys.argv[0], *NEEDED, *guards, *arguments]
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()

@@ -1,0 +1,40 @@
+"""The environment variables that hold secrets of a run, and what is sent with them.
+
+The processes of a run have these variables. Its agents, which handle untrusted input, do not get them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+
+ENGINE_KEY = "AREAL_AGENTS_ENGINE_KEY"  # the key that requests to the engines must have
+TEACHER_KEY = "AREAL_AGENTS_TEACHER_KEY"  # the same for the engine of a teacher
+ADMIN_KEY = "AREAL_AGENTS_ADMIN_KEY"  # the key of the proxy's control API
+_ALL = (ENGINE_KEY, TEACHER_KEY, ADMIN_KEY)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return `environment` without the secrets of a run, for a process that runs an agent."""
+    return {name: value for name, value in environment.items() if name not in _ALL}
+
+
+def given_engine_key() -> str:
+    """Return the key of running engines that this process's environment has, or ""."""
+    return os.environ.get(ENGINE_KEY, "")
+
+
+def given_teacher_key() -> str:
+    """Return the key of the teacher's engine that this process's environment has, or ""."""
+    return os.environ.get(TEACHER_KEY, "")
+
+
+def new_engine_key() -> str:
+    """Return a new random key for the engines that a run starts."""
+    return secrets.token_urlsafe(24)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the header of a request to a server that wants this key; without a key there is none."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
