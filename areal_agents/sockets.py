@@ -36,7 +36,12 @@ def listen(host: str, port: int, *, setting: str = "") -> socket.socket:
 def url_of(listener: socket.socket) -> str:
     """Return the base URL of a listening socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{address_of(host, port)}"
+
+
+def address_of(host: str, port: int) -> str:
+    """Return host:port as it stands in a URL, where an IPv6 address has brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:

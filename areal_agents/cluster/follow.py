@@ -1,15 +1,13 @@
 """Follows a process that the supervisor of `--launcher external` has not started itself.
 
-`python -m areal_agents.cluster.follow --run URL --role ROLE --index N` prints when a process
-takes the place and when it ends. First it takes the place itself for a moment: a process that was started
-before the supervisor has the keys of an earlier start, so it must lose its place, which ends it, and be
-started again by whatever started it. This program ends with 0 when the process has ended and the run has
-trained its last step.
+`python -m areal_agents.cluster.follow --run URL --role ROLE --index N` prints when a process takes the place
+and when it ends. It ends with 0 when the process has ended and the run has trained its last step.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -17,16 +15,18 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.supervision import end_with_supervisor
-from areal_agents.store import Store
+from areal_agents.store import Conflict, Store
 from areal_agents.store.roles import Role, RoleRow
 
 POLL_S = 1.0
 SETTLED_S = 20.0  # a process that failed after the last step is started again within this time, as a rule
+_SUPERVISOR = "the supervisor"  # in place of a host, in places that it took away
 ABSENT_S = 3600.0  # the longest time without a process, in which nodes and images may still have to come
 
 
@@ -59,19 +59,18 @@ def follow(
 ) -> int:
     """Follow the processes that take a place one after another, and return an exit code for the last one.
 
+    A program that is started in place of this one, which was killed, goes on where this one was.
+
     Args:
         is_trained: whether the run has trained its last step, after which trainer and rollout end.
         settled_s: how long the place of a process that ended then must stay free.
         absent_s: longest time in seconds without a process.
     """
-    earlier = next((row.epoch for row in store.role_rows(role) if row.index == index), None)
-    own = store.claim_role(role, index, host="the supervisor", pid=os.getpid(), gone=earlier)
-    store.leave_role(role, index, own.epoch)
     said = ""
     absent_since = time.monotonic()
     while True:
         row = next(row for row in store.role_rows(role) if row.index == index)
-        is_there = row.epoch > own.epoch and row.is_alive
+        is_there = row.is_alive and row.host != _SUPERVISOR
         text = _words(row) if is_there else f"no process is {role} {index}"
         if text != said:
             print(text, flush=True)
@@ -79,13 +78,27 @@ def follow(
         if is_there:
             absent_since = time.monotonic()
         absent_s_now = time.monotonic() - absent_since
-        has_left = row.epoch > own.epoch and row.state == "ended"
+        has_left = row.state == "ended" and row.host != _SUPERVISOR
         if role in ("trainer", "rollout") and has_left and absent_s_now >= settled_s and is_trained():
             return 0
         if absent_s_now >= absent_s:
             print(f"no process was started as {role} {index} for {absent_s:.0f} s", flush=True)
             return EXIT_REFUSED
         time.sleep(POLL_S)
+
+
+def take_places_away(store: Store, processes: Sequence[RoleProcess]) -> None:
+    """Take the places of all processes that were started before the supervisor had written its record.
+
+    They have the keys of an earlier start, so they must lose their places, which ends them, and be started
+    again by whatever started them. A process that takes its place later reads the record after that.
+    """
+    epochs = {(row.role, row.index): row.epoch for row in store.role_rows()}
+    for process in processes:
+        gone = epochs.get((process.role, process.index))
+        with contextlib.suppress(Conflict):  # the next process has just taken it
+            own = store.claim_role(process.role, process.index, host=_SUPERVISOR, pid=os.getpid(), gone=gone)
+            store.leave_role(process.role, process.index, own.epoch)
 
 
 def _words(row: RoleRow) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,12 +23,11 @@ from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.placing import place
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.cluster.train import environment_of, processes_of, stop_s_of
-from areal_agents.config import Config
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.launch.children import Children
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.signals import Interrupted, interruptible
-from areal_agents.launch.supervision import EXIT_STOPPED, end_with_supervisor
+from areal_agents.launch.supervision import EXIT_STOPPED, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import end_process
 from areal_agents.store import Store
 
@@ -70,12 +70,26 @@ def run_node(
         ConfigError: there is no supervisor, or the run needs more nodes.
         ChildDied: a process ended too often.
     """
+    while True:
+        record = _record_of_run(store, supervisor)
+        ended = _run_processes(store, store_url, node, nodes, record, supervisor)
+        if ended is not None:
+            return ended
+        logger.warning("the supervisor was started again, and so are the processes of this node")
 
-    def code() -> int | None:
-        return None if supervisor is None else supervisor.poll()
 
-    config, trainers = _config_of_run(store, code)
-    processes = processes_of(config, store_url, nodes=trainers)
+def _run_processes(
+    store: Store,
+    store_url: str,
+    node: int,
+    nodes: int,
+    record: RunRecord,
+    supervisor: subprocess.Popen[bytes] | None,
+) -> int | None:
+    """Run the processes of one node until the supervisor has ended; None if there is another one."""
+    with tempfile.TemporaryDirectory(prefix="areal-agents-") as own_folder:
+        config, _ = record.resolved(Path(own_folder))
+    processes = processes_of(config, store_url, nodes=record.nodes)
     where = place(processes, config.cluster.gpus_per_node, nodes)
     own = [process for process in processes if where[process.name] == node]
     logger.info("%s", ", ".join(process.name for process in own) or "no process of the run is here")
@@ -95,39 +109,43 @@ def run_node(
             )
         ending = [process.name for process in own if process.role in ("trainer", "rollout")]
         seen = time.monotonic()
-        while (ended := code()) is None:
+        while supervisor is None or supervisor.poll() is None:
             children.check(may_finish=ending)
+            [row] = store.role_rows("supervisor")
+            if row.epoch != record.epoch:
+                return None
             if supervisor is None:
-                [row] = store.role_rows("supervisor")
                 if row.state == "ended":
                     return 0
                 seen = time.monotonic() if row.is_alive else seen
                 if time.monotonic() - seen > LOST_S:
                     raise ConfigError(f"the supervisor has been lost for {LOST_S:.0f} s")
             time.sleep(POLL_S)
-        return ended
+        return supervisor.returncode
 
 
-def _config_of_run(store: Store, code: Callable[[], int | None]) -> tuple[Config, int]:
-    """Wait for the supervisor, and return the configuration, and the number of the trainer's processes."""
+def _record_of_run(store: Store, supervisor: subprocess.Popen[bytes] | None) -> RunRecord:
+    """Wait for the supervisor, and return the record that it has written."""
     deadline = time.monotonic() + SUPERVISOR_S
-    while not any(row.is_alive for row in store.role_rows("supervisor")) or not _has_record(store):
-        if code() is not None:
+    while (record := _record_of_supervisor(store)) is None:
+        if supervisor is not None and supervisor.poll() is not None:
             raise ConfigError("the supervisor has ended before the run began")
         if time.monotonic() > deadline:
             raise ConfigError(f"there is no supervisor of this run after {SUPERVISOR_S:.0f} s")
         time.sleep(POLL_S)
-    record = RunRecord.read(store)
-    with tempfile.TemporaryDirectory(prefix="areal-agents-") as own:
-        return record.resolved(Path(own))[0], record.nodes
+    return record
 
 
-def _has_record(store: Store) -> bool:
+def _record_of_supervisor(store: Store) -> RunRecord | None:
+    """Return the record of the supervisor that is running; None if there is none, or not yet its record."""
+    alive = [row.epoch for row in store.role_rows("supervisor") if row.is_alive]
+    if not alive:
+        return None
     try:
-        RunRecord.read(store)
-    except ConfigError:
-        return False
-    return True
+        record = RunRecord.read(store)
+    except ConfigError:  # none, or that of an earlier start by another release
+        return None
+    return record if record.epoch == alive[0] else None
 
 
 def with_gpus(processes: Sequence[RoleProcess]) -> Iterator[tuple[RoleProcess, str]]:
@@ -140,11 +158,16 @@ def with_gpus(processes: Sequence[RoleProcess]) -> Iterator[tuple[RoleProcess, s
 
 @contextmanager
 def _supervisor(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes] | None]:
-    """Run the supervisor; at the end of the block it has ended."""
+    """Run the supervisor; at the end of the block, or if this process is killed, it ends."""
     if not command:
         yield None
         return
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,  # closes when this process ends in any way
+        env={**os.environ, SUPERVISED: f"{_SUPERVISOR_STOP_S:g}"},
+        start_new_session=True,
+    )
     try:
         yield process
     finally:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import os
 import socket
+import tempfile
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 
 from areal_agents.errors import ConfigError, StoreError
+from areal_agents.lock_files import holding, is_held
 from areal_agents.store import Conflict, Store
 from areal_agents.store.postgres import host_of, is_postgres
 from areal_agents.store.roles import BEAT_S, DEAD_AFTER_S, Role, RoleRow
@@ -17,6 +22,9 @@ from areal_agents.store.roles import BEAT_S, DEAD_AFTER_S, Role, RoleRow
 logger = logging.getLogger(__name__)
 
 CLAIM_S = 3 * DEAD_AFTER_S  # longest wait for the process that had the place before
+CUT_OFF_S = (
+    120.0  # without a heartbeat that was written, after which a process must end; twice what a store waits
+)
 _POLL_S = 1.0
 
 
@@ -32,6 +40,12 @@ class Place:
         self._store = store
         self._url: str | None = None
         self._lost = False
+        self._shown_at = time.monotonic()
+        lock = _lock_file(store, row)
+        for earlier in lock.parent.glob(f"{row.role}-{row.index}-*.lock"):
+            earlier.unlink(missing_ok=True)  # the store says that their processes have no place any more
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(holding(lock, f"{os.getpid()}\n"))
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._beating.start()
@@ -47,7 +61,7 @@ class Place:
         said = False
         while True:
             earlier = next((row for row in store.role_rows(role) if row.index == index), None)
-            gone = earlier.epoch if earlier is not None and _is_gone(earlier, host) else None
+            gone = earlier.epoch if earlier is not None and _is_gone(store, earlier) else None
             try:
                 return cls(store, store.claim_role(role, index, host=host, pid=os.getpid(), gone=gone))
             except Conflict as error:
@@ -70,11 +84,19 @@ class Place:
             self._store.leave_role(self.row.role, self.row.index, self.row.epoch)
         except StoreError as failed:  # the place becomes free when its last heartbeat is old
             logger.warning("the end of this process could not be recorded: %s", failed)
+        self._lock.close()
+        with contextlib.suppress(OSError):  # it has the files of other processes
+            _lock_file(self._store, self.row).parent.rmdir()
 
     @property
-    def is_lost(self) -> bool:
-        """Whether another process has the place now, so that this one must end."""
-        return self._lost
+    def loss(self) -> str | None:
+        """Why this process must end, as a clause: another one has or may have its place; else None."""
+        name = f"{self.row.role} {self.row.index}"
+        if self._lost:
+            return f"another process is {name} of the run now"
+        if time.monotonic() - self._shown_at > CUT_OFF_S:
+            return f"{name} has not reached the store for {CUT_OFF_S:.0f} s, so another may have its place"
+        return None
 
     def announce(self, url: str) -> None:
         """Tell the others the address of this process."""
@@ -82,8 +104,10 @@ class Place:
         self._show()
 
     def _show(self) -> None:
-        row = self.row
-        if not self._store.beat_role(row.role, row.index, row.epoch, url=self._url):
+        row, began = self.row, time.monotonic()
+        if self._store.beat_role(row.role, row.index, row.epoch, url=self._url):
+            self._shown_at = began
+        else:
             self._lost = True
 
     def _beat(self) -> None:
@@ -111,16 +135,14 @@ def own_address(store_url: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _is_gone(row: RoleRow, host: str) -> bool:
-    """Whether a process of this machine is known to have ended. A number that is used again is not."""
-    if row.host != host:
-        return False
-    if row.pid == os.getpid():  # in a container that was started again
-        return True
-    try:
-        os.kill(row.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False
+def _is_gone(store: Store, row: RoleRow) -> bool:
+    """Whether the process that has a place is known to have ended, because it was on this machine."""
+    file = _lock_file(store, row)
+    return file.exists() and not is_held(file)
+
+
+def _lock_file(store: Store, row: RoleRow) -> Path:
+    """Return the file whose lock the process of a place holds; other machines and containers lack it."""
+    name = hashlib.blake2b(store.url.encode(), digest_size=8).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"areal-agents-places-{os.getuid()}-{name}"
+    return folder / f"{row.role}-{row.index}-{row.epoch}.lock"

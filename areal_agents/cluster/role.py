@@ -31,6 +31,7 @@ from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.supervision import EXIT_STOPPED, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import RUN_MARK, end_leftovers, end_process, signal_group
 from areal_agents.proxy.workers.places import ProxyTable
+from areal_agents.sockets import address_of
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
 from areal_agents.store.urls import shown_store
@@ -132,7 +133,7 @@ class _Process:
         engines = self._config.engine.urls
         if self._role == "engine":
             # The other engines are nothing to this one, but its place in the list is its index.
-            engines = ("",) * self._index + (f"http://{self._host}:{port}",)
+            engines = ("",) * self._index + (f"http://{address_of(self._host, port)}",)
         elif not engines:
             found = self._wait_for("engine", self._config.engine.replicas)
             if found is None:
@@ -166,7 +167,7 @@ class _Process:
             if command is None:
                 return EXIT_STOPPED
             if self._role in ("engine", "proxy"):
-                self._place.announce(f"http://{self._host}:{port}")
+                self._place.announce(f"http://{address_of(self._host, port)}")
             mark = f"{folder.log(f'{self._role}-{self._index}')}@{os.getpid()}"
             child = subprocess.Popen(
                 [sys.executable, "-m", *command],
@@ -183,10 +184,8 @@ class _Process:
 
     def _watch(self, child: subprocess.Popen[bytes]) -> int:
         while (code := child.poll()) is None:
-            if self._place.is_lost:
-                logger.error(
-                    "another process is %s %d of the run now; this one ends", self._role, self._index
-                )
+            if (loss := self._place.loss) is not None:
+                logger.error("%s; this one ends", loss)
                 return 1
             if self._told.is_set():
                 child.terminate()
@@ -225,15 +224,16 @@ class _Process:
     def _master(self, port: int) -> str | None:
         """Return where the ranks of the trainer meet: at the first of its processes."""
         if self._index == 0:
-            self._place.announce(f"tcp://{self._host}:{port}")
-            return f"{self._host}:{port}"
+            master = address_of(self._host, port)
+            self._place.announce(f"tcp://{master}")
+            return master
         found = self._wait_for("trainer", 1)
         return None if found is None else urlsplit(found[0]).netloc
 
     def _wait_for(self, role: Role, count: int) -> list[str] | None:
         """Wait until the first `count` processes of a role have addresses; None if told to end."""
         return wait_for_addresses(
-            self._store, role, count, is_over=lambda: self._told.is_set() or self._place.is_lost
+            self._store, role, count, is_over=lambda: self._told.is_set() or self._place.loss is not None
         )
 
 

@@ -22,6 +22,7 @@ class RunRecord:
         admin_key, view_key: keys of the proxies.
         secret: the secret by which the proxies of the run know one another.
         engine_key: the key that requests to the engines must have; "": they want none.
+        epoch: that of the supervisor's place when it wrote this record.
     """
 
     config: str
@@ -31,10 +32,18 @@ class RunRecord:
     view_key: str
     secret: str
     engine_key: str
+    epoch: int
 
     @classmethod
     def of(
-        cls, config: str, *, nodes: int, first_version: int, admin_key: str, engine_key: str = ""
+        cls,
+        config: str,
+        *,
+        nodes: int,
+        first_version: int,
+        epoch: int,
+        admin_key: str,
+        engine_key: str = "",
     ) -> RunRecord:
         """Return the record of a run, with new keys where the configuration has none."""
         keys = [secrets.token_urlsafe(24) for _ in range(3)]
@@ -46,6 +55,7 @@ class RunRecord:
             view_key=keys[1],
             secret=keys[2],
             engine_key=engine_key,
+            epoch=epoch,
         )
 
     @classmethod

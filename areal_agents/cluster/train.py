@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from areal_agents.cluster.follow import take_places_away
 from areal_agents.cluster.launchers.base import Launcher, RoleProcess
 from areal_agents.cluster.place import Place, own_address
 from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
@@ -28,6 +29,7 @@ from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary
+from areal_agents.launch.supervision import end_with_supervisor
 from areal_agents.launch.train import (
     engine_key_for,
     finish,
@@ -64,6 +66,7 @@ def train_on_cluster(
         ChildDied: a process ended too often.
         Interrupted: the user stopped the run; all processes have been ended.
     """
+    end_with_supervisor()
     check_config(config, launcher)
     check_trackers(config.trainer.trackers)
     launcher.check()
@@ -89,9 +92,9 @@ def train_on_cluster(
         url = str(folder.store_at(config.store.url))
         with (
             Store.open(url, config.store.durability) as store,
-            Place.claim(store, "supervisor", 0, host=own_address(url)),
+            Place.claim(store, "supervisor", 0, host=own_address(url)) as place,
         ):
-            run = _ClusterRun(config, folder, store, url, launcher, nodes, report)
+            run = _ClusterRun(config, folder, store, url, launcher, nodes, report, place.row.epoch)
             begun = time.monotonic()
             try:
                 idle = run.train()
@@ -147,7 +150,9 @@ class _ClusterRun:
         launcher: Launcher,
         nodes: int,
         report: Report,
+        epoch: int,
     ) -> None:
+        self._epoch = epoch
         self._config = config
         self._folder = folder
         self._store = store
@@ -168,8 +173,11 @@ class _ClusterRun:
             first_version=store.max_version() + 1,
             admin_key=config.proxy.admin_key or "",
             engine_key=engine_key_for(config),
+            epoch=self._epoch,
         )
         record.write(store)
+        if self._launcher.name == "external":
+            take_places_away(store, processes_of(config, self._url, nodes=self._nodes))
         if self._launcher.name != "local" and ip_address(own_address(self._url)).is_loopback:
             report.event(
                 "warning: this machine reaches the store at a loopback address, where other machines do not "

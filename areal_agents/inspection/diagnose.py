@@ -27,6 +27,7 @@ from areal_agents.inspection.runs import is_running
 from areal_agents.inspection.sources import config_of_run, read_json, store_of_run
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.sockets import address_of
 from areal_agents.stacks import collect_stacks, innermost
 from areal_agents.whole_files import replacing
 
@@ -192,7 +193,7 @@ def _summary_of_store(
     )
     endpoints = _endpoints(folder)
     if running_rows is not None and endpoints:
-        proxy = f"http://{endpoints['proxy_host']}:{endpoints['proxy_port']}"
+        proxy = f"http://{address_of(endpoints['proxy_host'], endpoints['proxy_port'])}"
         waiting = Waiting(endpoints["engine_urls"], proxy, groups=config["rollout"]["groups"])
         yield f"the next step: {waiting.reason(groups, activity, started=bool(running_rows))}"
     yield from (f"failed episode {e.id}: {_beginning(e.error or '')}" for e in failed)

@@ -156,6 +156,7 @@ def main() -> int:
     )
     grace_s = end_with_supervisor()
     host, _, port = options.master.rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address
     nodes = Nodes(options.nodes, options.node_rank, host, int(port))
     return run_ranks(options.arguments, options.ranks, nodes, stop_timeout_s=grace_s)
 

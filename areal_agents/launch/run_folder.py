@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_agents.errors import ConfigError
+from areal_agents.sockets import address_of
 from areal_agents.store.postgres import is_postgres, rename_schema, schema_exists
 from areal_agents.store.trainer_lock import PostgresLocks, TrainerLock
 from areal_agents.store.urls import shown_store, store_path
@@ -50,13 +51,13 @@ class Endpoints:
     @property
     def proxy_url(self) -> str:
         """Base URL of the proxy, without a path."""
-        return f"http://{self.proxy_host}:{self.proxy_port}"
+        return f"http://{address_of(self.proxy_host, self.proxy_port)}"
 
     @property
     def local_url(self) -> str:
         """The same for a browser of this machine, which opens no address that stands for every one."""
         host = "127.0.0.1" if self.proxy_host in ("0.0.0.0", "") else self.proxy_host
-        return f"http://{host}:{self.proxy_port}"
+        return f"http://{address_of(host, self.proxy_port)}"
 
 
 @dataclass(frozen=True, slots=True)

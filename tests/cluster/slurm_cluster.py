@@ -100,7 +100,7 @@ class SlurmCluster:
             ]  # fmt: skip
             self._start("munged", munged)
             self.until((self.folder / "munge.socket").exists, "munged to listen")
-            self._start("slurmctld", ["slurmctld", "-D"])
+            self.start_controller()
             for node in self.nodes:
                 self.start_node(node)
             self.until(lambda: set(self.node_states().values()) == {"idle"}, "the nodes to be idle")
@@ -111,6 +111,17 @@ class SlurmCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end()
+
+    def start_controller(self) -> None:
+        """Start the controller, for the first time or after `stop_controller`."""
+        self._start("slurmctld", ["slurmctld", "-D"])
+
+    def stop_controller(self) -> None:
+        """End the controller, which saves its state; the nodes go on."""
+        daemon = self._daemons.pop("slurmctld")
+        for child in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGTERM)
+        daemon.wait(timeout=COMMAND_S)
 
     def start_node(self, node: str) -> None:
         """Start a node, for the first time or after `kill_node`; it registers with the controller itself."""

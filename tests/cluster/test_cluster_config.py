@@ -83,7 +83,7 @@ def test_a_launcher_that_does_not_exist_is_refused() -> None:
 
 def test_every_process_reads_the_configuration_from_the_store(tmp_path: Path) -> None:
     config = config_of("trainer.steps=7")
-    record = RunRecord.of(text_of(config, tmp_path), nodes=2, first_version=3, admin_key="")
+    record = RunRecord.of(text_of(config, tmp_path), nodes=2, first_version=3, admin_key="", epoch=1)
     with Store.open(tmp_path / "store.db") as store:
         with pytest.raises(ConfigError, match="areal-agents train CONFIG --launcher"):
             RunRecord.read(store)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import signal
+import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +13,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from areal_agents.cluster import place
 from areal_agents.cluster.place import Place, own_address
 from areal_agents.errors import ConfigError
+from areal_agents.launch.run_folder import Endpoints
 from areal_agents.store import Store
 from areal_agents.store.postgres import host_of
 from areal_agents.store.roles import DEAD_AFTER_S
@@ -25,9 +30,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_a_place_shows_its_address_and_is_left_at_the_end(store: Store) -> None:
-    with Place.claim(store, "proxy", 0, host="127.0.0.1") as place:
-        place.announce("http://127.0.0.1:1")
-        assert store.addresses("proxy") == {0: "http://127.0.0.1:1"} and not place.is_lost
+    with Place.claim(store, "proxy", 0, host="127.0.0.1") as own:
+        own.announce("http://127.0.0.1:1")
+        assert store.addresses("proxy") == {0: "http://127.0.0.1:1"} and own.loss is None
     assert store.addresses("proxy") == {}
 
 
@@ -40,21 +45,51 @@ def test_a_place_that_another_process_has_is_refused(store: Store) -> None:
 
 
 def test_the_place_of_a_process_of_this_machine_that_has_ended_is_free(store: Store) -> None:
-    child = os.posix_spawn("/bin/true", ["true"], {})
-    os.waitpid(child, 0)
-    store.claim_role("engine", 0, host="127.0.0.1", pid=child)
-    with Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=0.0) as place:
-        assert place.row.epoch == 2
+    code = (
+        "import os, sys; from areal_agents.cluster.place import Place; from areal_agents.store import Store; "
+        'Place.claim(Store.open(sys.argv[1]), "engine", 0, host="127.0.0.1"); os.kill(os.getpid(), 9)'
+    )
+    killed = subprocess.run([sys.executable, "-c", code, store.url], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    with Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=0.0) as own:
+        assert own.row.epoch == 2
+        with pytest.raises(ConfigError, match="is running"):
+            Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=0.0)
+
+
+def test_a_process_number_that_is_not_seen_here_says_nothing(store: Store) -> None:
+    """Two containers can have one address, and do not see each other's processes."""
+    store.claim_role("engine", 0, host="127.0.0.1", pid=2**22 + 1)  # above the largest number of a process
+    with pytest.raises(ConfigError, match="is running"):
+        Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=0.0)
+
+
+def test_a_process_that_does_not_reach_the_store_ends_in_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "BEAT_S", 0.02)
+    monkeypatch.setattr(place, "CUT_OFF_S", 0.5)
+    with Place.claim(store, "engine", 0, host="127.0.0.1") as own:
+        time.sleep(0.6)
+        assert own.loss is None  # it has beaten
+        with sqlite3.connect(store.path, isolation_level=None) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            wait_for_loss(own, "engine 0 has not reached the store for 0 s, so another may have its place")
+            other.execute("ROLLBACK")
+
+
+def wait_for_loss(own: Place, expected: str) -> None:
+    deadline = time.monotonic() + 30
+    while own.loss is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert own.loss is not None and own.loss.startswith(expected)
 
 
 def test_a_process_learns_by_its_heartbeat_that_its_place_was_taken(store: Store) -> None:
-    with Place.claim(store, "engine", 0, host="127.0.0.1") as place:
+    with Place.claim(store, "engine", 0, host="127.0.0.1") as own:
         _execute(store, sa.update(roles).values(beat_at=roles.c.beat_at - DEAD_AFTER_S))
         later = store.claim_role("engine", 0, host="elsewhere", pid=1)
-        deadline = time.monotonic() + 30
-        while not place.is_lost and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert place.is_lost
+        wait_for_loss(own, "another process is engine 0 of the run now")
     [row] = store.role_rows("engine")
     assert (row.epoch, row.state, row.host) == (later.epoch, "running", "elsewhere")
 
@@ -79,6 +114,11 @@ def test_the_first_host_of_a_database(url: str, expected: tuple[str, int]) -> No
 def test_a_run_with_a_store_in_a_file_is_on_this_machine() -> None:
     assert own_address("/tmp/store.db") == "127.0.0.1"
     assert own_address("postgresql://a@127.0.0.1:1/x") == "127.0.0.1"
+
+
+def test_an_address_of_ipv6_has_brackets_in_urls() -> None:
+    endpoints = Endpoints((), "fd00::1", 8000, "key")
+    assert (endpoints.proxy_url, endpoints.local_url) == ("http://[fd00::1]:8000",) * 2
 
 
 def _execute(store: Store, statement: sa.Executable) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from slurm_cluster import COMMAND_S, CPUS, SlurmCluster
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
 from areal_agents.cluster.launchers.slurm.launcher import SlurmLauncher
+from areal_agents.cluster.launchers.slurm.step import LOOK_S
 from areal_agents.errors import ConfigError
 from areal_agents.launch.supervision import SUPERVISED
 
@@ -142,6 +144,20 @@ def test_processes_of_a_lost_node_run_on_another_or_say_that_there_is_no_room(jo
     assert job.started(other) == "node1 GPU 0,1"
     code, output = job.run("engine-1", WHERE, node=1, gpus=1)
     assert code == 4 and output.endswith(f"in what is left of job {job.id}, which lost node2")
+
+
+def test_a_process_that_ends_while_the_controller_is_away_has_its_own_exit_code(job: Job) -> None:
+    process = job.start("rollout-0", "echo runs; read line; exit 0")
+    assert job.started(process) == "runs"
+    time.sleep(3 * LOOK_S)  # in which the launcher learns of the step
+    job.slurm.stop_controller()
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    time.sleep(20)  # longer than squeue waits for it
+    job.slurm.start_controller()
+    output, _ = process.communicate(timeout=COMMAND_S)
+    assert process.returncode == 0, output
 
 
 def test_a_launcher_whose_supervisor_and_node_are_lost_ends(job: Job) -> None:

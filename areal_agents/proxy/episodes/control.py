@@ -37,6 +37,7 @@ from areal_agents.proxy.episodes.control_forms import (
 )
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes
 from areal_agents.proxy.episodes.sessions import Sessions
+from areal_agents.sockets import address_of
 from areal_agents.store import EpisodeRow, EpisodeState, NotFound, SealedStatus, Store
 from areal_agents.telemetry import TRACEPARENT
 
@@ -270,7 +271,7 @@ class Control:
         if self._config.public_url is not None:
             return self._config.public_url.rstrip("/")
         host, port = request.scope["server"]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://{address_of(host, port)}"
 
 
 def _reaches(caller: Caller, row: EpisodeRow) -> bool:

@@ -8,7 +8,6 @@ process holds a lock on a file beside the store, which the kernel releases howev
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import socket
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.errors import ConfigError
+from areal_agents.lock_files import holding, is_held
 from areal_agents.sockets import listen
 from areal_agents.store.postgres import is_postgres
 from areal_agents.store.urls import store_path, store_url
@@ -75,17 +75,17 @@ class Workers:
         folder.mkdir(parents=True, exist_ok=True)
         for earlier in folder.glob(owner_name(self._spec.run, self.index, "*") + _LOCK):
             earlier.unlink(missing_ok=True)  # earlier processes of this worker have ended
-        with _holding(folder / (self.owner + _LOCK), f"{os.getpid()} {self._url(self.index)}\n"):
+        with holding(folder / (self.owner + _LOCK), f"{os.getpid()} {self._url(self.index)}\n"):
             yield
 
     def is_alive(self, owner: str) -> bool:
         """Whether the process with this owner name is still running."""
-        return _is_held(self._spec.folder / (owner + _LOCK))
+        return is_held(self._spec.folder / (owner + _LOCK))
 
     def is_up(self, index: int) -> bool:
         """Whether a worker of this run is running."""
         name = owner_name(self._spec.run, index, "*")
-        return any(_is_held(path) for path in self._spec.folder.glob(name + _LOCK))
+        return any(is_held(path) for path in self._spec.folder.glob(name + _LOCK))
 
     def index_of(self, owner: str | None) -> int | None:
         """Return the index of the worker with an owner name, None for an owner of another run."""
@@ -125,13 +125,13 @@ def locks_of(store: str | Path) -> Path:
 @contextlib.contextmanager
 def supervising(folder: Path, run: str) -> Iterator[None]:
     """Hold the lock of a supervisor within the with-block."""
-    with _holding(folder / (run + _SUPERVISOR), f"{os.getpid()}\n"):
+    with holding(folder / (run + _SUPERVISOR), f"{os.getpid()}\n"):
         yield
 
 
 def was_killed(folder: Path) -> bool:
     """Whether a supervisor of this store was killed and its lock file still exists."""
-    return any(not _is_held(path) for path in folder.glob("*" + _SUPERVISOR))
+    return any(not is_held(path) for path in folder.glob("*" + _SUPERVISOR))
 
 
 def listen_after(host: str, port: int, folder: Path) -> socket.socket:
@@ -166,39 +166,13 @@ def wait_for_orphans(folder: Path) -> None:
 def forget_dead(folder: Path) -> None:
     """Remove the lock files of processes that were killed, and the folder if it is empty."""
     for path in folder.glob("*" + _LOCK):
-        if not _is_held(path):
+        if not is_held(path):
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the folder has lock files of running processes
         folder.rmdir()
 
 
-@contextlib.contextmanager
-def _holding(path: Path, content: str) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unlocked = path.with_suffix(f".{os.getpid()}.new")
-    with open(unlocked, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(content)  # for people who inspect the folder
-        file.flush()
-        unlocked.rename(path)  # the file never exists under this name without its lock
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
 def _is_orphan(path: Path) -> bool:
     """Whether the lock of a worker is held and that of its supervisor is not."""
     run = path.name.partition(".")[0]
-    return _is_held(path) and not _is_held(path.with_name(run + _SUPERVISOR))
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
+    return is_held(path) and not is_held(path.with_name(run + _SUPERVISOR))

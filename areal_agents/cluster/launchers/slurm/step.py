@@ -35,6 +35,7 @@ from areal_agents.launch.supervision import EXIT_STOPPED, GRACE_S, SUPERVISED
 LOOK_S = 1.0  # how often the controller is asked for the step until it has one
 ANSWER_S = 30  # longest time in seconds in which a node that answers starts a step
 LINGER_S = 60.0  # longest wait for the end of an earlier step of the same name
+CONTROLLER_S = 60.0  # in which a controller that is restarted answers again
 _POLL_S = 0.1
 _BY_SIGNAL = 128  # srun's exit code for a process that a signal ended is this and the signal's number
 
@@ -95,10 +96,10 @@ def _run(wanted: _Wanted, allocation: Allocation, told: list[int]) -> int:
         process.kill()  # it has ended, unless this program fails
     if told:
         return code
-    if code == 0 and step is not None and step.node not in allocation.nodes():
+    if code == 0 and step is not None and step.node in _lost_nodes(allocation):
         print(f"{step.node} was lost, and {wanted.name} with it", flush=True)
         return _BY_SIGNAL + signal.SIGKILL
-    if code and step is None and wanted.gpus and (lost := allocation.lost_nodes()):
+    if code and step is None and wanted.gpus and (lost := _lost_nodes(allocation)):
         print(
             f"there is no room for {wanted.name} with {wanted.gpus} GPUs in what is left of job "
             f"{allocation.job_id}, which lost {', '.join(lost)}",
@@ -106,6 +107,19 @@ def _run(wanted: _Wanted, allocation: Allocation, told: list[int]) -> int:
         )
         return EXIT_REFUSED
     return code
+
+
+def _lost_nodes(allocation: Allocation) -> tuple[str, ...]:
+    """Return the nodes that the job no longer has; none if the controller does not answer for a while."""
+    deadline = time.monotonic() + CONTROLLER_S
+    while True:
+        try:
+            return allocation.lost_nodes()
+        except SlurmError as error:  # the controller may be restarting
+            if time.monotonic() > deadline:
+                print(f"{error}; whether a node was lost is not known", flush=True)
+                return ()
+        time.sleep(LOOK_S)
 
 
 def _nodes_for(wanted: _Wanted, allocation: Allocation) -> list[str]:
