@@ -175,6 +175,9 @@ def role(
         ),
     ] = "",
     port: Annotated[int, typer.Option(min=0, help="The port of its server; 0: one that is free.")] = 0,
+    run_dir: Annotated[
+        str, typer.Option(help="The run folder on this machine; default: run_dir of the configuration.")
+    ] = "",
 ) -> None:
     """Run one process of a run on several machines, as a launcher starts it (train --launcher)."""
     require("torch", "training")
@@ -182,7 +185,7 @@ def role(
     from areal_agents.launch.processes import with_logging
 
     with_logging(f"{role}-{index}")
-    raise typer.Exit(run_role(role, index, run, host=host, port=port))
+    raise typer.Exit(run_role(role, index, run, host=host, port=port, run_dir=run_dir))
 
 
 @app.command()

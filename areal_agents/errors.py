@@ -134,6 +134,10 @@ class StoreError(ArealAgentsError):
     """The store is unusable or has another schema, or a state transition is not allowed."""
 
 
+class StorageError(ArealAgentsError):
+    """An object storage could not be read or written, or a version in it is not what was published."""
+
+
 class TrainingError(ArealAgentsError):
     """A batch or a checkpoint cannot be trained on; the message names the group or the file."""
 

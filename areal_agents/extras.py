@@ -20,9 +20,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "uvicorn", "uvloop", "websockets", "yaml",
     ),
     "train": (
-        "cloudpickle", "datasets", "llvmlite", "matplotlib", "numba", "peft", "psutil", "safetensors",
-        "tensorboard",
-        "torch", "transformers", "xgrammar",
+        "cloudpickle", "datasets", "fsspec", "llvmlite", "matplotlib", "numba", "peft", "psutil",
+        "safetensors", "tensorboard", "torch", "transformers", "xgrammar",
     ),
     "acp": ("acp",),
     "rewards": ("jsonschema", "math_verify", "regex"),
@@ -30,6 +29,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "otel": ("opentelemetry",),
     "postgres": ("psycopg",),
     "ray": ("ray",),
+    "s3": ("s3fs",),
     "gpu": ("bitsandbytes", "liger_kernel"),
 }  # fmt: skip
 

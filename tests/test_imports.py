@@ -87,7 +87,17 @@ ALLOWED: dict[str, set[str]] = {
         "store",
         "user_functions",
     },
-    "training": {"core", "errors", "algorithms", "inference", "store", "telemetry", "whole_files"},
+    "object_storage": {"errors", "extras"},
+    "training": {
+        "core",
+        "errors",
+        "algorithms",
+        "inference",
+        "object_storage",
+        "store",
+        "telemetry",
+        "whole_files",
+    },
     "doctor": {
         "client",
         "core",

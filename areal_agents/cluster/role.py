@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from areal_agents.cluster.place import Place, own_address
 from areal_agents.cluster.proxy_forwarder import ProxyForwarder
 from areal_agents.cluster.run_record import RunRecord
-from areal_agents.config import Config
+from areal_agents.config import Config, save_config
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
@@ -43,13 +43,16 @@ _LONGEST_WAIT_S = 3600.0  # for the others, whose machines may have to wait in a
 _SERVER_STOP_S = 15.0
 
 
-def run_role(role: Role, index: int, store_url: str, *, host: str = "", port: int = 0) -> int:
+def run_role(
+    role: Role, index: int, store_url: str, *, host: str = "", port: int = 0, run_dir: str = ""
+) -> int:
     """Run one process of a run until it ends, or SIGTERM; return its exit code.
 
     Args:
         host: the address of this machine at which the others reach it; "": the one from which this machine
             reaches the store.
         port: the port of its server; 0: one that is free.
+        run_dir: the run folder on this machine; "": that of the configuration.
 
     Raises:
         ConfigError: the run has no such process, or another process has its place.
@@ -73,6 +76,9 @@ def run_role(role: Role, index: int, store_url: str, *, host: str = "", port: in
             # While this process waited for the place, a supervisor may have started again with a new record.
             record = RunRecord.read(store)
             config, file = record.resolved(Path(own))
+            if run_dir:
+                config = config.model_copy(update={"run_dir": run_dir})
+                save_config(config, file)
             logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
             count = counts(config, record.nodes)[role]
             return _Process(store, record, config, file, place, count, told).run(port)

@@ -41,6 +41,7 @@ from areal_agents.launch.train import (
     without_place,
 )
 from areal_agents.launch.trial import run_trial
+from areal_agents.launch.weight_fetcher import check_location, wait_for_fetchers
 from areal_agents.proxy.page import link_of_page
 from areal_agents.rollout.seeds import FIXED_HASHES
 from areal_agents.store import Store
@@ -70,6 +71,7 @@ def train_on_cluster(
     check_config(config, launcher)
     check_trackers(config.trainer.trackers)
     launcher.check()
+    check_location(config.trainer.publish)
     nodes = max(1, config.trainer.nodes)
     report = report_of(config, console, form)
     config = without_place(config)
@@ -189,7 +191,16 @@ class _ClusterRun:
             ending = [name for name in names if name.partition("-")[0] in ("trainer", "rollout")]
             endpoints = self._addresses(children, record)
             folder.write_endpoints(endpoints)
-            wait_until_serving(config, endpoints, children, report.stage, report.event)
+            if config.trainer.publish.transport == "object_storage":  # engines may be out of reach here
+                wait_for_fetchers(
+                    store,
+                    config.engine.replicas,
+                    timeout_s=config.engine.start_timeout_s,
+                    check=children.check,
+                    say=report.stage,
+                )
+            else:
+                wait_until_serving(config, endpoints, children, report.stage, report.event)
             link = link_of_page(endpoints.local_url, endpoints.view_key)
             report.say(f"the run in a browser, while it trains: {link}")
             report.stage("waiting for the trainer's first version")

@@ -47,7 +47,7 @@ from areal_agents.user_functions import names_a_function
 
 # The rollout.max_staleness that each loop sets; with "async" the user sets it.
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
-_VLLM_TRANSPORTS = ("disk", "broadcast", "lora")
+_VLLM_TRANSPORTS = ("disk", "broadcast", "lora", "object_storage")
 _WRONG_AGENT = "must be module:function, file.py:function, {command: …} or {cli: …}, got "
 
 
@@ -416,7 +416,7 @@ def _model_faults(config: Config) -> Iterator[str]:
         yield "trainer.best_metric: heldout needs evaluations during training; give eval.every"
     if algorithm.needs_critic and trainer.lr > 0 and trainer.critic_lr == 0:
         yield f"trainer.critic_lr: {algorithm.preset} needs a critic that learns; use more than 0"
-    if trainer.publish.transport == "lora" and config.engine.kind != "embedded" and trainer.keep_weights > 6:
+    if trainer.publishes_adapters and config.engine.kind != "embedded" and trainer.keep_weights > 6:
         server = SERVERS[config.engine.kind]
         yield (
             f"trainer.keep_weights: at most 6, because {server} holds 8 adapters; got {trainer.keep_weights}"
@@ -462,7 +462,7 @@ def _vllm_publish_faults(config: Config) -> Iterator[str]:
     if publish.transport not in _VLLM_TRANSPORTS:
         yield (
             f"trainer.publish.transport: {publish.transport} is not supported with engine.kind: vllm; use "
-            "disk, broadcast, or lora (trainer.lora), or kind: sglang"
+            "disk, broadcast, object_storage, or lora (trainer.lora), or kind: sglang"
         )
     if publish.pause == "in_place":
         yield "trainer.publish.pause: in_place is not supported with engine.kind: vllm; use retract or abort"
@@ -481,6 +481,8 @@ def _vllm_publish_faults(config: Config) -> Iterator[str]:
 def _publish_faults(config: Config) -> Iterator[str]:
     """Yield why new weights cannot reach the engines by the chosen transport."""
     publish, engine, trainer = config.trainer.publish, config.engine, config.trainer
+    if publish.transport == "object_storage":
+        yield from _object_storage_faults(config)
     on_gpus = engine.device.startswith("cuda") or (engine.kind != "embedded" and engine.device == "auto")
     if engine.kind == "vllm":
         yield from _vllm_publish_faults(config)
@@ -514,7 +516,7 @@ def _publish_faults(config: Config) -> Iterator[str]:
             f"trainer.publish.transport: ipc: an engine with device: {engine.device} cannot read a GPU's "
             "memory; use disk or tensor"
         )
-    if engine.quantization and publish.transport != "lora":
+    if engine.quantization and not trainer.publishes_adapters:
         yield (
             f"engine.arguments: --quantization {engine.quantization}: SGLang 0.5.21 quantises weights as it "
             "starts, and cannot load new ones over them; leave it out, or train an adapter (trainer.lora), "
@@ -524,6 +526,21 @@ def _publish_faults(config: Config) -> Iterator[str]:
         yield (
             f"trainer.publish.verify: {publish.verify}: weights that --quantization {engine.quantization} "
             "changes cannot be compared with the model's; use verify: off"
+        )
+
+
+def _object_storage_faults(config: Config) -> Iterator[str]:
+    """Yield why engines cannot read versions from an object storage."""
+    if config.engine.urls:
+        yield (
+            "engine.urls: with trainer.publish.transport: object_storage a process beside each engine reads "
+            "the versions, so the run has to start the engines; leave engine.urls out, or use disk or "
+            "broadcast"
+        )
+    if config.engine.colocate != "none":
+        yield (
+            "trainer.publish.transport: object_storage is for engines elsewhere, and engine.colocate: "
+            f"{config.engine.colocate} puts them on the trainer's GPUs; use disk or ipc"
         )
 
 

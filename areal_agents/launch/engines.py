@@ -39,6 +39,7 @@ from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.nodes import nodes_of, ranks_beside_engines
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.weight_fetcher import fetching_weights
 from areal_agents.sockets import is_this_machine
 
 logger = logging.getLogger(__name__)
@@ -109,18 +110,20 @@ def engine_name(replica: int, replicas: int) -> str:
 def serve_engine(config: Config, folder: RunFolder, *, replica: int, gpus: Sequence[int]) -> None:
     """Run one engine in this process until SIGTERM."""
     placement = GpuPlacement(tuple(gpus))
-    if config.engine.kind != "embedded":
-        _serve_real(config, folder, placement, replica)
-        return
-    from areal_agents.inference.embedded.server import serve
+    endpoints = folder.read_endpoints()
+    with fetching_weights(config, folder, endpoints, index=replica):
+        if config.engine.kind != "embedded":
+            _serve_real(config, folder, placement, replica)
+            return
+        from areal_agents.inference.embedded.server import serve
 
-    serve(_embedded(config, folder, placement, replica), key=folder.read_endpoints().engine_key)
+        serve(_embedded(config, folder, placement, replica), key=endpoints.engine_key)
 
 
 def adapter_rank(config: Config) -> int:
     """Return the rank of the LoRA adapters that engines serve, or 0 if they serve whole weights."""
     lora = config.trainer.lora
-    return lora.rank if lora is not None and config.trainer.publish.transport == "lora" else 0
+    return lora.rank if lora is not None and config.trainer.publishes_adapters else 0
 
 
 def ready_path(config: Config) -> str:
@@ -237,7 +240,7 @@ def _cannot_take_weights(config: Config, info: Mapping[str, Any]) -> str:
     publish = config.trainer.publish
     if publish.transport == "delta" and info.get("stages_weights") is not True:
         return "takes no changes of weights, only the embedded engine does; use another publish.transport"
-    if (quantization := info.get("quantization")) and publish.transport != "lora":
+    if (quantization := info.get("quantization")) and not config.trainer.publishes_adapters:
         return (
             f"was started with --quantization {quantization}: it quantises weights as it starts, and cannot "
             "load new ones over them; start it without, or train an adapter (trainer.lora)"

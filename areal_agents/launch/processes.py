@@ -127,7 +127,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         durability=config.store,
         engine_urls=endpoints.engine_urls,
         router_url=config.engine.router,
-        adapters=config.trainer.publish.transport == "lora",
+        adapters=config.trainer.publishes_adapters,
         vocab_size=_vocab_size(Path(config.model)),
         protocol=protocol_of(config.engine.kind),
         engine_key=endpoints.engine_key,
@@ -192,6 +192,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
         wait_for_engines,
     )
     from areal_agents.launch.gpus import Machine
+    from areal_agents.launch.weight_fetcher import wait_for_fetchers
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
     from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
@@ -210,6 +211,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     store = recorded = None
     data_ended: Callable[[], bool] = _never
     engines: list[EngineClient] = []
+    elsewhere = 0
     with ExitStack() as opened:
         if first:
             store = opened.enter_context(
@@ -223,6 +225,15 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             recorded.refuse_imported(config.algorithm)
             if (fewer := recorded.fewer_than(config.rollout.groups)) is not None:
                 logging.getLogger(__name__).warning(fewer)
+        elif config.trainer.publish.transport == "object_storage" and store is not None:
+            elsewhere = config.engine.replicas
+            wait_for_fetchers(
+                store,
+                elsewhere,
+                timeout_s=config.engine.start_timeout_s,
+                check=lambda: _end_if(stop),
+                say=logging.getLogger(__name__).info,
+            )
         elif first:
             endpoints, log = folder.read_endpoints(), logging.getLogger(__name__)
             urls, key = endpoints.engine_urls, endpoints.engine_key
@@ -234,8 +245,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             engines = [connect(url, protocol, key=key, update_timeout_s=timeout_s) for url in urls]
             if endpoints.place is not None and (held := store) is not None:
                 opened.enter_context(following_engines(engines, lambda: held.addresses("engine")))
-            if store is not None and config.loop == "one_step_off":
-                data_ended = end_of_data(config.data, store, seed=config.seed)
+        if store is not None and recorded is None and config.loop == "one_step_off":
+            data_ended = end_of_data(config.data, store, seed=config.seed)
         by_ipc = config.trainer.publish.transport == "ipc"
         spans = None
         if first:
@@ -256,6 +267,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             data_ended=data_ended,
             released=memory_to_release(config),
             engine_bytes=partial(engine_bytes_in_training, config),
+            engines_elsewhere=elsewhere,
             engine_gpus=engine_gpus(config, Machine(own_gpus(), 0)) if engines and by_ipc else (),
             longest_sample=longest.wanted if longest is not None else 0,
             stop=stop,

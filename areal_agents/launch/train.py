@@ -43,6 +43,7 @@ from areal_agents.launch.signals import interruptible
 from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
+from areal_agents.launch.weight_fetcher import check_location
 from areal_agents.proxy.config import available_cores
 from areal_agents.proxy.page import link_of_page, new_view_key
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
@@ -95,6 +96,7 @@ def train(
     plan = None if config.data.episodes else plan_of(config)
     report = report_of(config, console, form)
     config = without_place(config)
+    check_location(config.trainer.publish)
     folder = RunFolder(Path(config.run_dir))
     if folder.rerun.exists() and not fresh:
         raise ConfigError(

@@ -33,7 +33,7 @@ def run(folder: Path, console: Console) -> bool:
             f"{folder}: the run has ended, and its engines with it; verify compares the engines of a running "
             "run"
         )
-    base = Path(config.model) if config.trainer.publish.transport == "lora" else None
+    base = Path(config.model) if config.trainer.publishes_adapters else None
     with Store.open(found.store_at(config.store.url)) as store:
         protocol = protocol_of(config.engine.kind)
         return asyncio.run(_verify_all(endpoints, protocol, store, base, console))

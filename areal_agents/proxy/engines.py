@@ -95,7 +95,8 @@ def make_pool(
         row, candidate = served.stable, served.candidate
         # Without replicas of its own a candidate is served by none.
         beside = CurrentVersion(candidate.version, candidate.path) if candidate and canary_share else None
-        return CurrentVersion(row.version, row.path, row.folder_pending, beside)
+        in_storage = row.checksum is not None
+        return CurrentVersion(row.version, row.path, row.folder_pending, in_storage, beside)
 
     return EnginePool(
         engines,

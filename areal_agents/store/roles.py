@@ -66,7 +66,7 @@ def claim(
             f"{role} {index} of this run is running: process {found.pid} on {found.host}, with a heartbeat "
             f"{found.age_s:.0f} s ago"
         )
-    now = _now(connection)
+    now = database_now(connection)
     values = {
         "epoch": 1 if found is None else found.epoch + 1,
         "state": "running",
@@ -88,7 +88,7 @@ def beat(connection: sa.Connection, role: Role, index: int, epoch: int, *, url: 
     changed = connection.execute(
         sa.update(roles)
         .where(_is(role, index), roles.c.epoch == epoch)
-        .values(beat_at=_now(connection), url=url)
+        .values(beat_at=database_now(connection), url=url)
     )
     return changed.rowcount == 1
 
@@ -134,7 +134,7 @@ def _is(role: Role, index: int) -> sa.ColumnElement[bool]:
 
 
 def _rows(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[RoleRow]:
-    now = _now(connection)
+    now = database_now(connection)
     columns = [roles.c[name] for name in ("role", "index", "epoch", "state", "url", "host", "pid", "beat_at")]
     found = connection.execute(sa.select(*columns).where(which).order_by(roles.c.role, roles.c.index)).all()
     return [
@@ -143,7 +143,7 @@ def _rows(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[Role
     ]
 
 
-def _now(connection: sa.Connection) -> float:
+def database_now(connection: sa.Connection) -> float:
     """Return the time of the database in seconds since the epoch of Unix."""
     if connection.dialect.name == "sqlite":
         query = "SELECT (julianday('now') - 2440587.5) * 86400.0"

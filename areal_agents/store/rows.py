@@ -334,7 +334,8 @@ class VersionRow:
     """A published policy version; `step` is the number of batches that were trained into it.
 
     `folder_pending` is set while the folder at `path` is not complete: the weights were sent to the engines
-    first, and the folder is written behind them, or not at all.
+    first, and the folder is written behind them, or not at all. `checksum` is that of the version's manifest
+    in an object storage, from which engines get it; None: they get it in another way.
 
     With `rollout.canary`, `canary` is the state of a version that was published for a `share` of the
     conversations. Those opened after the one with number `canary_after` are compared, and `verdict` says why

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 8  # the newest revision of migrations/versions
+SCHEMA_VERSION = 9  # the newest revision of migrations/versions
 
 metadata = sa.MetaData()
 
@@ -146,7 +146,7 @@ versions = sa.Table(
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("step", sa.Integer, nullable=False),
     sa.Column("path", sa.Text, nullable=False),
-    sa.Column("checksum", sa.Text),
+    sa.Column("checksum", sa.Text),  # of its manifest in an object storage; null: it is in none
     sa.Column("published_at", sa.Float, nullable=False),
     sa.Column("folder_pending", sa.Integer),  # 1: the folder at `path` is not complete yet; null: it is
     # candidate | promoted | rolled_back; null: it was never a candidate, and is for every replica
@@ -176,6 +176,22 @@ roles = sa.Table(
     sa.Column("pid", sa.Integer, nullable=False),
     sa.Column("started_at", sa.Float, nullable=False),  # by the clock of the database, as beat_at
     sa.Column("beat_at", sa.Float, nullable=False),
+)
+
+# One row for each engine that reads its weights from an object storage, see engine_weights.py.
+engine_weights = sa.Table(
+    "engine_weights",
+    metadata,
+    sa.Column("index", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("process", sa.Text, nullable=False),  # that writes the row
+    sa.Column("version", sa.Integer),  # that it has loaded since it was started; null: none
+    sa.Column("problem", sa.Text),  # why it has no newer version; null: nothing is wrong
+    sa.Column("pause_s", sa.Float, nullable=False),
+    sa.Column("fetch_s", sa.Float, nullable=False),
+    sa.Column("received_bytes", sa.BigInteger, nullable=False),
+    sa.Column("agreement", sa.Float),
+    sa.Column("busy_s", sa.Float),
+    sa.Column("beat_at", sa.Float, nullable=False),  # by the clock of the database
 )
 
 # How many transactions each process has committed: what tells a process whose connection was lost whether its

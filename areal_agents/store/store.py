@@ -22,6 +22,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.store import (
     canary,
     deletion,
+    engine_weights,
     episodes,
     groups,
     leases,
@@ -30,12 +31,14 @@ from areal_agents.store import (
     retention,
     rewards,
     roles,
+    run_id,
     versions,
     waiting,
 )
 from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
 from areal_agents.store.database import Database, Job, T
+from areal_agents.store.engine_weights import EngineWeights, EngineWeightsRow
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.roles import Role, RoleRow
 from areal_agents.store.rows import (
@@ -430,6 +433,22 @@ class Store:
     def leave_role(self, role: Role, index: int, epoch: int) -> None:
         """Leave a place in the run; no effect if another process has it."""
         self._database.submit(partial(roles.leave, role=role, index=index, epoch=epoch)).result()
+
+    def show_engine_weights(self, weights: EngineWeights) -> None:
+        """Write what an engine has that reads its weights from an object storage."""
+        self._database.submit(lambda c: engine_weights.show(c, weights)).result()
+
+    def leave_engine_weights(self, index: int, process: str) -> None:
+        """Remove what `process` wrote about an engine."""
+        self._database.submit(lambda c: engine_weights.leave(c, index, process)).result()
+
+    def engine_weights(self) -> list[EngineWeightsRow]:
+        """Return what each engine has that reads its weights from an object storage, by index."""
+        return self._database.query(engine_weights.all_of)
+
+    def run_id(self) -> str:
+        """Return a random name of this store, under which an object storage has the versions of its run."""
+        return self._database.submit(run_id.of).result()
 
     def write_run(self, record: dict[str, Any]) -> None:
         """Write what each process of a run on several machines reads first."""

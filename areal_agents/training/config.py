@@ -213,6 +213,13 @@ class TrainerConfig(Settings):
             return {**data, "publish": {"transport": "lora", **(publish or {})}}
         return data
 
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether engines get only the adapter of a version, and serve it beside the model's weights."""
+        return self.publish.transport == "lora" or (
+            self.publish.transport == "object_storage" and self.lora is not None
+        )
+
     @model_validator(mode="after")
     def _check(self) -> TrainerConfig:
         shares = self.replicas * self.context_parallel
@@ -234,6 +241,11 @@ class TrainerConfig(Settings):
             raise ValueError(
                 "publish: transport: lora publishes adapters, but none are trained; set trainer.lora, or "
                 "use transport: disk"
+            )
+        if self.publishes_adapters and self.publish.pause == "in_place":
+            raise ValueError(
+                "publish: pause: in_place would continue on another adapter's keys and values, which no "
+                "engine supports; use retract, abort or drain"
             )
         if self.publish.backend == "nccl" and self.device == "cpu":
             raise ValueError("publish: backend: nccl needs a trainer on GPUs, got device: cpu; use gloo")

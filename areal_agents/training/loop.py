@@ -38,6 +38,7 @@ from areal_agents.training.metrics.step_metrics import (
 from areal_agents.training.metrics.step_spans import export_step
 from areal_agents.training.model.run_models import Models
 from areal_agents.training.publish.publisher import Publisher
+from areal_agents.training.publish.storage_publisher import StoragePublisher
 from areal_agents.training.records.writer import RecordWriter
 from areal_agents.training.step.recording import TrainedTokens
 from areal_agents.training.step.step import StepOptions, StepResult, Stopped, train_batch
@@ -87,7 +88,7 @@ class TrainingLoop:
     models: Models
     options: StepOptions
     source: BatchSource | None
-    publisher: Publisher | None
+    publisher: Publisher | StoragePublisher | None
     released: tuple[MemoryKind, ...]
     parking: Parking | None
     checkpoints: Checkpoints
@@ -263,7 +264,7 @@ class TrainingLoop:
     @contextmanager
     def _engines_asleep(self) -> Iterator[None]:
         """Release the memory of engines on the same GPUs within the block, if the configuration says so."""
-        if self.publisher is None or not self.released:
+        if not isinstance(self.publisher, Publisher) or not self.released:
             yield
             return
         with self.publisher.engines_asleep(self.released, together=(Stopped, TeacherError)):

@@ -42,6 +42,7 @@ from areal_agents.training.metrics.step_metrics import MetricsWriter
 from areal_agents.training.model.model import Policy
 from areal_agents.training.model.run_models import load_models
 from areal_agents.training.publish.publisher import Publisher
+from areal_agents.training.publish.storage_publisher import StoragePublisher
 from areal_agents.training.records.writer import RecordWriter, drop_steps_after
 from areal_agents.training.step.step import StepOptions
 from areal_agents.training.step.teacher import EngineTeacher
@@ -83,6 +84,7 @@ def run(
     released: Sequence[MemoryKind] = (),
     engine_bytes: Callable[[int], int] = lambda memory: 0,
     engine_gpus: Sequence[Sequence[int]] = (),
+    engines_elsewhere: int = 0,
     longest_sample: int = 0,
     seed: int = 0,
     recorded: RecordedGroups | None = None,
@@ -118,6 +120,8 @@ def run(
             step is trained.
         engine_gpus: the GPUs of each of `engines`, on the machine whose GPU r is that of rank r; empty if
             they are not known.
+        engines_elsewhere: instead of `engines`, the number of those that read versions from the object
+            storage of `config.publish`.
         longest_sample: tokens that a micro-batch should hold, if the configuration says it; 0: not known.
         recorded: groups of another store to train on, instead of groups of a rollout.
         start: where a rerun starts and ends, on every rank; the run folder is then a new one, which is not
@@ -153,10 +157,14 @@ def run(
         ExitStack() as at_the_end,
     ):
         if not group.is_first:
-            store, engines, recorded, stored = None, (), None, None
-        elif store is None or bool(engines) + (recorded is not None) + (stored is not None) != 1:
+            store, engines, engines_elsewhere, recorded, stored = None, (), 0, None, None
+        elif (
+            store is None
+            or sum((bool(engines), bool(engines_elsewhere), recorded is not None, stored is not None)) != 1
+        ):
             raise ValueError(
-                "the first rank needs a store, and one of engines, recorded groups, stored steps"
+                "the first rank needs a store, and one of engines, engines elsewhere, recorded groups, "
+                "stored steps"
             )
         elif (start is None) != (stored is None):
             raise ValueError("a rerun needs both a start and stored steps")
@@ -165,7 +173,7 @@ def run(
         config = settle(
             config, algorithm, model_path, group, engine_bytes=engine_bytes, longest=longest_sample
         )
-        publishes = group.broadcast(bool(engines))
+        publishes = group.broadcast(bool(engines) or bool(engines_elsewhere))
         sleeps = publishes and bool(released)
         parks = sleeps and group.device.type == "cuda" and config.offload != "all"
         models = load_models(config, algorithm, model_path, group, parked=parks)
@@ -180,18 +188,25 @@ def run(
         best = BestMetric(metric_name(config.best_metric, evaluates=evaluates), store)
         checkpoints = _checkpoints(config, group, run_dir, model_path, best, store)
         at_the_end.callback(checkpoints.close)
-        publisher = None
-        if publishes:
+        publisher: Publisher | StoragePublisher | None = None
+        if publishes and config.publish.transport == "object_storage":
+            publisher = StoragePublisher(
+                config.publish, models.policy, group,
+                store=store, run_dir=run_dir, model_path=model_path, keep=config.keep_weights,
+                adapters=config.publishes_adapters, engines=engines_elsewhere,
+            )  # fmt: skip
+        elif publishes:
             publisher = Publisher(
                 config.publish, models.policy, group,
                 store=store, engines=engines, run_dir=run_dir, model_path=model_path,
                 keep=config.keep_weights, engine_gpus=engine_gpus, canary=canary_engines,
             )  # fmt: skip
+        if publisher is not None:
             at_the_end.callback(publisher.close)
         judged = None
         if canary is not None:
-            if publisher is None:
-                raise ValueError("a canary needs engines")
+            if not isinstance(publisher, Publisher):
+                raise ValueError("a canary needs engines that the trainer reaches")
             judged = resume_canary(run_dir / "checkpoints", models.parts, group, store)
             progress = judged.progress
         elif start is not None:
@@ -209,7 +224,7 @@ def run(
         controller = None
         if publisher is not None and (judged is None or judged.is_new):
             publisher.publish(version=progress.version, step=progress.step)
-        if canary is not None and judged is not None and publisher is not None:
+        if canary is not None and judged is not None and isinstance(publisher, Publisher):
             controller = Canary(
                 canary, group, store, publisher, checkpoints, run_dir / "checkpoints", models.parts, stop,
                 stable_step=judged.stable_step, candidate=judged.candidate,

@@ -34,6 +34,20 @@ def test_a_bare_off_of_yaml_is_off() -> None:
     ("given", "message"),
     [
         ({"publish": {"transport": "lora"}}, "publishes adapters, but none are trained"),
+        ({"publish": {"transport": "object_storage"}}, "needs a location, the URL of a folder"),
+        ({"publish": {"transport": "object_storage", "location": "bucket/x"}}, "needs a location"),
+        (
+            {"publish": {"transport": "object_storage", "location": "sftp://me:secret@host/x"}},
+            "a URL with a password would be in logs",
+        ),
+        ({"publish": {"location": "s3://bucket"}}, "applies only to transport: object_storage"),
+        (
+            {
+                "lora": {},
+                "publish": {"transport": "object_storage", "location": "s3://bucket", "pause": "in_place"},
+            },
+            "another adapter's keys and values",
+        ),
         ({"lora": {}, "publish": {"pause": "in_place"}}, "another adapter's keys and values"),
         (
             {"publish": {"transport": "tensor", "pause": "drain"}},
@@ -46,7 +60,7 @@ def test_a_bare_off_of_yaml_is_off() -> None:
             {"publish": {"transport": "broadcast", "backend": "nccl"}, "device": "cpu"},
             "needs a trainer on GPUs",
         ),
-        ({"publish": {"transport": "disc"}}, "'broadcast', 'ipc', 'delta' or 'lora'"),
+        ({"publish": {"transport": "disc"}}, "'delta', 'lora' or 'object_storage'"),
         ({"publish": {"bucket_mb": -1}}, "greater than or equal to 0"),
         ({"publish": {"folder_every": 0}}, "greater than or equal to 1"),
     ],

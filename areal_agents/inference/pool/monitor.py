@@ -12,9 +12,10 @@ is resumed from here once it has the current version.
 
 A replica that started late or was restarted loads the current version from the folder in the version's row,
 without the trainer. While that folder is still being written the replica waits, and serves nothing; if the
-trainer publishes another version meanwhile, the replica gets that one like every other. Several processes may
-find the same replica: each checks it again before it loads, and loading twice is harmless. The replica is not
-paused for the load, because resuming it could interfere with a swap by the trainer.
+trainer publishes another version meanwhile, the replica gets that one like every other. It also waits for a
+version in an object storage, which the process beside it reads. Several processes may find the same replica:
+each checks it again before it loads, and loading twice is harmless. The replica is not paused for the load,
+because resuming it could interfere with a swap by the trainer.
 """
 
 from __future__ import annotations
@@ -262,8 +263,9 @@ class ReplicaMonitor:
                 goal = replica.goal(self.current)
                 if replica.state != "late" or goal is None:
                     return
-                if goal.folder_pending:
-                    replica.load_error = "the folder of that version is not written yet"
+                if goal.folder_pending or goal.in_storage:
+                    why = "read from the object storage" if goal.in_storage else "written"
+                    replica.load_error = f"the folder of that version is not {why} yet"
                     await asyncio.sleep(self._limits.load_again_s)
                     continue
                 await self._load(replica, goal)

@@ -27,13 +27,15 @@ class CurrentVersion:
     """The latest published version, and the folder of its weights or adapter.
 
     `folder_pending`: the folder is not complete yet, so that a replica without the version waits for it, or
-    for the trainer, which may send it the next version directly. `candidate`: the version that the replicas
-    of the canary serve instead; None: they serve this one, too.
+    for the trainer, which may send it the next version directly. `in_storage`: the process beside each engine
+    reads the version from an object storage and has its engine load it. `candidate`: the version that the
+    replicas of the canary serve instead; None: they serve this one, too.
     """
 
     version: int
     path: str
     folder_pending: bool = False
+    in_storage: bool = False
     candidate: CurrentVersion | None = None
 
 

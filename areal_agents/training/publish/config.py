@@ -5,12 +5,13 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from areal_agents.core.settings import Settings
 
-Transport = Literal["disk", "tensor", "broadcast", "ipc", "delta", "lora"]
+Transport = Literal["disk", "tensor", "broadcast", "ipc", "delta", "lora", "object_storage"]
 Pause = Literal["retract", "in_place", "abort", "drain"]
 Verify = Literal["first", "every", "off"]
 Backend = Literal["auto", "gloo", "nccl"]
@@ -29,7 +30,19 @@ class PublishConfig(Settings):
         "broadcast: weights are sent over gloo or NCCL. ipc: engines on the trainer's GPUs read its memory, "
         "on a CPU those on its machine. delta: only weights that changed are sent, in HTTP requests, to "
         "embedded engines. lora: engines read only the adapter's folder; the "
-        "default with trainer.lora.",
+        "default with trainer.lora. object_storage: versions (with trainer.lora, adapters) are written to "
+        "`location`, and a process beside each engine reads them there; the trainer reaches no engine.",
+    )
+    location: str = Field(
+        default="",
+        description="With object_storage: the URL of a folder for the versions, such as s3://bucket/prefix "
+        "or file:///mnt/shared, in which each run has a folder of its own. Keys come from the environment.",
+    )
+    whole_every: int = Field(
+        default=10,
+        ge=1,
+        description="With object_storage: every n-th version is written whole, and of the others what "
+        "changed since the version before. 1: all are whole. Adapters always are.",
     )
     pause: Pause = Field(
         default="retract",
@@ -41,14 +54,15 @@ class PublishConfig(Settings):
     )
     folder: str = Field(
         default="",
-        description="Where version folders are written, such as /dev/shm/areal; empty: in the run's folder.",
+        description="Where version folders are written, such as /dev/shm/areal; empty: in the run's folder. "
+        "With object_storage, also where the process beside an engine keeps those that it has read.",
     )
     folder_every: int = Field(
         default=1,
         ge=1,
-        description="With the transports that send the weights first (all but disk and lora): a folder is "
-        "written of every n-th version, in the background. An engine that starts late waits for it or "
-        "for the next version.",
+        description="With the transports that send the weights first (all but disk, lora and "
+        "object_storage): a folder is written of every n-th version, in the background. An engine that "
+        "starts late waits for it or for the next version.",
     )
     delta_check_every: int = Field(
         default=20,
@@ -82,7 +96,8 @@ class PublishConfig(Settings):
         gt=0,
         description="Longest wait for an engine to load a folder (with drain: once running "
         "generations finish), "
-        "to receive one bucket, or to join the process group.",
+        "to receive one bucket, or to join the process group. With object_storage: for the storage to take a "
+        "version, and then for the engines to have it.",
     )
 
     engine_wait_s: float = Field(
@@ -102,6 +117,22 @@ class PublishConfig(Settings):
             raise ValueError(
                 "publish: pause: in_place would continue on another adapter's keys and values, which no "
                 "engine supports; use retract, abort or drain with transport: lora"
+            )
+        if self.transport == "object_storage":
+            parts = urlsplit(self.location)
+            if not parts.scheme or "://" not in self.location:
+                raise ValueError(
+                    "publish: transport: object_storage needs a location, the URL of a folder such as "
+                    f"s3://bucket/prefix or file:///mnt/shared, got {self.location!r}"
+                )
+            if parts.password is not None:
+                raise ValueError(
+                    "publish: location: a URL with a password would be in logs and in the store; leave it "
+                    "out, and give keys in the environment of the processes"
+                )
+        elif self.location:
+            raise ValueError(
+                f"publish: location applies only to transport: object_storage, got {self.transport}"
             )
         if self.transport != "broadcast" and (self.backend != "auto" or self.address):
             raise ValueError(

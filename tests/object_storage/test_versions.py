@@ -1,0 +1,208 @@
+"""Versions in a storage: what is fetched is what was written, byte for byte, or nothing is kept."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from areal_agents.errors import ConfigError, StorageError
+from areal_agents.object_storage.changes import apply_changes, write_changes
+from areal_agents.object_storage.fetched import FetchedVersions
+from areal_agents.object_storage.location import Location
+from areal_agents.object_storage.manifest import Manifest, StoredFile, checksum_of
+from areal_agents.object_storage.uploads import Uploaded, Uploads
+
+SIZE = 200_000  # weights, in several blocks of changes
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Location:
+    return Location.open(f"file://{tmp_path}/bucket/run")
+
+
+def fetched(there: Location, folder: Path) -> FetchedVersions:
+    return FetchedVersions(folder, there, threading.Event())
+
+
+def write_folder(weights: Path, version: int, changed: int) -> Path:
+    """Write the folder of a version: the first `changed` weights differ from those of version 0."""
+    folder = weights / f"v{version}"
+    folder.mkdir(parents=True)
+    values = np.arange(SIZE, dtype=np.float32)
+    values[:changed] += version
+    save_file({"w": values, "kept": np.ones(10, np.float32)}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def write_all(uploads: Uploads, weights: Path, changed: Mapping[int, int]) -> list[Uploaded]:
+    return [uploads.write(write_folder(weights, version, few), version) for version, few in changed.items()]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_late_engine_gets_the_last_whole_version_and_the_changes_since(
+    there: Location, tmp_path: Path
+) -> None:
+    uploads = Uploads(there, whole_every=3, keep=2)
+    written = write_all(uploads, tmp_path / "weights", {0: 0, 1: 500, 2: 600, 3: 700, 4: 800})
+    stored = [{file.name: file.stored for file in one.manifest.files} for one in written]
+    whole = {"config.json": "whole", "model.safetensors": "whole"}
+    changes = {"config.json": "same", "model.safetensors": "changes"}
+    assert stored == [whole, changes, changes, whole, changes]
+    assert written[1].manifest.stored_bytes == 500 * 6 + 4 * 4  # positions and values; four blocks
+
+    early, late = (fetched(there, tmp_path / name) for name in ("early", "late"))
+    for one in written[:3]:
+        path = early.fetch(one.manifest.version, one.checksum)
+        assert content(path) == content(one.folder)
+    assert early.received_bytes == sum(one.manifest.stored_bytes for one in written[:3])
+    assert content(late.fetch(4, written[4].checksum)) == content(written[4].folder)
+    assert late.received_bytes == written[3].manifest.stored_bytes + written[4].manifest.stored_bytes
+
+    uploads.forget_before(4)  # both are kept, and 4 needs 3
+    assert there.names() == ["v3", "v4"]
+    assert early.forget_before(2, keep=1) == [0, 1]
+    assert sorted(path.name for path in (tmp_path / "early").iterdir()) == ["v2", "v2.json"]
+
+
+def test_changes_that_are_needed_are_kept(there: Location, tmp_path: Path) -> None:
+    uploads = Uploads(there, whole_every=4, keep=2)
+    write_all(uploads, tmp_path / "weights", {0: 0, 1: 1, 2: 2})
+    uploads.forget_before(2)
+    assert there.names() == ["v0", "v1", "v2"]
+    again = Uploads(there, whole_every=4, keep=2)  # of a trainer that was started again
+    again.forget_after(1)  # the row of 2 was never written
+    assert there.names() == ["v0", "v1"]
+    write_all(again, tmp_path / "other", {2: 5, 3: 5})
+    again.forget_before(3)
+    assert there.names() == ["v2", "v3"]
+
+
+Damage = Callable[[Path], None]
+
+
+def shorten(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+def flip(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"?")
+
+
+def replace_manifest(folder: Path) -> None:
+    file = folder / "manifest.json"
+    file.write_text(file.read_text().replace('"stored": "whole"', '"stored": "same"'))
+
+
+def unfinished(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shorten, "model.safetensors has less than"),
+        (flip, "model.safetensors is not what was published"),
+        (replace_manifest, "manifest.json is not what the trainer published"),
+        (unfinished, "manifest.json: FileNotFoundError"),
+    ],
+)
+def test_a_version_that_is_not_what_was_published_is_not_kept(
+    there: Location, tmp_path: Path, damage: Damage, said: str
+) -> None:
+    [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
+    stored = Path(there.path) / "v0"
+    good = content(stored)
+    damage(stored)
+    engine = fetched(there, tmp_path / "engine")
+    with pytest.raises(StorageError, match=said):
+        engine.fetch(0, one.checksum)
+    assert list((tmp_path / "engine").iterdir()) == []
+    for name, found in good.items():
+        (stored / name).write_bytes(found)
+    assert content(engine.fetch(0, one.checksum)) == content(one.folder)
+
+
+def test_a_folder_of_an_earlier_process_is_used_if_it_is_still_complete(
+    there: Location, tmp_path: Path
+) -> None:
+    [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
+    path = fetched(there, tmp_path / "engine").fetch(0, one.checksum)
+    (tmp_path / "engine" / ".v1.1.part").mkdir()  # it was killed while it fetched the next one
+    second = fetched(there, tmp_path / "engine")
+    assert second.fetch(0, one.checksum) == path and second.received_bytes == 0
+    assert not (tmp_path / "engine" / ".v1.1.part").exists()
+    flip(path)
+    third = fetched(there, tmp_path / "engine")
+    assert content(third.fetch(0, one.checksum)) == content(one.folder) and third.received_bytes > 0
+
+
+def test_a_disk_that_takes_no_more_is_said(there: Location, tmp_path: Path) -> None:
+    [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
+    engine = fetched(there, tmp_path / "engine")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))  # the weights have four times as many bytes
+    try:
+        with pytest.raises(StorageError, match=r"cannot keep weights in .*model.safetensors: File too large"):
+            engine.fetch(0, one.checksum)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "engine").iterdir()) == []
+
+
+def test_a_manifest_names_no_file_outside_its_folder(there: Location, tmp_path: Path) -> None:
+    file = StoredFile("../../x", 1, checksum_of(b"x"), "whole", 1, checksum_of(b"x"))
+    written = Manifest(0, (file,)).encoded()
+    there.child("v0").write("manifest.json", written)
+    there.child("v0").write("../../x", b"x")
+    with pytest.raises(StorageError, match="not in the folder of its version"):
+        fetched(there, tmp_path / "engine").fetch(0, checksum_of(written))
+
+
+@pytest.mark.parametrize("word", [2, 4, 8])
+@pytest.mark.parametrize("changed", [0, 1, 20_000, 150_000])
+def test_changes_make_the_file_again(tmp_path: Path, word: int, changed: int) -> None:
+    numbers = np.random.default_rng(0)
+    words = numbers.integers(0, 1 << 15, SIZE).astype(f"<u{word}")  # in four blocks
+    before, after = words.tobytes() + b"tai", words.copy()
+    # Most are in the first blocks, which are then written whole.
+    after[np.sort(numbers.choice(SIZE, changed, replace=False) ** 2 // SIZE)] += 1
+    for name, found in {"before": before, "after": after.tobytes() + b"end"}.items():
+        (tmp_path / name).write_bytes(found[: -3 + word - 1] if word < 4 else found)
+    paths = [tmp_path / name for name in ("before", "after", "changes", "made")]
+    count = write_changes(paths[0], paths[1], paths[2], word=word)
+    if count is None:
+        assert changed == 150_000 and not paths[2].exists()
+        return
+    assert count == np.count_nonzero(after != words)
+    apply_changes(paths[0], paths[2], paths[3], word=word)
+    assert paths[3].read_bytes() == paths[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nosuch://bucket/x", "cannot be opened"),
+        ("file:///proc/no/such/folder", "cannot write"),
+    ],
+)
+def test_a_location_that_cannot_be_used_is_refused(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Location.open(url).check()
+
+
+def test_a_location_that_works_is_left_as_it_was(there: Location) -> None:
+    there.check()
+    assert there.names() == []

@@ -1,0 +1,179 @@
+"""Versions reach an engine through an object storage and the store, and the trainer calls no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from publish_support import assert_serves, disturb, sample
+
+from areal_agents.errors import EngineUnavailable, TrainingError
+from areal_agents.inference import SGLangEngine
+from areal_agents.launch.weight_fetcher import WeightFetcher
+from areal_agents.object_storage.location import Location
+from areal_agents.store import Store
+from areal_agents.store.engine_weights import EngineWeights
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.publish.config import PublishConfig
+from areal_agents.training.publish.storage_publisher import StoragePublisher
+
+WAIT_S = 60.0
+
+
+class Site:
+    """A storage, a store, and the two sides that meet in them."""
+
+    def __init__(self, folder: Path, store: Store, model: Path, *, adapters: bool = False) -> None:
+        self.store, self.model, self.adapters = store, model, adapters
+        self.bucket = folder / "bucket"
+        self.engine_folder = folder / "engine"
+        self.trainer_folder = folder / "trainer"
+
+    def publisher(self, policy: Policy, group: Ranks, **config: float) -> StoragePublisher:
+        return StoragePublisher(
+            self._config(**config), policy, group, store=self.store, run_dir=self.trainer_folder,
+            model_path=self.model, keep=2, adapters=self.adapters, engines=1,
+        )  # fmt: skip
+
+    @contextmanager
+    def fetcher(self, url: str) -> Iterator[None]:
+        """Run what runs beside an engine; when it has ended, its row is gone."""
+        stop = threading.Event()
+
+        async def fetch() -> None:
+            config = self._config()
+            async with SGLangEngine(url, control_timeout_s=60) as engine:
+                await WeightFetcher(
+                    config, self.store, engine, Location.open(config.location),
+                    index=0, folder=self.engine_folder, model=self.model if self.adapters else None,
+                    keep=2, stop=stop,
+                ).run()  # fmt: skip
+
+        thread = threading.Thread(target=lambda: asyncio.run(fetch()))
+        thread.start()
+        try:
+            self.wait(lambda weights: True)
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        assert self.store.engine_weights() == []
+
+    def wait(self, is_so: Callable[[EngineWeights], bool]) -> EngineWeights:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            for row in self.store.engine_weights():
+                if is_so(row.weights):
+                    return row.weights
+            time.sleep(0.05)
+        raise AssertionError(self.store.engine_weights())
+
+    def stored(self, version: int) -> Path:
+        """The folder of a version in the storage."""
+        return self.bucket / self.store.run_id() / f"v{version}"
+
+    def _config(self, **config: float) -> PublishConfig:
+        return PublishConfig.model_validate(
+            {"transport": "object_storage", "location": f"file://{self.bucket}", "whole_every": 3, **config}
+        )
+
+
+@pytest.fixture
+def site(tmp_path: Path, store: Store, model_folder: Path) -> Site:
+    return Site(tmp_path, store, model_folder)
+
+
+def test_the_engine_serves_what_was_published(
+    site: Site, policy: Policy, group: Ranks, engine_url: str
+) -> None:
+    out = site.publisher(policy, group)
+    with site.fetcher(engine_url):
+        for version in range(1, 4):
+            if version < 3:
+                disturb(policy, version)
+            else:
+                with torch.no_grad():  # few weights change, so the changes are less than the whole
+                    next(iter(policy.parameters())).to_local().view(-1)[:5] += 0.01
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.left_out == 0
+            assert published.agreement == (1.0 if version == 1 else None)
+            assert_serves(engine_url, policy, version)
+    assert published.sent_bytes < published.nbytes / 10
+    assert sorted(path.name for path in (site.trainer_folder / "weights").iterdir()) == ["v2", "v3"]
+    assert sorted(path.name for path in site.engine_folder.glob("v?")) == ["v2", "v3"]
+    # the next one is whole, so that those before it are not needed
+    with site.fetcher(engine_url):
+        out.publish(version=4, step=4)
+        out.publish(version=5, step=5)
+    assert sorted(path.name for path in site.stored(5).parent.iterdir()) == ["v4", "v5"]
+
+
+def test_adapters(tmp_path: Path, store: Store, model_folder: Path, group: Ranks, engine_url: str) -> None:
+    site = Site(tmp_path, store, model_folder, adapters=True)
+    policy = load_policy(model_folder, group, options=ModelOptions(lora=LoraOptions(rank=3, alpha=5)))
+    out = site.publisher(policy, group)
+    with site.fetcher(engine_url):
+        for version in range(1, 4):
+            disturb(policy, version, scale=0.2)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.nbytes < published.sent_bytes < 2 * published.nbytes
+            assert_serves(engine_url, policy, version, adapters=True)
+    assert sorted(path.name for path in site.stored(3).parent.iterdir()) == ["v2", "v3"]
+    assert store.latest_version().path == str(site.trainer_folder / "weights" / "v3")  # type: ignore[union-attr]
+
+
+def test_a_version_that_is_damaged_is_not_served_and_is_read_again(
+    site: Site, policy: Policy, group: Ranks, engine_url: str
+) -> None:
+    disturb(policy, 1)
+    out = site.publisher(policy, group, engine_wait_s=0.0)
+    with pytest.raises(EngineUnavailable, match="no engine has said in the store"):
+        out.publish(version=1, step=1)
+    file = site.stored(1) / "model.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with site.fetcher(engine_url):
+        problem = site.wait(lambda weights: weights.problem is not None).problem
+        assert problem is not None and f"{file} is not what was published: its SHA-256" in problem
+        assert set(sample(engine_url).versions.tolist()) == {0}
+        file.write_bytes(good)
+        assert site.wait(lambda weights: weights.version == 1).problem is None
+        assert_serves(engine_url, policy, 1)
+
+
+def test_a_storage_that_takes_nothing_leaves_the_old_version(
+    site: Site, policy: Policy, group: Ranks, engine_url: str
+) -> None:
+    site.bucket.write_text("not a folder")
+    with pytest.raises(TrainingError, match=r"version 1 cannot be written to file://.*NotADirectory"):
+        site.publisher(policy, group, timeout_s=0.5).publish(version=1, step=1)
+    assert site.store.max_version() == -1
+
+
+def test_a_trainer_that_died_before_the_row_leaves_nothing_that_is_served(
+    site: Site, policy: Policy, group: Ranks, engine_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Died(Exception):
+        pass
+
+    def die(*args: object, **options: object) -> None:
+        raise Died
+
+    with ExitStack() as dying:
+        patch = dying.enter_context(monkeypatch.context())
+        patch.setattr(Store, "publish_version", die)
+        with pytest.raises(Died):
+            site.publisher(policy, group).publish(version=1, step=1)
+    assert (site.stored(1) / "manifest.json").is_file()
+    disturb(policy, 1)  # the resumed run trains the step again
+    with site.fetcher(engine_url):
+        site.publisher(policy, group).publish(version=1, step=1)
+        assert_serves(engine_url, policy, 1)
