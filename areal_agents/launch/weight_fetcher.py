@@ -200,8 +200,7 @@ class WeightFetcher:
 def fetching_weights(
     config: Config, folder: RunFolder, endpoints: Endpoints, *, index: int
 ) -> Iterator[None]:
-    """Keep the engine with an index at the current version within the block, if it reads versions from an object
-    storage.
+    """Keep an engine at the current version within the block, if it reads versions from an object storage.
 
     Raises:
         ConfigError: no installed package opens the storage.
