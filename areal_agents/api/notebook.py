@@ -14,7 +14,7 @@ from rich.text import Text
 from areal_agents.config import Config
 from areal_agents.errors import ConfigError
 from areal_agents.inspection.sources import store_of_run
-from areal_agents.launch.progress import MetricsFile, RunProgress, read_progress
+from areal_agents.launch.progress import MetricsFile, ProgressReader, RunProgress
 from areal_agents.launch.report.panel import PANEL_WIDTH, progress_panel
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.summary import Summary
@@ -74,7 +74,7 @@ class NotebookView:
         while not self._ended.wait(REFRESH_S):
             try:
                 with store_of_run(self._folder) as store:
-                    progress = read_progress(store)
+                    progress = ProgressReader(store).read()
             except ConfigError:  # there is no store yet
                 self._handle.update(self._panel_of_lines())
                 continue

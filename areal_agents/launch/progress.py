@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class HeldOut:
 
 
 _ALWAYS = ("step", "time")  # what readers of any row rely on
+_SHARE = 1 / 40  # of the time that passes, for which a reader may read
+_HELD_OUT_S = 10.0  # after which evaluations are read again although no episode of them has begun or ended
 
 
 class MetricsFile:
@@ -118,8 +121,45 @@ class RunProgress:
     sampled_tokens_per_s: float = 0.0
 
 
-def read_progress(store: Store) -> RunProgress:
-    """Return a snapshot of the run whose store this is."""
+class ProgressReader:
+    """Reads the progress of a run again and again, for at most a fortieth of the time that passes.
+
+    Reading takes longer the more episodes a store has, and a laptop's processors are those of the run.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._progress: RunProgress | None = None
+        self._next_s = 0.0
+        self._evaluated: dict[str, int] = {}
+        self._held_out: list[HeldOut] = []
+        self._held_out_s = 0.0
+
+    def latest(self) -> RunProgress:
+        """Return a snapshot, which is an earlier one while it is too early to read again."""
+        if self._progress is None or time.monotonic() >= self._next_s:
+            return self.read()
+        return self._progress
+
+    def read(self) -> RunProgress:
+        """Return a snapshot of the run as it is now."""
+        began = time.monotonic()
+        self._progress = _progress_of(self._store, self._evaluations())
+        ended = time.monotonic()
+        self._next_s = ended + (ended - began) / _SHARE
+        return self._progress
+
+    def _evaluations(self) -> list[HeldOut]:
+        counts = self._store.episode_counts("eval")
+        now = time.monotonic()
+        # Rewards that come late, over HTTP, do not change these counts.
+        if counts != self._evaluated or now - self._held_out_s >= _HELD_OUT_S:
+            self._held_out = read_held_out(self._store)
+            self._evaluated, self._held_out_s = counts, now
+        return self._held_out
+
+
+def _progress_of(store: Store, held_out: list[HeldOut]) -> RunProgress:
     failed = store.failed_episodes()
     constrained, turns = store.constrained_turns()
     latest = store.latest_version()
@@ -128,7 +168,7 @@ def read_progress(store: Store) -> RunProgress:
         published_at=None if latest is None else latest.published_at,
         sampled_tokens_per_s=store.sampled_tokens_per_s(),
         groups=store.group_counts(),
-        held_out=read_held_out(store),
+        held_out=held_out,
         failed=failed,
         failure=store.last_failure() if failed else None,
         unrewarded=len(store.unrewarded_episodes()),

@@ -35,7 +35,7 @@ from areal_agents.launch.memory_check import check_memory
 from areal_agents.launch.memory_use import MemoryUse
 from areal_agents.launch.nodes import Nodes, nodes_of
 from areal_agents.launch.outside_trainer import OutsideTrainer
-from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
+from areal_agents.launch.progress import MetricsFile, ProgressReader, read_held_out
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.report.report import Form, Report, report_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
@@ -381,6 +381,7 @@ def watch_training(
         look: called again and again; an exception from it ends the run.
     """
     metrics = MetricsFile(folder.metrics)
+    reader = ProgressReader(store)
     disk_space = disk_space_of(config, folder)
     memory = MemoryUse(children.pids)
     busy = EngineBusy(endpoints.engine_urls, key=endpoints.engine_key)
@@ -391,7 +392,7 @@ def watch_training(
         metrics.update()
         busy.follow(len(metrics.rows), config.trainer.steps)
         memory.update()
-        progress = read_progress(store)
+        progress = reader.latest()
         begun = progress.version >= 0 and len(metrics.rows) < config.trainer.steps
         stalled = waiting.check(metrics.rows, progress.groups, store) if begun else None
         report.warn(disk_space.shortage() or stalled)
@@ -401,7 +402,7 @@ def watch_training(
     children.check(may_finish=ending)
     metrics.update()
     _show_notice(folder, report)
-    report.update(metrics.rows, read_progress(store), memory)
+    report.update(metrics.rows, reader.read(), memory)
     return busy.idle_share()
 
 
@@ -424,16 +425,17 @@ def _run_recorded(
     with Store.open(folder.store_at(config.store.url)) as store:
         ended = _trainer_ended(config, folder, children, store)
         look_for_trainer = _looking(config, folder, store, report, ended)
+        reader = ProgressReader(store)
         while not ended():
             children.check(may_finish=("trainer",))
             look_for_trainer()
             metrics.update()
             memory.update()
-            report.update(metrics.rows, read_progress(store), memory)
+            report.update(metrics.rows, reader.latest(), memory)
             time.sleep(REFRESH_S)
         children.check(may_finish=("trainer",))
         metrics.update()
-        report.update(metrics.rows, read_progress(store), memory)
+        report.update(metrics.rows, reader.read(), memory)
 
 
 def _run_traffic(
@@ -458,16 +460,17 @@ def _run_traffic(
         memory = MemoryUse(children.pids)
         ended = _trainer_ended(config, folder, children, store)
         look_for_trainer = _looking(config, folder, store, report, ended)
+        reader = ProgressReader(store)
         while not ended():
             children.check(may_finish=("trainer",))
             look_for_trainer()
             metrics.update()
             memory.update()
-            report.update(metrics.rows, read_progress(store), memory)
+            report.update(metrics.rows, reader.latest(), memory)
             time.sleep(REFRESH_S)
         children.check(may_finish=("trainer",))
         metrics.update()
-        report.update(metrics.rows, read_progress(store), memory)
+        report.update(metrics.rows, reader.read(), memory)
 
 
 def _check_share(config: Config, store: Store) -> None:

@@ -41,6 +41,15 @@ from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, 
 _EPISODES = sa.select(episodes, tasks.c.id.label("task_id"), tasks.c.input).join(
     tasks, tasks.c.uid == episodes.c.task_uid
 )
+# The rollout processes count groups at every episode; building a statement costs more than its execution.
+_GROUPS_BY_STATE = (
+    sa.select(groups.c.state, sa.func.count())
+    .where(groups.c.split == sa.bindparam("split"))
+    .group_by(groups.c.state)
+)
+_LEASES_BY_STATE = (
+    sa.select(leases.c.state, sa.func.count()).where(leases.c.use == 0).group_by(leases.c.state)
+)
 _ROW_COLUMNS = EpisodeRow.__slots__
 _SUMMARY_COLUMNS = (
     "id", "task_id", "group_id", "index", "status", "split", "error", "metadata", "created_at", "ended_at"
@@ -281,14 +290,19 @@ def open_groups(connection: sa.Connection) -> list[OpenGroup]:
 
 def group_counts(connection: sa.Connection, split: Split) -> dict[str, int]:
     """Return how many groups of the split are in each state, including states without groups."""
-    own = sa.select(groups.c.state, sa.func.count()).where(groups.c.split == split).group_by(groups.c.state)
-    counts = {**dict.fromkeys(GROUP_STATES, 0), **{row[0]: row[1] for row in connection.execute(own)}}
+    found = connection.execute(_GROUPS_BY_STATE, {"split": split})
+    counts = {**dict.fromkeys(GROUP_STATES, 0), **{row[0]: row[1] for row in found}}
     if split == "train":  # the groups that the trainer took are complete in `groups`
-        taken = sa.select(leases.c.state, sa.func.count()).where(leases.c.use == 0)
-        for state, count in connection.execute(taken.group_by(leases.c.state)):
+        for state, count in connection.execute(_LEASES_BY_STATE):
             counts["complete"] -= count
             counts[state] += count
     return counts
+
+
+def episode_counts(connection: sa.Connection, split: Split) -> dict[str, int]:
+    """Return how many episodes of the split have each status that any has."""
+    query = sa.select(episodes.c.status, sa.func.count()).where(episodes.c.split == split)
+    return {row[0]: row[1] for row in connection.execute(query.group_by(episodes.c.status))}
 
 
 def failed_episodes(connection: sa.Connection, split: Split) -> int:

@@ -503,6 +503,10 @@ class Store:
         """Return how many episodes of the split have failed."""
         return self._database.query(lambda c: reads.failed_episodes(c, split))
 
+    def episode_counts(self, split: Split) -> dict[str, int]:
+        """Return how many episodes of the split have each status that any has."""
+        return self._database.query(lambda c: reads.episode_counts(c, split))
+
     def constrained_turns(self, split: Split = "train", *, latest: int = 256) -> tuple[int, int]:
         """Return how many of the latest turns of the split are constrained, and how many these turns are."""
         return self._database.query(lambda c: reads.constrained_turns(c, split, latest))

@@ -12,6 +12,7 @@ from areal_agents.store.schema import leases, versions
 
 # Versions for every replica: all but candidates, unless they were promoted.
 IS_STABLE = sa.or_(versions.c.canary.is_(None), versions.c.canary == "promoted")
+_LATEST = sa.select(versions).order_by(versions.c.version.desc()).limit(1)
 
 
 def insert_version(
@@ -52,7 +53,7 @@ def mark_folder_written(connection: sa.Connection, version: int) -> None:
 
 def latest_version(connection: sa.Connection) -> VersionRow | None:
     """Return the version that was published last, or None before the first."""
-    row = connection.execute(sa.select(versions).order_by(versions.c.version.desc()).limit(1)).one_or_none()
+    row = connection.execute(_LATEST).one_or_none()
     return None if row is None else version_row(row)
 
 

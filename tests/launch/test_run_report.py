@@ -17,7 +17,7 @@ from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
 from areal_agents.health.rules import WINDOW
 from areal_agents.launch.memory_use import MemoryUse
-from areal_agents.launch.progress import HeldOut, RunProgress, read_progress
+from areal_agents.launch.progress import HeldOut, ProgressReader, RunProgress
 from areal_agents.launch.report import changes as changes_module
 from areal_agents.launch.report.changes import Changes
 from areal_agents.launch.report.describe import describe_duration, describe_memory
@@ -71,11 +71,11 @@ def test_a_resumed_run_shows_only_what_is_new() -> None:
 
 def test_the_last_failure_is_read_from_the_store(tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db") as store:
-        assert (read_progress(store).failed, read_progress(store).failure) == (0, None)
+        assert (ProgressReader(store).read().failed, ProgressReader(store).read().failure) == (0, None)
         for name, error in (("a", "KeyError: 'first'"), ("b", "KeyError: 'second'")):
             store.open_episode(NewEpisode(name, f"hash of {name}")).result()
             store.seal(name, "failed", error=error).result()
-        progress = read_progress(store)
+        progress = ProgressReader(store).read()
     assert (progress.failed, progress.failure) == (2, "KeyError: 'second'")
 
 
@@ -108,7 +108,7 @@ def test_constrained_turns_are_counted_in_the_store(tmp_path: Path) -> None:
             turns = [turn(f"{name}{index}", constrained=index < 5) for index in range(8)]
             for one in turns:
                 store.add_turn(name, one).result()
-        progress = read_progress(store)
+        progress = ProgressReader(store).read()
         assert (progress.constrained, progress.turns) == (5, 8)
         assert store.constrained_turns("eval", latest=4) == (1, 4)
 

@@ -8,7 +8,7 @@ failures are read from the store.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import FINGERPRINT, RUNNER, training_group_id
@@ -109,8 +109,7 @@ class Collector:
             while True:
                 self._changed.clear()
                 await self._reconciler.look_for_changes()
-                held_back = self._submission.held_back()
-                while self._groups.running < self._capacity and await self._may_fill(held_back):
+                while self._groups.running < self._capacity and await self._may_fill():
                     group, index = self._groups.take()
                     task = members.create_task(self._fill(group, index), name=f"{group.id}[{index}]")
                     self._groups.note_running(group, index, task)
@@ -118,11 +117,11 @@ class Collector:
                     self._submission.check_data()
                 await self._changed.wait()
 
-    async def _may_fill(self, held_back: Collection[str]) -> bool:
+    async def _may_fill(self) -> bool:
         """Whether an episode may start, in a new group if necessary. The newest groups are held back."""
         if self._groups.first_vacant is None and not await self._submit():
             return False
-        return self._groups.first_vacant not in held_back
+        return self._groups.first_vacant not in self._submission.held_back()
 
     async def _submit(self) -> bool:
         """Submit one more group if that is allowed; return whether it was."""
