@@ -163,7 +163,8 @@ def train(
 @app.command()
 def role(
     role: Annotated[
-        Literal["engine", "proxy", "rollout", "trainer"], typer.Argument(help="What the process does.")
+        Literal["engine", "proxy", "rollout", "sandbox", "trainer"],
+        typer.Argument(help="What the process does."),
     ],
     run: Annotated[str, typer.Option(help="The URL of the run's store, which has its configuration.")],
     index: Annotated[int, typer.Option(min=0, help="The number of the process among those of its role.")] = 0,
@@ -180,7 +181,8 @@ def role(
     ] = "",
 ) -> None:
     """Run one process of a run on several machines, as a launcher starts it (train --launcher)."""
-    require("torch", "training")
+    if role != "sandbox":
+        require("torch", "training")
     from areal_agents.cluster.role import run_role
     from areal_agents.launch.processes import with_logging
 

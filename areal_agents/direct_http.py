@@ -17,6 +17,7 @@ import httpx
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
+    from websockets.asyncio.client import ClientConnection
 
 _NO_PROXY = ("NO_PROXY", "no_proxy")  # programs differ in which of the two they read, and which they prefer
 
@@ -126,6 +127,52 @@ def openai_errors() -> tuple[type[Exception], ...]:
     from openai import OpenAIError
 
     return (OpenAIError,)
+
+
+async def direct_websocket(
+    url: str,
+    *,
+    headers: Mapping[str, str],
+    connect_s: float,
+    longest_message: int,
+    ping_s: float,
+    silent_s: float,
+) -> ClientConnection:
+    """Return a WebSocket to a server of the run, connected directly.
+
+    Args:
+        url: its URL, with http or https.
+        connect_s: time limit in seconds for the connection and the handshake.
+        longest_message: the most bytes of a message that is received.
+        ping_s, silent_s: a ping is sent every `ping_s`; the connection ends if none is answered for
+            `silent_s`.
+
+    Raises:
+        OSError: there is no connection, or the server refuses it.
+    """
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import InvalidHandshake
+
+    try:
+        return await connect(
+            "ws" + url.removeprefix("http"),
+            additional_headers=headers,
+            proxy=None,
+            compression=None,
+            open_timeout=connect_s,
+            max_size=longest_message,
+            ping_interval=ping_s,
+            ping_timeout=silent_s,
+        )
+    except InvalidHandshake as error:
+        raise ConnectionRefusedError(str(error)) from error
+
+
+def websocket_errors() -> tuple[type[Exception], ...]:
+    """Return what a WebSocket raises when its connection has ended."""
+    from websockets.exceptions import ConnectionClosed
+
+    return (ConnectionClosed,)
 
 
 def bypassing_proxies(environment: Mapping[str, str], *urls: str) -> dict[str, str]:

@@ -9,11 +9,13 @@ is found.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ INNER_AGENT_MARK = "AREAL_AGENTS_INNER_AGENT_PROCESS"  # marks a process that an
 KILL_S = 10.0  # longest wait in seconds for a process to exit after SIGKILL
 _LEFTOVERS_S = 5.0  # longest search in seconds for processes that start during the search
 _PROC = Path("/proc")
+_SET_DUMPABLE = 4  # PR_SET_DUMPABLE
 _STAT_ENV_END = 51 - 3  # index among the fields of /proc/PID/stat after the command, see proc(5)
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,15 @@ def end_leftovers(variable: str, mark: str) -> int:
         ended |= new
         if not (new or starting) or time.monotonic() > deadline:
             return len(ended)
+
+
+def forbid_inspection() -> None:
+    """Keep other processes of the same user from reading the memory and the variables of this one.
+
+    Root can read them still. Linux only; elsewhere it does nothing.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def signal_group(pid: int, number: int) -> None:

@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "episode": {"core", "errors", "client"},
     "client": {"core", "errors", "direct_http"},
     "user_functions": {"errors"},
-    "sandbox": {"core", "errors", "folders", "process_control"},
+    "sandbox": {"core", "direct_http", "errors", "folders", "process_control"},
     "environments": {
         "core",
         "direct_http",

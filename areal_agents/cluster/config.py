@@ -18,6 +18,7 @@ class RoleCpus(Settings):
     proxy: int = Field(default=2, ge=1, description="Cores of a proxy.")
     trainer: int = Field(default=8, ge=1, description="Cores of the trainer's process on one machine.")
     rollout: int = Field(default=4, ge=1, description="Cores of a rollout process, with its agents.")
+    sandbox: int = Field(default=4, ge=1, description="Cores of a sandbox process, with its sandboxes.")
 
 
 class ClusterConfig(Settings):
@@ -34,6 +35,16 @@ class ClusterConfig(Settings):
         ge=1,
         le=1024,
         description="Number of rollout processes, which share the groups and run the agents.",
+    )
+    sandboxes: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Number of sandbox processes, on whose machines the programs of an agent with an "
+        "isolation run; 0: they run on those of the rollout processes. docs/sandboxes.md.",
+    )
+    sandbox_places: int = Field(
+        default=16, ge=1, description="The most sandboxes of one sandbox process at the same time."
     )
     gpus_per_node: int = Field(default=8, ge=0, le=16, description="GPUs of each machine; 0: there are none.")
     cpus: RoleCpus = Field(default_factory=RoleCpus)

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.run_record import RunRecord
@@ -33,7 +34,7 @@ ABSENT_S = 3600.0  # the longest time without a process, in which nodes and imag
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="follow")
     parser.add_argument("--run", required=True)
-    parser.add_argument("--role", required=True, choices=["engine", "proxy", "trainer", "rollout"])
+    parser.add_argument("--role", required=True, choices=get_args(Role))
     parser.add_argument("--index", type=int, required=True)
     parsed = parser.parse_args(arguments)
     end_with_supervisor()

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from areal_agents.cluster.place import Place, own_address
 from areal_agents.cluster.proxy_forwarder import ProxyForwarder
 from areal_agents.cluster.run_record import RunRecord
+from areal_agents.cluster.sandbox_role import serve_sandboxes
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.ports import reserved_ports
@@ -79,8 +80,12 @@ def run_role(
             if run_dir:
                 config = config.model_copy(update={"run_dir": run_dir})
                 save_config(config, file)
+            if role == "sandbox":
+                file.unlink()  # the programs in its sandboxes might read it
             logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
             count = counts(config, record.nodes)[role]
+            if role == "sandbox":
+                return serve_sandboxes(config, record.secret, place, told, port)
             return _Process(store, record, config, file, place, count, told).run(port)
 
 
@@ -95,6 +100,7 @@ def counts(config: Config, nodes: int) -> dict[Role, int]:
         "proxy": config.cluster.proxies,
         "trainer": nodes,
         "rollout": config.cluster.rollouts,
+        "sandbox": config.cluster.sandboxes,
     }
 
 

@@ -23,6 +23,7 @@ from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
 from areal_agents.cluster.run_record import RunRecord, text_of
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ConfigError
+from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.children import Children
 from areal_agents.launch.report.report import Form, Report, report_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
@@ -89,7 +90,9 @@ def train_on_cluster(
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
         has_changed = report_resume(config, folder, report)
         save_config(config, folder.config)
-        if config.trial and config.agent and (has_changed or not folder.metrics.exists()):
+        if config.cluster.sandboxes:
+            report.say("no trial episode is played: the machines of its sandbox are not reached yet")
+        elif config.trial and config.agent and (has_changed or not folder.metrics.exists()):
             run_trial(folder, say=report.say, ablate_tool=False)
         url = str(folder.store_at(config.store.url))
         with (
@@ -134,6 +137,11 @@ def _faults(config: Config, launcher: Launcher) -> Iterator[str]:
         )
     if not trainer.start:
         yield "trainer.start: with --launcher, the launcher starts the trainer; leave it out"
+    if config.cluster.sandboxes and sandboxed_agent(config) is None:
+        yield (
+            "cluster.sandboxes: the agent of this run runs in no sandbox; give it an isolation, or leave "
+            "cluster.sandboxes out"
+        )
     if engine.colocate != "none":
         yield "engine.colocate: in a cluster, engines and trainer have GPUs of their own; leave it out"
     if trainer.publish.transport == "ipc":
@@ -286,7 +294,7 @@ def processes_of(config: Config, store_url: str, *, nodes: int) -> list[RoleProc
             gpus=gpus.get(role, 0),
             cpus=getattr(cpus, role),
         )
-        for role in ("engine", "proxy", "trainer", "rollout")
+        for role in ("engine", "proxy", "sandbox", "trainer", "rollout")
         for index in range(number[role])
     ]
 

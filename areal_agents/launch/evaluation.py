@@ -28,6 +28,7 @@ from areal_agents.evaluation.played import Played, played_in_journal, played_in_
 from areal_agents.evaluation.policies import NamedPolicy
 from areal_agents.evaluation.results import Results, field_of_tasks
 from areal_agents.evaluation.scoring import ScoringFunction, score
+from areal_agents.launch.agent_sandbox import check_sandbox
 from areal_agents.launch.children import Children
 from areal_agents.launch.engines import EnginePlan
 from areal_agents.launch.fingerprint import Fingerprint
@@ -36,7 +37,6 @@ from areal_agents.launch.signals import interruptible
 from areal_agents.launch.train import (
     REFRESH_S,
     check_evaluation,
-    check_sandbox,
     chosen_endpoints,
     plan_of,
     start_evaluating,

@@ -37,13 +37,13 @@ from areal_agents.inspection.forks import (
     metadata_of,
 )
 from areal_agents.inspection.sources import store_of_run
+from areal_agents.launch.agent_sandbox import check_sandbox
 from areal_agents.launch.children import Children
 from areal_agents.launch.context_length import told_of_context
 from areal_agents.launch.engines import wait_for_engines
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.train import (
-    check_sandbox,
     chosen_endpoints,
     plan_of,
     start_engines,

@@ -88,7 +88,7 @@ def with_logging(name: str) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
-    for library in ("httpx", "httpx2", "openai"):  # the URLs that they log contain episode keys
+    for library in ("httpx", "httpx2", "openai", "websockets"):  # the URLs that they log have keys
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
@@ -350,6 +350,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
     from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, notice_of
     from areal_agents.rollout.agents.blocking import BlockingWatch
     from areal_agents.rollout.runner import evaluate, held_out_tasks, run
+    from areal_agents.rollout.sandbox_hosts import hosts_of_run
     from areal_agents.rollout.worker_share import WorkerShare
     from areal_agents.store import Store
 
@@ -370,7 +371,9 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             latest = store.latest_version()
             file = FingerprintFile(folder.fingerprint)
             place = endpoints.place
-            worker = None
+            worker = hosts = None
+            if place is not None and config.cluster.sandboxes:
+                hosts = hosts_of_run(store, place.secret)
             if place is not None:
                 worker = WorkerShare.of_place(store, index=place.index, count=place.count, epoch=place.epoch)
             # The supervisor has recorded its start, but files may change before this process starts.
@@ -399,6 +402,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 worker=worker,
                 # In a cluster that is the address of a forwarder, which lasts when proxies are started again.
                 agents_url=endpoints.proxy_url if place and config.proxy.public_url is None else None,
+                hosts=hosts,
             )
             if stop.is_set():
                 raise SystemExit(EXIT_STOPPED)

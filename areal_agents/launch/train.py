@@ -6,7 +6,6 @@ that is stopped at any time resumes from the last checkpoint when it is started 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import secrets
@@ -21,10 +20,11 @@ from rich.console import Console
 
 from areal_agents.config import Config, is_saved, save_config
 from areal_agents.core.secret_variables import given_engine_key, new_engine_key
-from areal_agents.errors import ConfigError, SandboxError
+from areal_agents.errors import ConfigError
 from areal_agents.health.waiting import Waiting
 from areal_agents.inference.config import SERVERS
 from areal_agents.inference.ports import reserved_ports
+from areal_agents.launch.agent_sandbox import check_sandbox
 from areal_agents.launch.children import Children
 from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.dtypes import check_dtypes
@@ -46,10 +46,8 @@ from areal_agents.launch.trial import run_trial
 from areal_agents.launch.weight_fetcher import check_location
 from areal_agents.proxy.config import available_cores
 from areal_agents.proxy.page import link_of_page, new_view_key
-from areal_agents.rollout.agents.cli.config import CliAgentConfig
-from areal_agents.rollout.config import CommandAgentConfig, EvalConfig
+from areal_agents.rollout.config import EvalConfig
 from areal_agents.rollout.seeds import FIXED_HASHES
-from areal_agents.sandbox.isolations import check_isolation
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
 
@@ -522,25 +520,6 @@ def _looking(
         return lambda: None
     limit_s = config.trainer.join_timeout_s
     return OutsideTrainer(folder, store.url, limit_s=limit_s, has_ended=ended, say=report.event).check
-
-
-def check_sandbox(config: Config) -> None:
-    """Start a sandbox as the agent's, and run a command in it.
-
-    Raises:
-        ConfigError: this machine does not have what the isolation needs; says what to do.
-    """
-    agent = (
-        CliAgentConfig.read(config.agent)
-        if isinstance(config.agent, Mapping) and "cli" in config.agent
-        else config.agent
-    )
-    if not isinstance(agent, CommandAgentConfig | CliAgentConfig) or agent.isolation == "none":
-        return
-    try:
-        asyncio.run(check_isolation(agent.isolation, agent.spec()))
-    except (SandboxError, ValueError) as error:
-        raise ConfigError(f"agent: {error}") from error
 
 
 def check_evaluation(config: Config, ablate_tool: bool) -> EvalConfig:

@@ -27,6 +27,7 @@ from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.rollout.samplers import sampler_of
 from areal_agents.rollout.watch import StoreWatch
 from areal_agents.rollout.worker_share import WorkerShare
+from areal_agents.sandbox.remote.hosts import SandboxHosts
 from areal_agents.store import Store, VersionRow
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ async def run(
     training_fingerprint: str = "",
     worker: WorkerShare | None = None,
     agents_url: str | None = None,
+    hosts: SandboxHosts | None = None,
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
 
@@ -84,6 +86,7 @@ async def run(
             the evaluations, `rollout.concurrency` and `evaluation.concurrency`; failures in a row count for
             each process by itself. Every process returns when the run has ended.
         agents_url: the URL at which agents reach the proxy; None: the one that the proxy gives.
+        hosts: where the sandboxes of the agent are; None: on this machine.
 
     Raises:
         AgentError: the agent cannot be loaded, or too many attempts in a row failed.
@@ -114,6 +117,7 @@ async def run(
         fingerprint,
         worker,
         agents_url,
+        hosts,
     ) as runner:
         running = runner.run(
             source,
@@ -197,14 +201,15 @@ async def _runner(
     fingerprint: str,
     worker: WorkerShare | None = None,
     agents_url: str | None = None,
+    hosts: SandboxHosts | None = None,
 ) -> AsyncIterator[_RolloutRunner]:
     """Create a runner, and close its agents and connections at the end of the block."""
     assert rollout.concurrency, "RolloutConfig.for_engines chooses an automatic concurrency"
     function = RewardFunction(reward) if reward is not None else None
     # Two agents, so that evaluation has worker processes of its own.
-    trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency), logs=logs)
+    trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency), logs=logs, hosts=hosts)
     workers = min(rollout.workers, evaluation.concurrency if evaluation else 1)
-    evaluated = load_agent(agent, workers=workers, logs=logs)
+    evaluated = load_agent(agent, workers=workers, logs=logs, hosts=hosts)
     client = AsyncClient(proxy_url, admin_key, agents_url=agents_url, patience_s=PROXY_PATIENCE_S)
     try:
         yield _RolloutRunner(

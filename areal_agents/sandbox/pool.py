@@ -27,6 +27,8 @@ class SandboxPool:
 
     async def take(self) -> Sandbox:
         """Return a sandbox, which the caller ends. Raises SandboxError if it cannot be started."""
+        if not self._ready and not self._warm:
+            return await self._isolation.start(self._spec)  # nobody else would take it after a cancellation
         starting = self._ready.popleft() if self._ready else self._start()
         self._start_more()
         try:

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from areal_agents.store.errors import Conflict, NotFound
 from areal_agents.store.schema import roles, store_meta
 
-Role = Literal["supervisor", "engine", "proxy", "rollout", "trainer"]
+Role = Literal["supervisor", "engine", "proxy", "rollout", "sandbox", "trainer"]
 
 BEAT_S = 2.0  # between two heartbeats
 DEAD_AFTER_S = 20.0  # without a heartbeat

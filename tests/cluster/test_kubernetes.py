@@ -14,7 +14,7 @@ from areal_agents.cli import app
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
 from areal_agents.cluster.launchers.kubernetes.manifests import Run, as_yaml, manifests, object_name
-from areal_agents.cluster.launchers.rendered import Rendered, submit
+from areal_agents.cluster.launchers.rendered import Rendered, render, submit
 from areal_agents.errors import ConfigError
 from areal_agents.store.roles import Role
 
@@ -41,6 +41,10 @@ RUN = Run(
         *processes("rollout", 3, cpus=4),
     ],
 )
+
+
+SANDBOXED = replace(RUN, processes=[*RUN.processes, *processes("sandbox", 8, cpus=2)])
+SANDBOX_SETTINGS = SETTINGS.model_copy(update={"sandbox_image": "registry/agent:1"})
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,79 @@ def test_every_selector_selects_the_pods_of_its_role(objects: Mapping[tuple[str,
     assert all(policy.items() <= labels.items() for labels in pods.values())
 
 
+def test_sandbox_pods_are_reached_by_rollouts_and_reach_proxies_and_the_store_only() -> None:
+    made = manifests(SANDBOXED, SANDBOX_SETTINGS)
+    policies = {one["metadata"]["name"]: one["spec"] for one in made if one["kind"] == "NetworkPolicy"}
+    run = {"app.kubernetes.io/name": "areal-agents", "app.kubernetes.io/instance": "my-run-1"}
+
+    def pods(role: str) -> dict[str, Any]:
+        return {"matchLabels": {**run, "app.kubernetes.io/component": role}}
+
+    http = [{"protocol": "TCP", "port": 8000}]
+    others = {
+        "matchLabels": run,
+        "matchExpressions": [
+            {"key": "app.kubernetes.io/component", "operator": "NotIn", "values": ["sandbox"]}
+        ],
+    }
+    assert policies == {
+        "my-run-1": {
+            "podSelector": others,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": others}]}],
+        },
+        "my-run-1-proxy": {
+            "podSelector": pods("proxy"),
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": pods("sandbox")}], "ports": http}],
+        },
+        "my-run-1-sandbox": {
+            "podSelector": pods("sandbox"),
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [{"from": [{"podSelector": pods("rollout")}], "ports": http}],
+            "egress": [
+                {"to": [{"podSelector": pods("proxy")}], "ports": http},
+                {"ports": [{"protocol": "TCP", "port": 5432}]},
+                {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]},
+            ],
+        },
+    }
+
+
+def test_a_sandbox_pod_has_nothing_of_the_run_but_the_password_of_the_store() -> None:
+    [pool] = [
+        one
+        for one in manifests(SANDBOXED, SANDBOX_SETTINGS)
+        if one["kind"] == "StatefulSet" and one["metadata"]["name"] == "my-run-1-sandbox"
+    ]
+    pod = pod_of(pool)
+    (container,) = pod["containers"]
+    assert pool["spec"]["replicas"] == 8 and container["image"] == "registry/agent:1"
+    assert pod["volumes"] == [{"name": "files", "emptyDir": {"sizeLimit": "20Gi"}}]
+    assert container["volumeMounts"] == [{"name": "files", "mountPath": "/tmp"}]
+    secrets = [one for one in container["env"] if "secretKeyRef" in one.get("valueFrom", {})]
+    assert [one["name"] for one in secrets] == ["PGPASSWORD"] and "envFrom" not in container
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+    assert pod["automountServiceAccountToken"] is False and pod["securityContext"]["runAsNonRoot"] is True
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("{command: play, isolation: bubblewrap}", "agent.isolation: bubblewrap does not work"),
+        ("{command: play, isolation: process}", "agent.limits: a pod cannot make cgroups"),
+    ],
+)
+def test_what_a_sandbox_pod_cannot_do_is_refused(agent: str, message: str) -> None:
+    overrides = ("store.url=postgresql://areal@db/areal", "cluster.sandboxes=2", f"agent={agent}")
+    with pytest.raises(ConfigError, match=message):
+        render("kubernetes", QUICK_START, overrides)
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "key"),
     [
@@ -165,6 +242,7 @@ ALL_SETTINGS = KubernetesConfig(
 def every_manifest() -> Iterator[dict[str, Any]]:
     for settings in (SETTINGS, ALL_SETTINGS, SETTINGS.model_copy(update={"claim": "shared"})):
         yield from manifests(RUN, settings)
+    yield from manifests(SANDBOXED, SANDBOX_SETTINGS)
 
 
 @pytest.mark.cluster

@@ -4,11 +4,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from areal_agents.sandbox.isolations import open_isolation
+from areal_agents.sandbox.remote.client import RemoteIsolation
+from areal_agents.sandbox.remote.host import SandboxHost
+from areal_agents.sandbox.remote.hosts import HostAddress, SandboxHosts
 from areal_agents.sandbox.sandbox import Isolation, Limits, SandboxSpec
+from areal_agents.sockets import listen, url_of
 
 # Small limits: what escapes from them must not harm the machine that runs the tests.
 LIMITS = Limits(memory_mb=256, processes=64, disk_mb=64)
@@ -35,13 +41,44 @@ def isolation_name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-async def isolation(isolation_name: str) -> AsyncIterator[Isolation]:
-    opened = await open_isolation(isolation_name, spec_for(isolation_name))
-    try:
+@pytest.fixture(
+    params=[
+        *("process", "bubblewrap", "docker", "process on a host"),
+        pytest.param("bubblewrap on a host", marks=pytest.mark.slow),
+    ]
+)
+async def isolation(request: pytest.FixtureRequest) -> AsyncIterator[Isolation]:
+    name, _, where = request.param.partition(" ")
+    needs(name)
+    async with AsyncExitStack() as stack:
+        opened: Isolation
+        if where:
+            address = await stack.enter_async_context(sandbox_host())
+            opened = RemoteIsolation(name, SandboxHosts(lambda: [address]))
+        else:
+            opened = await open_isolation(name, spec_for(name))
+        stack.push_async_callback(opened.close)
         yield opened
+
+
+@asynccontextmanager
+async def sandbox_host(
+    *, places: int = 4, base: Path | None = None, warm: SandboxSpec | None = None
+) -> AsyncIterator[HostAddress]:
+    """Serve sandboxes in this process, as a host of a run does.
+
+    Args:
+        warm: what two sandboxes are started from ahead, in the isolation `process`.
+    """
+    host = SandboxHost("the token", places=places, base=base)
+    try:
+        if warm is not None:
+            await host.warm_up("process", warm, warm=2)
+        listener = listen("127.0.0.1", 0)
+        await host.listen(listener)
+        yield HostAddress(url_of(listener), "the token")
     finally:
-        await opened.close()
+        await host.close()
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ async def test_a_caller_talks_with_a_command(isolation: Isolation) -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("isolation_name", ["bubblewrap", "docker"], indirect=True)
+@pytest.mark.parametrize("isolation", ["bubblewrap", "docker"], indirect=True)
 async def test_variables_of_a_command_reach_no_program_outside(isolation: Isolation, tmp_path: Path) -> None:
     """Where they come from a task, they could make the loader or the client of Docker run its code."""
     given = {

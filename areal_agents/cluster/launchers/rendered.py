@@ -18,8 +18,9 @@ from areal_agents.cluster.launchers.kubernetes.manifests import Run, as_yaml, ma
 from areal_agents.cluster.launchers.skypilot.task import as_yaml as task_yaml
 from areal_agents.cluster.launchers.skypilot.task import task
 from areal_agents.cluster.train import check_config, processes_of
-from areal_agents.config import load_config
+from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
+from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.stopping import stop_timeout_s
 
 _SUBMIT_S = 3600.0  # longest run of the command, in which SkyPilot starts machines
@@ -80,6 +81,7 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
         trainer_stop_s=stop_timeout_s(config),
         processes=processes,
     )
+    _check_sandbox_pods(config)
     settings = config.cluster.kubernetes
     namespace = ("-n", settings.namespace) if settings.namespace else ()
     kubectl = " ".join(("kubectl", *namespace))
@@ -89,6 +91,24 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
         f"to follow the run: {kubectl} logs -f job/{name}-supervisor\n"
         f"to end it: {kubectl} delete jobs,statefulsets -l app.kubernetes.io/instance={name}",
     )
+
+
+def _check_sandbox_pods(config: Config) -> None:
+    """Raise ConfigError if the agent has an isolation or limits that a pod without privileges lacks."""
+    agent = sandboxed_agent(config)
+    if agent is None or not config.cluster.sandboxes:
+        return
+    if agent.isolation != "process":
+        raise ConfigError(
+            f"agent.isolation: {agent.isolation} does not work in a sandbox pod, which has no privileges; "
+            "set isolation: process: the pod is what isolates (docs/sandboxes.md)"
+        )
+    limits = agent.limits
+    if any(limit is not None for limit in (limits.memory_mb, limits.processes, limits.cpus)):
+        raise ConfigError(
+            "agent.limits: a pod cannot make cgroups; set memory_mb, processes and cpus to null: the limits "
+            "of the pod hold (cluster.kubernetes.memory.sandbox, cluster.cpus.sandbox)"
+        )
 
 
 def submit(rendered: Rendered) -> None:

@@ -24,6 +24,7 @@ from areal_agents.rollout.agents.environment_agent import MixedEnvironmentAgent,
 from areal_agents.rollout.agents.sandboxed_command import SandboxedCommandAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
 from areal_agents.rollout.config import AgentSpec, CommandAgentConfig
+from areal_agents.sandbox.remote.hosts import SandboxHosts
 from areal_agents.user_functions import load_function
 
 
@@ -61,7 +62,22 @@ class LeavesFiles(Protocol):
         ...
 
 
-def load_agent(spec: AgentSpec, *, workers: int = 8, logs: Path | None = None) -> Agent:
+@runtime_checkable
+class WaitsForPlace(Protocol):
+    """An agent whose episode may have to wait until a machine has room for it, before its time begins."""
+
+    async def prepare(self, task: Mapping[str, Any], episode: str) -> None:
+        """Get what the episode needs to begin. Raises AgentError if there is no room in time."""
+        ...
+
+
+def load_agent(
+    spec: AgentSpec,
+    *,
+    workers: int = 8,
+    logs: Path | None = None,
+    hosts: SandboxHosts | None = None,
+) -> Agent:
     """Load the agent that a configuration names.
 
     Args:
@@ -71,6 +87,7 @@ def load_agent(spec: AgentSpec, *, workers: int = 8, logs: Path | None = None) -
             such mappings with a name each. The function need not be decorated; it must take (task, ep).
         workers: the most processes for a synchronous function.
         logs: a folder for the output of commands; None: the output is discarded.
+        hosts: where the sandboxes of a program are; None: on this machine.
 
     Raises:
         AgentError: the agent cannot be imported, is not a function of (task, ep), the command is empty, or
@@ -89,7 +106,7 @@ def load_agent(spec: AgentSpec, *, workers: int = 8, logs: Path | None = None) -
             }
         )
     if isinstance(spec, Mapping) and "cli" in spec:
-        return CliAgent(CliAgentConfig.read(spec), logs=logs)
+        return CliAgent(CliAgentConfig.read(spec), logs=logs, hosts=hosts)
     if isinstance(spec, Mapping):
         try:
             spec = CommandAgentConfig.model_validate(spec)
@@ -102,7 +119,7 @@ def load_agent(spec: AgentSpec, *, workers: int = 8, logs: Path | None = None) -
         command = shlex.split(spec.command)
         if spec.isolation == "none":
             return CommandAgent(command, logs=logs)
-        return SandboxedCommandAgent(command, spec, logs=logs)
+        return SandboxedCommandAgent(command, spec, logs=logs, hosts=hosts)
     function = load_function(spec, AgentError)
     check_signature(function)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):

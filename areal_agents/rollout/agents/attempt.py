@@ -14,7 +14,7 @@ from areal_agents.core.reward_values import checked_reward
 from areal_agents.core.rollout import AGENT_ERROR, OPENED_BY_RUNNER, Split, Task
 from areal_agents.episode import Episode, ForkPoint
 from areal_agents.errors import AgentError, RequestError, RewardError
-from areal_agents.rollout.agents.agent import Agent, LeavesFiles
+from areal_agents.rollout.agents.agent import Agent, LeavesFiles, WaitsForPlace
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.rollout.rewarding import RewardFunction, finished_episode
 from areal_agents.user_functions import describe
@@ -174,6 +174,8 @@ async def _run(
     limit = asyncio.timeout(limits.time_s)
     error: str | None = None
     try:
+        if isinstance(agent, WaitsForPlace):
+            await agent.prepare(task.input, ep.id)
         async with limit:
             value = await agent.run(task.input, ep)
         if value is not None:

@@ -20,6 +20,9 @@ from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 from areal_agents.sandbox.config import SandboxConfig
 from areal_agents.sandbox.isolations import IsolationOnFirstUse
 from areal_agents.sandbox.pool import SandboxPool
+from areal_agents.sandbox.remote.client import RemoteIsolation
+from areal_agents.sandbox.remote.hosts import SandboxHosts
+from areal_agents.sandbox.sandbox import Isolation, Sandbox
 
 _TAIL = 4096  # bytes of standard error in a message
 
@@ -30,11 +33,19 @@ class SandboxedCommandAgent:
     capacity: int | None = None
     must_reward = False
 
-    def __init__(self, command: Sequence[str], sandbox: SandboxConfig, *, logs: Path | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        sandbox: SandboxConfig,
+        *,
+        logs: Path | None = None,
+        hosts: SandboxHosts | None = None,
+    ) -> None:
         """Args:
         command: the program and its arguments.
         sandbox: its isolation is not "none".
         logs: see `CommandAgent`.
+        hosts: where the sandboxes are; None: on this machine.
 
         Raises:
             AgentError: the folder in which it works does not exist.
@@ -46,15 +57,28 @@ class SandboxedCommandAgent:
         except ValueError as error:
             raise AgentError(f"the agent's sandbox: {error}") from None
         self._logs = EpisodeLogs(logs)
-        self._isolation = IsolationOnFirstUse(sandbox.isolation)
-        self._pool = SandboxPool(self._isolation, self._spec, warm=sandbox.warm)
+        self._isolation: Isolation
+        if hosts is None:
+            self._isolation = IsolationOnFirstUse(sandbox.isolation)
+        else:
+            self._isolation = RemoteIsolation(sandbox.isolation, hosts, warm=sandbox.warm)
+        # Those on hosts are kept warm there.
+        self._pool = SandboxPool(self._isolation, self._spec, warm=0 if hosts else sandbox.warm)
+        self._prepared: dict[str, Sandbox] = {}  # by episode
+
+    async def prepare(self, task: Mapping[str, Any], episode: str) -> None:
+        """Take the sandbox of an episode, or wait for one. Raises AgentError if it cannot be started."""
+        try:
+            self._prepared[episode] = await self._pool.take()
+        except SandboxError as error:
+            raise AgentError(f"the agent's sandbox: {error}") from error
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of standard error, if the exit status is not 0."""
         text = json.dumps(dict(task))
         passed = {name: os.environ[name] for name in self._config.pass_environment if name in os.environ}
         try:
-            sandbox = await self._pool.take()
+            sandbox = self._prepared.pop(ep.id, None) or await self._pool.take()
             try:
                 with self._logs.opened(ep.id) as log:
                     inner = dataclasses.replace(ep, base_url=sandbox.inner_url(ep.base_url))

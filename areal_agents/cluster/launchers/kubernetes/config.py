@@ -21,6 +21,9 @@ class RoleMemory(Settings):
     rollout: str = Field(
         default="16Gi", pattern=_QUANTITY, description="Memory of a rollout process, with its agents."
     )
+    sandbox: str = Field(
+        default="16Gi", pattern=_QUANTITY, description="Memory of a sandbox process, with its sandboxes."
+    )
     shared: str = Field(
         default="16Gi", pattern=_QUANTITY, description="/dev/shm of an engine or trainer, part of its memory."
     )
@@ -32,6 +35,14 @@ class KubernetesConfig(Settings):
     image: str = Field(
         default="",
         description="The image of all pods, with this package (extras train and postgres) and the project.",
+    )
+    sandbox_image: str = Field(
+        default="",
+        description="The image of sandbox pods, with this package (extras proxy and postgres) and the "
+        "programs of the agent; empty: that of all pods.",
+    )
+    sandbox_disk: str = Field(
+        default="20Gi", pattern=_QUANTITY, description="What the sandboxes of a pod may write together."
     )
     project: str = Field(
         default="/workspace",

@@ -1,10 +1,12 @@
 """Makes the manifests of a run on Kubernetes, as plain objects.
 
-The supervisor, the trainer and the rollout processes end with the run, so they are Jobs; engines and proxies
-do not, so they are StatefulSets. The index of a pod is that of its process in the run, so a pod that
-replaces another takes its place. Pods find each other in the store; the headless services give them names for
-people and for network policies. A manifest has no secret: pods get theirs as variables from the Secret that
-the configuration names, and a configuration that has keys or passwords is refused.
+The supervisor, the trainer and the rollout processes end with the run, so they are Jobs; engines, proxies and
+sandbox hosts do not, so they are StatefulSets. The index of a pod is that of its process in the run, so a pod
+that replaces another takes its place. Pods find each other in the store; the headless services give them
+names for people and for network policies. A manifest has no secret: pods get theirs as variables from the
+Secret that the configuration names, and a configuration that has keys or passwords is refused. Sandbox pods
+run the programs of agents: they have neither the folders of the run nor its Secret but the password of the
+store, and reach the proxies, the store and name resolution only.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import yaml
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
 from areal_agents.errors import ConfigError
+from areal_agents.store.postgres import host_of
 from areal_agents.store.roles import DEAD_AFTER_S, Role
 
 RUNS = "/runs"  # where pods see the folders of runs
@@ -26,9 +29,10 @@ PORT = 8000  # of each engine, proxy and trainer; every pod has an address of it
 CONFIG = "cluster-run.yaml"  # the configuration, in the folder of the project
 _LONGEST_NAME = 40  # leaves room for role, index and Kubernetes' own suffixes in 63 characters
 _START_S = 3600  # longest start of an engine or a proxy: a download and the loading of a large model
-_STOP_S = {"supervisor": 60, "engine": 40, "proxy": 40, "rollout": 60}
+_STOP_S = {"supervisor": 60, "engine": 40, "proxy": 40, "rollout": 60, "sandbox": 60}
 _RESTARTS = 20  # the failures of one pod of a Job until the Job fails
-_SERVERS = ("engine", "proxy")
+_SERVERS = ("engine", "proxy", "sandbox")
+_COMPONENT = "app.kubernetes.io/component"
 _SECRET_KEYS = ("admin_key", "project_keys", "key")
 _PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@|[?&](?:ssl)?password=")
 
@@ -74,7 +78,7 @@ def manifests(run: Run, settings: KubernetesConfig) -> list[dict[str, Any]]:
     objects = [
         pods.object("v1", "ConfigMap", f"{name}-config", data={CONFIG: run.config}),
         *([] if settings.claim else [pods.claim()]),
-        pods.network_policy(),
+        *(pods.network_policies("sandbox" in by_role)),
         pods.supervisor(),
     ]
     for role, processes in by_role.items():
@@ -151,14 +155,52 @@ class _Pods:
             spec["storageClassName"] = settings.storage_class
         return self.object("v1", "PersistentVolumeClaim", f"{self._name}-runs", spec=spec)
 
-    def network_policy(self) -> dict[str, Any]:
-        """Only pods of the run reach pods of the run; what these reach is not limited."""
-        spec = {
-            "podSelector": {"matchLabels": self._labels},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": {"matchLabels": self._labels}}]}],
+    def network_policies(self, has_sandboxes: bool) -> list[dict[str, Any]]:
+        """Only pods of the run reach pods of the run; what these reach is not limited.
+
+        Sandbox pods are an exception: only rollout pods reach them, and they reach the proxies, the store and
+        name resolution only.
+        """
+        if not has_sandboxes:
+            run = {"matchLabels": self._labels}
+            return [self._policy("", run, [{"from": [_pods(run)]}])]
+        others = {
+            "matchLabels": self._labels,
+            "matchExpressions": [{"key": _COMPONENT, "operator": "NotIn", "values": ["sandbox"]}],
         }
-        return self.object("networking.k8s.io/v1", "NetworkPolicy", self._name, spec=spec)
+        http = [{"protocol": "TCP", "port": PORT}]
+        proxy, rollout, sandbox = (
+            {"matchLabels": self._labels_of(role)} for role in ("proxy", "rollout", "sandbox")
+        )
+        store = [{"protocol": "TCP", "port": host_of(self._run.store_url)[1]}]
+        names = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
+        return [
+            self._policy("", others, [{"from": [_pods(others)]}]),
+            self._policy("-proxy", proxy, [{"from": [_pods(sandbox)], "ports": http}]),
+            self._policy(
+                "-sandbox",
+                sandbox,
+                [{"from": [_pods(rollout)], "ports": http}],
+                egress=[{"to": [_pods(proxy)], "ports": http}, {"ports": store}, {"ports": names}],
+            ),
+        ]
+
+    def _policy(
+        self,
+        suffix: str,
+        selector: Mapping[str, Any],
+        ingress: list[dict[str, Any]],
+        *,
+        egress: list[dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        spec: dict[str, Any] = {
+            "podSelector": dict(selector),
+            "policyTypes": ["Ingress", *(["Egress"] if egress is not None else [])],
+            "ingress": ingress,
+        }
+        if egress is not None:
+            spec["egress"] = egress
+        return self.object("networking.k8s.io/v1", "NetworkPolicy", f"{self._name}{suffix}", spec=spec)
 
     def headless_service(self, role: Role) -> dict[str, Any]:
         spec = {
@@ -241,7 +283,8 @@ class _Pods:
         amounts: dict[str, Any] = {"cpu": str(cpus), "memory": getattr(settings.memory, role)}
         if gpus:
             amounts[settings.gpu_resource] = str(gpus)
-        claims = {RUNS: settings.claim or f"{self._name}-runs", **settings.volumes}
+        is_sandbox = role == "sandbox"
+        claims = {} if is_sandbox else {RUNS: settings.claim or f"{self._name}-runs", **settings.volumes}
         volumes = [
             {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim}}
             for i, claim in enumerate(claims.values())
@@ -255,27 +298,37 @@ class _Pods:
                 {"name": "shared", "emptyDir": {"medium": "Memory", "sizeLimit": settings.memory.shared}}
             )
             mounts.append({"name": "shared", "mountPath": "/dev/shm"})
+        if is_sandbox:
+            volumes.append({"name": "files", "emptyDir": {"sizeLimit": settings.sandbox_disk}})
+            mounts.append({"name": "files", "mountPath": "/tmp"})
         threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
         variables = {
             **{name: str(cpus) for name in threads},
-            "HF_HOME": f"{RUNS}/huggingface",
+            **({} if is_sandbox else {"HF_HOME": f"{RUNS}/huggingface"}),
             "HOME": "/tmp",
             "TOKENIZERS_PARALLELISM": "false",
             **({"PYTHONHASHSEED": "0"} if role == "rollout" else {}),
         }
         container: dict[str, Any] = {
             "name": role,
-            "image": settings.image,
+            "image": (settings.sandbox_image if is_sandbox else "") or settings.image,
             "command": command,
-            "workingDir": settings.project,
+            "workingDir": "/tmp" if is_sandbox else settings.project,
             "env": [{"name": name, "value": value} for name, value in variables.items()],
             "resources": {"requests": amounts, "limits": amounts},
-            "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                **({"readOnlyRootFilesystem": True} if is_sandbox else {}),
+            },
             "volumeMounts": mounts,
         }
         if role in _SERVERS or role == "trainer":
             container["ports"] = [{"name": "http", "containerPort": PORT}]
-        if settings.secret:
+        if settings.secret and is_sandbox:
+            password = {"name": settings.secret, "key": "PGPASSWORD", "optional": True}
+            container["env"].append({"name": "PGPASSWORD", "valueFrom": {"secretKeyRef": password}})
+        elif settings.secret:
             container["envFrom"] = [{"secretRef": {"name": settings.secret}}]
         stop_s = self._run.trainer_stop_s if role == "trainer" else _STOP_S[role]
         pod: dict[str, Any] = {
@@ -308,4 +361,8 @@ class _Pods:
         return {"metadata": {"labels": self._labels_of(role)}, "spec": dict(pod)}
 
     def _labels_of(self, role: str) -> dict[str, str]:
-        return {**self._labels, **({"app.kubernetes.io/component": role} if role else {})}
+        return {**self._labels, **({_COMPONENT: role} if role else {})}
+
+
+def _pods(selector: Mapping[str, Any]) -> dict[str, Any]:
+    return {"podSelector": dict(selector)}

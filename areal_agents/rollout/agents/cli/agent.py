@@ -37,6 +37,7 @@ from areal_agents.rollout.agents.cli.program import find_program, find_program_i
 from areal_agents.rollout.agents.cli.sandboxed import SandboxedPrograms
 from areal_agents.rollout.agents.cli.seam import Seam, load_seam
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
+from areal_agents.sandbox.remote.hosts import SandboxHosts
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,18 @@ class CliAgent:
     must_reward = False
 
     def __init__(
-        self, config: CliAgentConfig, *, logs: Path | None = None, inherited: Mapping[str, str] = os.environ
+        self,
+        config: CliAgentConfig,
+        *,
+        logs: Path | None = None,
+        inherited: Mapping[str, str] = os.environ,
+        hosts: SandboxHosts | None = None,
     ) -> None:
         """Args:
         config: the setting `agent`.
         logs: a folder for the output of the newest episodes; None: it is discarded.
         inherited: the variables from which the agent gets what concerns the machine.
+        hosts: where its sandboxes are; None: on this machine.
 
         Raises:
             ConfigError: it has several prompts, and the package of the protocol is not installed.
@@ -84,8 +91,13 @@ class CliAgent:
             self._inherited = inherited
             self._program = find_program(self._seam, config.executable, inherited)
         self._logs = EpisodeLogs(logs)
-        self._sandboxes = SandboxedPrograms(config.isolation) if config.isolation != "none" else None
+        self._sandboxes = SandboxedPrograms(config.isolation, hosts) if config.isolation != "none" else None
         self._folders: dict[str, Path] = {}  # of the episodes that were not released
+
+    async def prepare(self, task: Mapping[str, Any], episode: str) -> None:
+        """Start the sandbox of an episode, if it has one. Raises AgentError if it cannot be started."""
+        if self._sandboxes is not None:
+            await self._sandboxes.prepare(episode, self._config.spec(self._source(task)))
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of the output, if the program fails."""

@@ -21,7 +21,9 @@ from areal_agents.errors import AgentError, SandboxError
 from areal_agents.rollout.agents.agent_process import LONGEST_LINE
 from areal_agents.rollout.agents.cli.prepare import Launch
 from areal_agents.sandbox.isolations import IsolationOnFirstUse
-from areal_agents.sandbox.sandbox import Finished, Sandbox, SandboxSpec
+from areal_agents.sandbox.remote.client import RemoteIsolation
+from areal_agents.sandbox.remote.hosts import SandboxHosts
+from areal_agents.sandbox.sandbox import Finished, Isolation, Sandbox, SandboxSpec
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,23 @@ _TAIL = 4096  # bytes of each output stream that are kept
 class SandboxedPrograms:
     """Runs programs in sandboxes of one isolation, which is opened at the first of them."""
 
-    def __init__(self, isolation: str) -> None:
-        self._isolation = IsolationOnFirstUse(isolation)
+    def __init__(self, isolation: str, hosts: SandboxHosts | None = None) -> None:
+        """Args:
+        hosts: where the sandboxes are; None: on this machine.
+        """
+        self._isolation: Isolation
+        if hosts is None:
+            self._isolation = IsolationOnFirstUse(isolation)
+        else:
+            self._isolation = RemoteIsolation(isolation, hosts)
+        self._waiting: dict[str, Sandbox] = {}  # started sandboxes by episode
+
+    async def prepare(self, episode: str, spec: SandboxSpec) -> None:
+        """Start the sandbox of an episode before its program. Raises AgentError if it cannot be started."""
+        try:
+            self._waiting[episode] = await self._isolation.start(spec)
+        except SandboxError as error:
+            raise AgentError(f"the agent's sandbox: {error}") from error
 
     async def run(
         self,
@@ -114,8 +131,8 @@ class SandboxedPrograms:
     async def _prepared(
         self, launch: Callable[[Episode, Path, Path], Launch], ep: Episode, spec: SandboxSpec
     ) -> AsyncIterator[tuple[Sandbox, Launch]]:
-        """Start a sandbox with the files of a launch, and end it after the block."""
-        sandbox = await self._isolation.start(spec)
+        """Give a sandbox the files of a launch, and end it after the block."""
+        sandbox = self._waiting.pop(ep.id, None) or await self._isolation.start(spec)
         try:
             inner = dataclasses.replace(ep, base_url=sandbox.inner_url(ep.base_url))
             home = await _home_of(sandbox)

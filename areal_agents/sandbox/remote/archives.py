@@ -1,0 +1,126 @@
+"""Folders that travel: packed as tar archives, and kept by the host under the digest of their content."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import secrets
+import tarfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+from areal_agents.errors import SandboxError
+from areal_agents.folders import remove_folder
+
+KEPT_FOLDERS = 64  # of which no sandbox works in a copy; the least recently used ones are removed
+
+
+def packed(folder: Path) -> bytes:
+    """Return a folder as an archive."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        archive.add(folder, arcname=".")
+    return data.getvalue()
+
+
+def unpack(data: bytes, folder: Path, *, is_trusted: bool) -> None:
+    """Unpack an archive; no member can lie outside the folder.
+
+    Args:
+        is_trusted: whether links may lead out of the folder; not so if a sandbox could write the files.
+
+    Raises:
+        SandboxError: the archive has a member that would lie outside, or such a link.
+    """
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extractall(folder, filter="tar" if is_trusted else "data")
+    except tarfile.TarError as error:
+        raise SandboxError(f"a folder cannot be copied to another machine: {error}") from error
+
+
+class Digests:
+    """The digests of folders, each read again only after one of its files has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[bytes, str]] = {}
+
+    def of(self, folder: Path) -> str:
+        """Return a digest of the names, the modes and the content of all files of a folder."""
+        seen = hashlib.sha256()
+        for path, status in _entries(folder):
+            seen.update(_name(path) + f"\0{status.st_mode} {status.st_size} {status.st_mtime_ns}\0".encode())
+        known = self._known.get(folder)
+        if known is not None and known[0] == seen.digest():
+            return known[1]
+        digest = _digest(folder)
+        self._known[folder] = (seen.digest(), digest)
+        return digest
+
+
+class KeptFolders:
+    """The unpacked folders of a host by their digests."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: OrderedDict[str, Path] = OrderedDict()  # the least recently used first
+        self._users: Counter[str] = Counter()
+
+    def hold(self, digest: str) -> Path | None:
+        """Return a folder, which is kept until `release`; None if it is not here."""
+        folder = self._folders.get(digest)
+        if folder is not None:
+            self._folders.move_to_end(digest)
+            self._users[digest] += 1
+        return folder
+
+    def release(self, digest: str) -> None:
+        """Let a held folder go."""
+        self._users[digest] -= 1
+
+    def add(self, digest: str, archive: bytes) -> None:
+        """Unpack a folder. It is called on any thread, and twice at the same time for one digest too.
+
+        Raises:
+            SandboxError: see `unpack`.
+        """
+        folder = self._root / f"{digest[:16]}-{secrets.token_hex(4)}"
+        folder.mkdir(parents=True)
+        unpack(archive, folder, is_trusted=True)
+        self._folders.setdefault(digest, folder)
+        if self._folders[digest] != folder:
+            remove_folder(folder)
+
+    def remove_unused(self) -> None:
+        """Remove the folders beyond KEPT_FOLDERS that nobody holds."""
+        unused = [digest for digest in self._folders if not self._users[digest]]
+        for digest in unused[: max(0, len(unused) - KEPT_FOLDERS)]:
+            remove_folder(self._folders.pop(digest))
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the path of each entry below a folder, sorted, relative to it, and its status."""
+    for root, folders, files in os.walk(folder):
+        folders.sort()
+        for name in sorted((*folders, *files)):
+            path = Path(root, name)
+            yield str(path.relative_to(folder)), path.lstat()
+
+
+def _digest(folder: Path) -> str:
+    found = hashlib.sha256()
+    for name, status in _entries(folder):
+        path = folder / name
+        found.update(_name(name) + f"\0{status.st_mode}\0".encode())
+        if path.is_symlink():
+            found.update(_name(os.readlink(path)))
+        elif path.is_file():
+            with open(path, "rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
+
+
+def _name(path: str) -> bytes:
+    return path.encode(errors="surrogateescape")

@@ -1,0 +1,136 @@
+"""Sandboxes on hosts: who may use one, what a lost owner or host leaves, and who waits for a place."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from areal_agents.direct_http import direct_async_client
+from areal_agents.errors import SandboxError
+from areal_agents.sandbox.remote.client import RemoteIsolation
+from areal_agents.sandbox.remote.host import SandboxHost
+from areal_agents.sandbox.remote.hosts import HostAddress, SandboxHosts
+from areal_agents.sandbox.remote.messages import PATH
+from areal_agents.sockets import listen, url_of
+from tests.sandbox.conftest import sandbox_host, spec_for
+
+SPEC = spec_for("process")
+NOWHERE = HostAddress("http://127.0.0.1:9", "the token")  # the discard port, on which nothing listens
+
+
+@pytest.mark.parametrize("token", ["", "the tokem"])
+async def test_a_caller_without_the_token_is_refused(token: str) -> None:
+    async with sandbox_host() as host:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        with pytest.raises(InvalidStatus) as refused:
+            await connect("ws" + host.url.removeprefix("http") + PATH, additional_headers=headers, proxy=None)
+        assert refused.value.response.status_code == 401
+        async with direct_async_client(timeout_s=5, base_url=host.url) as client:
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/")).status_code == 404
+        isolation = RemoteIsolation(
+            "process", SandboxHosts(lambda: [HostAddress(host.url, token)], place_s=0)
+        )
+        with pytest.raises(SandboxError, match="no sandbox host had a place"):
+            await isolation.start(SPEC)
+
+
+async def test_a_caller_waits_in_line_for_a_place() -> None:
+    async with sandbox_host(places=1) as host:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [NOWHERE, host]))
+        first = await isolation.start(SPEC)
+        waiting = [asyncio.create_task(isolation.start(SPEC)) for _ in range(2)]
+        done, _ = await asyncio.wait(waiting, timeout=0.2)
+        assert not done and (await first.run(["true"], timeout_s=20)).status == 0
+        waiting[0].cancel()  # one that no longer waits takes no place
+        await first.end()
+        async with asyncio.timeout(20):
+            await (await waiting[1]).end()
+        await isolation.close()
+
+
+async def test_the_host_with_the_most_free_places_is_chosen() -> None:
+    async with sandbox_host(places=1) as small, sandbox_host(places=4) as large:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [small, large]))
+        started = [await isolation.start(SPEC) for _ in range(5)]
+        urls = [sandbox.place.url for sandbox in started]
+        assert (urls.count(small.url), urls.count(large.url)) == (1, 4)
+        await isolation.close()
+
+
+async def test_nothing_is_left_of_a_sandbox_whose_owner_has_gone() -> None:
+    async with sandbox_host(places=1) as host:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [host]))
+        sandbox = await isolation.start(SPEC)
+        mark = f"{time.time_ns() % 10**9 + 10**9}"
+        running = asyncio.create_task(sandbox.run(["sleep", mark], timeout_s=None))
+        await _until(lambda: _sleeping(mark))
+        sandbox.place.connection.transport.abort()
+        with pytest.raises(SandboxError, match="is lost"):
+            await running
+        await _until(lambda: not _sleeping(mark) and not Path(sandbox.workdir).exists())
+        await (await isolation.start(SPEC)).end()  # its place is free
+        await isolation.close()
+
+
+async def test_a_lost_host_costs_its_sandboxes_and_no_others() -> None:
+    async with sandbox_host(places=1) as lasting:
+        host = SandboxHost("the token", places=9)
+        listener = listen("127.0.0.1", 0)
+        await host.listen(listener)
+        found = [HostAddress(url_of(listener), "the token")]
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: found))
+        sandbox = await isolation.start(SPEC)
+        found.append(lasting)
+        await host.close()
+        with pytest.raises(SandboxError, match="is lost"):
+            await sandbox.run(["true"], timeout_s=20)
+        await sandbox.end()
+        async with asyncio.timeout(20):
+            other = await isolation.start(SPEC)
+        assert other.place.url == lasting.url
+        await isolation.close()
+
+
+async def test_a_folder_travels_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+    folder, base = tmp_path / "folder", tmp_path / "base"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep/file").write_text("1")
+    (folder / "link").symlink_to("deep/file")
+    async with sandbox_host(base=base) as host:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [host]))
+        for content in ("1", "1", "22"):
+            (folder / "deep/file").write_text(content)
+            sandbox = await isolation.start(spec_for("process", folder=folder))
+            assert await sandbox.read("link") == content.encode()
+            await sandbox.end()
+        assert len([*base.glob("*/folders/*")]) == 2
+        await isolation.close()
+    assert not [*base.iterdir()]
+
+
+async def test_a_warm_sandbox_is_started_before_its_caller_comes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    spec = spec_for("process", folder=tmp_path)
+    async with sandbox_host(warm=spec) as host:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [host]), warm=2)
+        begun = time.time()
+        sandbox = await isolation.start(spec)
+        assert Path(sandbox.workdir).stat().st_ctime < begun and await sandbox.read("file") == b"here"
+        await isolation.close()
+
+
+async def _until(condition: object) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.02)
+
+
+def _sleeping(mark: str) -> list[int]:
+    return [one.pid for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["sleep", mark]]
