@@ -1,10 +1,10 @@
 """One address for all proxies of a run, which lasts as long as a rollout process.
 
 An agent keeps the base URL with which its episode was opened, and a proxy that is started again has another
-address. So the rollout process and its agents connect to a forwarder beside them, which passes the bytes of
-each connection to a proxy that is running: any of them answers any call. A connection to a proxy that has
-moved or is dead is closed, because nothing else may tell the client; when the client tries again, it reaches
-another proxy.
+address. So a rollout process, its agents and sandboxes connect to a forwarder beside them, which passes the
+bytes of each connection to a proxy that is running: any of them answers any call. A connection to a proxy
+that has moved or is dead is closed, because nothing else may tell the client; when the client tries again, it
+reaches another proxy.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import uvloop
 from areal_agents.errors import StoreError
 from areal_agents.proxy.workers.places import ProxyTable
 from areal_agents.sockets import BACKLOG, allow_many_connections, listen
+from areal_agents.store import Store
 
 _logger = logging.getLogger(__name__)
 
@@ -128,6 +129,21 @@ class ProxyForwarder:
         await asyncio.wait(tasks)
         for client in list(self._clients):
             client.abort()
+
+
+@contextlib.contextmanager
+def forwarding_to_proxies(
+    store: Store, host: str, port: int, *, count: int, preferred: int
+) -> Iterator[None]:
+    """Forward the connections to a port of this machine to the proxies of the run, within the block.
+
+    Args:
+        count, preferred: see `ProxyForwarder`.
+    """
+    table = ProxyTable(store)
+    forwarder = ProxyForwarder(table, count=count, preferred=preferred)
+    with table.watching(), forwarder.running(host, port):
+        yield
 
 
 class _Side(asyncio.Protocol):

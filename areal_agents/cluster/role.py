@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from areal_agents.cluster.place import Place, own_address
-from areal_agents.cluster.proxy_forwarder import ProxyForwarder
+from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.cluster.sandbox_role import serve_sandboxes
 from areal_agents.config import Config, save_config
@@ -31,7 +31,6 @@ from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
 from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.supervision import EXIT_STOPPED, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import RUN_MARK, end_leftovers, end_process, signal_group
-from areal_agents.proxy.workers.places import ProxyTable
 from areal_agents.sockets import address_of
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
@@ -85,7 +84,7 @@ def run_role(
             logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
             count = counts(config, record.nodes)[role]
             if role == "sandbox":
-                return serve_sandboxes(config, record.secret, place, told, port)
+                return serve_sandboxes(store, config, record.secret, place, told, port)
             return _Process(store, record, config, file, place, count, told).run(port)
 
 
@@ -136,7 +135,11 @@ class _Process:
             if endpoints is None:
                 return EXIT_STOPPED
             if self._role == "rollout":
-                held.enter_context(self._forwarding_to_proxies(port))
+                count = self._config.cluster.proxies
+                near = self._index % count
+                held.enter_context(
+                    forwarding_to_proxies(self._store, self._host, port, count=count, preferred=near)
+                )
             return self._child(endpoints, port)
 
     def _endpoints(self, port: int) -> Endpoints | None:
@@ -159,15 +162,6 @@ class _Process:
         # A rollout process, which runs the agents, has nothing to do with engines.
         engine_key = "" if self._role == "rollout" else record.engine_key
         return Endpoints(engines, self._host, port, *keys, engine_key, place)
-
-    @contextlib.contextmanager
-    def _forwarding_to_proxies(self, port: int) -> Iterator[None]:
-        """Forward the connections to a port of this machine to the proxies of the run, within the block."""
-        count = self._config.cluster.proxies
-        table = ProxyTable(self._store)
-        forwarder = ProxyForwarder(table, count=count, preferred=self._index % count)
-        with table.watching(), forwarder.running(self._host, port):
-            yield
 
     def _child(self, endpoints: Endpoints, port: int) -> int:
         """Run the child to its end, and return the exit code."""

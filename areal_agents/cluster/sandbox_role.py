@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 from areal_agents.cluster.place import Place
+from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
 from areal_agents.config import Config
 from areal_agents.errors import ConfigError, SandboxError
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.supervision import EXIT_STOPPED
 from areal_agents.process_control import forbid_inspection
@@ -23,16 +26,23 @@ from areal_agents.sandbox.isolations import check_isolation
 from areal_agents.sandbox.remote.host import SandboxHost
 from areal_agents.sandbox.remote.messages import token_of
 from areal_agents.sockets import allow_many_connections, listen, url_of
+from areal_agents.store import Store
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_LOOPBACK = "127.0.0.1"
 
 
-def serve_sandboxes(config: Config, secret: str, place: Place, told: threading.Event, port: int) -> int:
+def serve_sandboxes(
+    store: Store, config: Config, secret: str, place: Place, told: threading.Event, port: int
+) -> int:
     """Serve sandboxes until told to end, or until the place is lost; return the exit code.
 
+    Their commands call the proxies through a port of this machine, unless `proxy.public_url` is set.
+
     Args:
+        store: where the proxies are found.
         secret: the secret of the run.
         port: 0: one that is free.
 
@@ -44,29 +54,37 @@ def serve_sandboxes(config: Config, secret: str, place: Place, told: threading.E
     agent = sandboxed_agent(config)
     if agent is None:
         raise ConfigError("the agent of this run runs in no sandbox, so a sandbox process has nothing to do")
-    return asyncio.run(_serve(agent, config.cluster.sandbox_places, secret, place, told, port))
+    row, server = place.row, None
+    with ExitStack() as held:
+        if config.proxy.public_url is None:
+            own = held.enter_context(reserved_ports(1, _LOOPBACK))[0]
+            count = config.cluster.proxies
+            held.enter_context(
+                forwarding_to_proxies(store, _LOOPBACK, own, count=count, preferred=row.index % count)
+            )
+            server = f"http://{_LOOPBACK}:{own}"
+        token, places = token_of(secret, row.index, row.epoch), config.cluster.sandbox_places
+        host = SandboxHost(token, places=places, model_server=server)
+        return asyncio.run(_serve(host, agent, place, told, port))
 
 
 async def _serve(
+    host: SandboxHost,
     agent: CommandAgentConfig | CliAgentConfig,
-    places: int,
-    secret: str,
     place: Place,
     told: threading.Event,
     port: int,
 ) -> int:
-    row = place.row
-    host = SandboxHost(token_of(secret, row.index, row.epoch), places=places)
     try:
         await _prepare(host, agent)
-        listener = listen(row.host, port)
+        listener = listen(place.row.host, port)
         await host.listen(listener)
         url = url_of(listener)
         await asyncio.to_thread(place.announce, url)
-        logger.info("%d sandboxes at the same time with isolation %s, at %s", places, agent.isolation, url)
+        logger.info("sandboxes with isolation %s at %s", agent.isolation, url)
         while not told.is_set():
             if place.is_lost:
-                logger.error("another process is sandbox %d of the run now; this one ends", row.index)
+                logger.error("another process is sandbox %d of the run now; this one ends", place.row.index)
                 return 1
             await asyncio.sleep(_POLL_S)
         return EXIT_STOPPED

@@ -63,14 +63,18 @@ async def isolation(request: pytest.FixtureRequest) -> AsyncIterator[Isolation]:
 
 @asynccontextmanager
 async def sandbox_host(
-    *, places: int = 4, base: Path | None = None, warm: SandboxSpec | None = None
+    *,
+    places: int = 4,
+    model_server: str | None = None,
+    base: Path | None = None,
+    warm: SandboxSpec | None = None,
 ) -> AsyncIterator[HostAddress]:
     """Serve sandboxes in this process, as a host of a run does.
 
     Args:
         warm: what two sandboxes are started from ahead, in the isolation `process`.
     """
-    host = SandboxHost("the token", places=places, base=base)
+    host = SandboxHost("the token", places=places, model_server=model_server, base=base)
     try:
         if warm is not None:
             await host.warm_up("process", warm, warm=2)

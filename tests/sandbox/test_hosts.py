@@ -98,6 +98,14 @@ async def test_a_lost_host_costs_its_sandboxes_and_no_others() -> None:
         await isolation.close()
 
 
+async def test_commands_call_the_server_that_the_host_has_for_them() -> None:
+    async with sandbox_host(model_server="http://127.0.0.1:9") as host:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [host]))
+        sandbox = await isolation.start(SPEC)
+        assert sandbox.inner_url("https://rollout:8000/e/key/v1") == "http://127.0.0.1:9/e/key/v1"
+        await isolation.close()
+
+
 async def test_a_folder_travels_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
     folder, base = tmp_path / "folder", tmp_path / "base"
     (folder / "deep").mkdir(parents=True)

@@ -25,6 +25,7 @@ from areal_agents.sandbox.remote.messages import (
     LOG,
     PIECE,
     STREAM,
+    at_server,
     receive_data,
     send,
     spec_as_json,
@@ -103,6 +104,7 @@ class RemoteSandbox:
         self.place = place
         self._workdir: str = started["workdir"]
         self._relays: bool = started["relays"]
+        self._model_server: str | None = started["model_server"]
         self._connection = place.connection
         self._busy = asyncio.Lock()
         self._is_ended = False
@@ -113,7 +115,7 @@ class RemoteSandbox:
         return self._workdir
 
     def inner_url(self, url: str) -> str:
-        return relayed_url(url) if self._relays else url
+        return relayed_url(url) if self._relays else at_server(url, self._model_server)
 
     async def run(
         self,

@@ -38,6 +38,7 @@ from areal_agents.sandbox.remote.messages import (
     PING_S,
     SILENT_S,
     STREAM,
+    at_server,
     receive_data,
     send,
     spec_as_json,
@@ -58,14 +59,19 @@ logger = logging.getLogger(__name__)
 class SandboxHost:
     """Starts sandboxes for the callers that have the token, at most `places` at the same time."""
 
-    def __init__(self, token: str, *, places: int, base: Path | None = None) -> None:
+    def __init__(
+        self, token: str, *, places: int, model_server: str | None = None, base: Path | None = None
+    ) -> None:
         """Args:
         token: what a caller sends as its bearer token.
         places: how many sandboxes are given out at the same time; warm ones do not count.
+        model_server: the URL of the server that commands call in place of the one that their caller names,
+            such as a proxy that is nearer; None: the one that is named.
         base: see `SandboxHome.open`.
         """
         self._token = token
         self._places = places
+        self._model_server = model_server
         self._taken = 0
         self._home = SandboxHome.open(base)
         self._folders = KeptFolders(self._home.folder / "folders")
@@ -146,8 +152,10 @@ class SandboxHost:
             request = json.loads(await connection.recv())
         async with self._started(connection, request, request["folder"]) as sandbox:
             relays = sandbox.inner_url(_PROBE) != _PROBE
-            await send(connection, {"is": "started", "workdir": sandbox.workdir, "relays": relays})
-            await _Commands(connection, sandbox).serve()
+            server = self._model_server
+            answer = {"is": "started", "workdir": sandbox.workdir, "relays": relays, "model_server": server}
+            await send(connection, answer)
+            await _Commands(connection, sandbox, server).serve()
         await send(connection, {"is": "ended"})
 
     @asynccontextmanager
@@ -223,9 +231,10 @@ class _Pool:
 class _Commands:
     """Runs the commands of one connection in its sandbox."""
 
-    def __init__(self, connection: ServerConnection, sandbox: Sandbox) -> None:
+    def __init__(self, connection: ServerConnection, sandbox: Sandbox, model_server: str | None) -> None:
         self._connection = connection
         self._sandbox = sandbox
+        self._model_server = model_server
         self._command: _Command | None = None
 
     async def serve(self) -> None:
@@ -242,6 +251,8 @@ class _Commands:
                     case "run":
                         await self._finish()
                         data = await receive_data(self._connection, request)
+                        if request["model_url"] is not None:
+                            request["model_url"] = at_server(request["model_url"], self._model_server)
                         self._command = _Command(self._connection, self._sandbox, request, data)
                     case "kill" if self._command is not None:
                         self._command.kill()

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit, urlunsplit
 
 from areal_agents.errors import SandboxError
 from areal_agents.sandbox.sandbox import Limits, SandboxSpec
@@ -44,6 +45,14 @@ def token_of(secret: str, index: int, epoch: int) -> str:
     It opens that host and nothing else, so that a host which an agent has taken over learns no other key.
     """
     return hmac.new(secret.encode(), f"sandbox {index} {epoch}".encode(), "sha256").hexdigest()
+
+
+def at_server(url: str, server: str | None) -> str:
+    """Return a URL with another server in place of its own; None: as it is."""
+    if server is None:
+        return url
+    parts, there = urlsplit(url), urlsplit(server)
+    return urlunsplit((there.scheme, there.netloc, parts.path, parts.query, parts.fragment))
 
 
 async def send(connection: Connection, message: Mapping[str, Any], *data: bytes) -> None:
