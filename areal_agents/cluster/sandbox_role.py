@@ -83,8 +83,8 @@ async def _serve(
         await asyncio.to_thread(place.announce, url)
         logger.info("sandboxes with isolation %s at %s", agent.isolation, url)
         while not told.is_set():
-            if place.is_lost:
-                logger.error("another process is sandbox %d of the run now; this one ends", place.row.index)
+            if (loss := place.loss) is not None:
+                logger.error("%s; this process ends", loss)
                 return 1
             await asyncio.sleep(_POLL_S)
         return EXIT_STOPPED

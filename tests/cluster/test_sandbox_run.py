@@ -17,7 +17,7 @@ import pytest
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 REPOSITORY = Path(__file__).parents[2]
 QUICK_START = REPOSITORY / "examples/search_agent/config.yaml"
