@@ -195,6 +195,7 @@ def test_the_package_makes_its_http_clients_in_one_place() -> None:
         "import http.client",
         "from openai import AsyncOpenAI",
         "import anthropic",
+        "from websockets.asyncio.client import connect",
         "aiohttp.ClientSession(trust_env=True)",
         "session.get(url, trust_env=x)",
     ],
@@ -211,6 +212,7 @@ def test_a_client_that_trusts_the_environment_is_found(code: str) -> None:
         "from starlette.requests import Request",
         "from openai.types import Completion",
         "import aiohttp; aiohttp.ClientSession()",
+        "from websockets.asyncio.server import serve",
     ],
 )
 def test_what_makes_no_client_is_allowed(code: str) -> None:
@@ -231,6 +233,7 @@ _CLIENT_MODULES = (
     "anthropic",
     "websockets",
 )
+_NO_CLIENTS = ("websockets.asyncio.server", "websockets.exceptions", "websockets.http11")
 
 
 def _own_clients(code: str) -> list[tuple[int, str]]:
@@ -263,6 +266,7 @@ def _own_clients(code: str) -> list[tuple[int, str]]:
             (node.lineno, name)
             for name in names
             if any(name == module or name.startswith(module + ".") for module in _CLIENT_MODULES)
+            and not name.startswith(_NO_CLIENTS)
             and not name.startswith(("openai.types", "anthropic.types"))
         ]
     return found

@@ -12,14 +12,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from areal_agents.direct_http import direct_websocket
 from areal_agents.errors import SandboxError
 from areal_agents.sandbox.remote.messages import LONGEST_MESSAGE, PATH, PING_S, SILENT_S
-
-if TYPE_CHECKING:
-    from websockets.asyncio.client import ClientConnection
 
 PLACE_S = 3600.0  # longest wait for a place
 _CONNECT_S = 5.0
@@ -49,10 +46,10 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class PlaceOnHost:
-    """A place on a host, which is free again when its connection has ended."""
+    """A place on a host, which is free again when its connection, a WebSocket, has ended."""
 
     url: str
-    connection: ClientConnection
+    connection: Any
 
 
 class SandboxHosts:
