@@ -57,8 +57,13 @@ class Backend(Protocol):
         fails.
         """
 
+    def write_beside(self, work: Job[T]) -> T:
+        """Run `work` in a transaction that the writers neither wait for nor notice, as far as this database
+        can; it may run again after a lost connection. Any thread calls this.
+        """
+
     def commits(self) -> int:
-        """Return a number that changes with any commit by any process."""
+        """Return a number that changes with any commit of `write` by any process."""
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
@@ -139,6 +144,15 @@ class Database:
             return self._backend.query(read)
         except sa.exc.DBAPIError as error:
             raise StoreError(f"the store cannot be read: {error.orig}") from error
+
+    def write_beside(self, work: Job[T]) -> T:
+        """Write what concerns no other writer, without waiting for them. Raises StoreError if that fails."""
+        if self._closed:
+            raise StoreError("the store is closed")
+        try:
+            return self._backend.write_beside(work)
+        except sa.exc.DBAPIError as error:
+            raise StoreError(f"the store refused a write: {error.orig}") from error
 
     def cursor(self) -> int:
         """Return a number that changes with any commit by any process, for `wait` of this object only."""

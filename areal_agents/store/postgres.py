@@ -3,11 +3,11 @@
 A store is a schema of the database, so one database can hold many. Writers exclude one another by an
 advisory lock that lasts for a transaction, as BEGIN IMMEDIATE does in SQLite, so both stores behave alike;
 those that only add turns share the lock.
-Every commit sends a notification, by which waiting processes notice it. A lost connection, as after a restart
-of the server or when a standby takes its place, is opened again: a write whose commit was not acknowledged is
-repeated, unless its transaction was committed. Each process counts its commits in the table `writers`, in the
-same transactions, so the count tells that on whichever server it is. (The number of a transaction does not: a
-standby that did not get it gives the number to another one.)
+Every commit sends a notification, which processes hear that have waited for one. A lost connection, as after
+a restart of the server or when a standby takes its place, is opened again: a write whose commit was not
+acknowledged is repeated, unless its transaction was committed. Each process counts its commits in the table
+`writers`, in the same transactions, so the count tells that on whichever server it is. (The number of a
+transaction does not: a standby that did not get it gives the number to another one.)
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ DEFAULT_SCHEMA = "areal_agents"
 
 _LOST_S = 60.0  # how long the server may be away before a read or a write fails
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
+# How long a writer that does nothing, because it is stopped or cut off, keeps the others waiting. Then its
+# transaction is undone, and it repeats it when it goes on.
+_HELD_S = 10.0
 _OTHERS_S = 10.0  # longest wait of a migration for other processes to close the store
 _LISTEN_S = 1.0  # how often the listening thread looks whether it should end
 _EPOCH_S = "extract(epoch FROM clock_timestamp())::double precision"
@@ -155,8 +158,19 @@ class PostgresBackend:
                 self._discard_writer()
                 self._writer_retry.after(error)
 
+    def write_beside(self, work: Job[T]) -> T:
+        """Run `work` in a transaction without the writers' lock, of which no other process is told."""
+        retry = Retry(self._shown)
+        while True:
+            try:
+                with self._engine.begin() as connection:
+                    return work(connection)
+            except sa.exc.OperationalError as error:
+                retry.after(error)
+
     def commits(self) -> int:
-        """Return a number that changes with any commit by any process."""
+        """Return a number that changes with any commit of `write` by any process."""
+        self._listener.listen()
         return self._own_commits + self._listener.heard
 
     def close(self) -> None:
@@ -181,6 +195,7 @@ class PostgresBackend:
         """Connect. Raises StoreError if a newer release has migrated the store since it was opened."""
         connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         try:
+            connection.exec_driver_sql(f"SET idle_in_transaction_session_timeout = '{_HELD_S:g}s'")
             [found] = connection.execute(sa.select(alembic_version.c.version_num)).scalars()
             if found != str(SCHEMA_VERSION):
                 raise StoreError(
@@ -256,21 +271,27 @@ class Retry:
 class _Listener:
     """Counts the notifications of commits, on a thread with a connection of its own.
 
-    The session of this connection also has the lock of the store's users, which a migration waits for.
+    The session of this connection also has the lock of the store's users, which a migration waits for. It
+    listens only in a process that waits for commits, because each notification costs each listener something.
     """
 
     def __init__(self, engine: sa.Engine, channel: str, users_key: int) -> None:
         self._engine = engine
         self._channel = channel
         self._users_key = users_key
-        self._ended, self._listens = threading.Event(), threading.Event()
+        self._ended, self._connected = threading.Event(), threading.Event()
+        self._wanted = threading.Event()  # that it listens, or ends
         self._thread = threading.Thread(target=self._run, name="store-listener", daemon=True)
         self.heard = 0
 
     def start(self) -> None:
-        """Start to listen, and return when every later commit is heard, or the server does not answer."""
+        """Start the thread, and return when its session has the lock, or the server does not answer."""
         self._thread.start()
-        self._listens.wait(_LOST_S)
+        self._connected.wait(_LOST_S)
+
+    def listen(self) -> None:
+        """Have later commits heard, soon."""
+        self._wanted.set()
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -278,6 +299,7 @@ class _Listener:
             self._ended.set()
             return
         self._ended.set()
+        self._wanted.set()
         with contextlib.suppress(sa.exc.DBAPIError), self._engine.begin() as connection:
             connection.exec_driver_sql(f"NOTIFY {self._channel}")  # so that the thread need not wait
         self._thread.join()
@@ -288,11 +310,12 @@ class _Listener:
             try:
                 with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                     connection.exec_driver_sql(f"SELECT pg_advisory_lock_shared({self._users_key})")
-                    connection.exec_driver_sql(f"LISTEN {self._channel}")
-                    self.heard += 1  # there may have been commits while nobody listened
-                    self._listens.set()
+                    self._connected.set()
                     pause_s = _FIRST_RETRY_S
                     try:
+                        self._wait_until_wanted(driver_of(connection))
+                        connection.exec_driver_sql(f"LISTEN {self._channel}")
+                        self.heard += 1  # there may have been commits while nobody listened
                         self._listen(driver_of(connection))
                     finally:
                         connection.invalidate()  # no other user of the pool may get a connection that listens
@@ -302,6 +325,11 @@ class _Listener:
                 logger.debug("the connection that listens for commits was lost: %s", error)
                 self._ended.wait(pause_s)
                 pause_s = min(2 * pause_s, _LAST_RETRY_S)
+
+    def _wait_until_wanted(self, driver: Any) -> None:
+        while not self._wanted.wait(_LISTEN_S):
+            for _ in driver.notifies(timeout=0):  # fails if the connection is lost
+                pass
 
     def _listen(self, driver: Any) -> None:
         while not self._ended.is_set():

@@ -73,6 +73,11 @@ class SqliteBackend:
             raise
         return result
 
+    def write_beside(self, work: Job[T]) -> T:
+        """Run `work` in a transaction. It waits for the other writers, whose transactions are short."""
+        with self._writer_engine.begin() as connection:
+            return work(connection)
+
     def commits(self) -> int:
         """Return a number that changes with any commit by any process."""
         assert self._watcher is not None, "the backend is open"

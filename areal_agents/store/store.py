@@ -428,7 +428,7 @@ class Store:
     def beat_role(self, role: Role, index: int, epoch: int, *, url: str | None) -> bool:
         """Write a heartbeat and the address; return whether the place is still that of this process."""
         job = partial(roles.beat, role=role, index=index, epoch=epoch, url=url)
-        return self._database.submit(job).result()
+        return self._database.write_beside(job)
 
     def leave_role(self, role: Role, index: int, epoch: int) -> None:
         """Leave a place in the run; no effect if another process has it."""

@@ -18,7 +18,7 @@ from store_support import complete_group, make_turn, open_episode, reward
 
 from areal_agents.errors import ConfigError, StoreError
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.store import Conflict, Store, pages, reads
+from areal_agents.store import Conflict, Store, pages, postgres, reads
 from areal_agents.store.database import driver_of
 from areal_agents.store.read_only import ReadOnlyStore
 
@@ -109,6 +109,45 @@ def test_a_transaction_that_was_lost_before_its_commit_is_repeated(server: Postg
             return len(runs)
 
         assert store._database.submit(job).result(timeout=60) == 2
+
+
+def test_a_process_that_is_stopped_in_its_transaction_does_not_hold_up_the_others(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "_HELD_S", 1.0)
+    url = server.new_store()
+    with Store.open(url) as stopped, Store.open(url) as other:
+        place = other.claim_role("engine", 0, host="h", pid=1)
+        runs: list[int] = []
+        begun, goes_on = threading.Event(), threading.Event()
+
+        def job(connection: sa.Connection) -> int:
+            runs.append(connection.exec_driver_sql("SELECT count(*) FROM episodes").scalar_one())
+            begun.set()
+            assert goes_on.wait(60)
+            return runs[-1]
+
+        written = stopped._database.submit(job)
+        assert begun.wait(60)
+        began = time.monotonic()
+        assert other.beat_role("engine", 0, place.epoch, url="http://h")
+        beaten_s = time.monotonic() - began
+        open_episode(other, "e")  # waits until the server undoes the other transaction
+        assert beaten_s < 0.9 < time.monotonic() - began < 30.0
+        goes_on.set()
+        assert written.result(timeout=60) == 1 and runs == [0, 1]
+
+
+def test_only_processes_that_wait_for_commits_are_told_of_them(server: PostgresServer) -> None:
+    url = server.new_store()
+    with Store.open(url) as writer, Store.open(url) as waiting:
+        listeners = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN %'"
+        open_episode(writer, "before")
+        assert server.execute(listeners) == [(0,)]
+        cursor = waiting.cursor()
+        open_episode(writer, "e")
+        assert waiting.wait(cursor, 30.0) != cursor
+        assert server.execute(listeners) == [(1,)]
 
 
 def test_writes_do_not_wait_for_a_server_one_after_another(
