@@ -280,7 +280,7 @@ class _Listener:
         self._channel = channel
         self._users_key = users_key
         self._ended, self._connected = threading.Event(), threading.Event()
-        self._wanted = threading.Event()  # that it listens, or ends
+        self._wanted, self._listens = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-listener", daemon=True)
         self.heard = 0
 
@@ -290,8 +290,10 @@ class _Listener:
         self._connected.wait(_LOST_S)
 
     def listen(self) -> None:
-        """Have later commits heard, soon."""
-        self._wanted.set()
+        """Have every later commit heard; if the server does not answer, when it does."""
+        if not self._listens.is_set():
+            self._wanted.set()
+            self._listens.wait(_LISTEN_S)
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -316,6 +318,7 @@ class _Listener:
                         self._wait_until_wanted(driver_of(connection))
                         connection.exec_driver_sql(f"LISTEN {self._channel}")
                         self.heard += 1  # there may have been commits while nobody listened
+                        self._listens.set()
                         self._listen(driver_of(connection))
                     finally:
                         connection.invalidate()  # no other user of the pool may get a connection that listens

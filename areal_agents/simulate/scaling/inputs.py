@@ -175,13 +175,10 @@ class ScalingInputs(BaseModel):
     )
 
     # the store
-    transaction_ms: float = _input(
-        1.29, "Time in which a transaction of one process excludes all others.", "measured",
+    turn_ms: float = _input(
+        0.21, "Time in which a turn that one process writes excludes all others.", "measured",
         f"{_BENCH_STORE}: 3,443 turns/s by 4 processes (mean of three), 4,347 by 1", ge=0,
     )  # fmt: skip
-    turn_ms: float = _input(
-        0.21, "… for each turn that it writes.", "measured", f"{_BENCH_STORE}: the same", ge=0
-    )
     turn_overhead_bytes: float = _input(
         600, "Bytes of a row of `turns` besides tokens and text.", "assumed", ge=0
     )
@@ -198,7 +195,14 @@ class ScalingInputs(BaseModel):
     )
     read_ms: float = _input(0.1, "Processor time of a small read in the database.", "assumed", ge=0)
     row_us: float = _input(1.0, "… for each row of it.", "assumed", ge=0)
-    notification_us: float = _input(20.0, "… of a notification of a commit to one process.", "assumed", ge=0)
+    notification_us: float = _input(
+        20.0,
+        "… of a notification of a commit to one process.",
+        "measured",
+        "docs/async.md",
+        ge=0,
+    )
+    beat_ms: float = _input(0.6, "… of a heartbeat.", "measured", "docs/async.md", ge=0)
 
     # the weights
     bucket_bytes: float = _input(

@@ -45,14 +45,17 @@ def _capacities(inputs: ScalingInputs, costs: Costs, size: ClusterEstimate) -> I
     in_flight = (inputs.max_staleness + 1) * size.groups * inputs.group_size
     held = size.engines * costs.engine.slots
     reading = size.reads_per_s * inputs.read_ms / 1e3 + size.read_rows_per_s * inputs.row_us / 1e6
-    notifying = size.commits_per_s * size.processes * inputs.notification_us / 1e6
-    # A proxy writes all that waits in one transaction; a heartbeat comes from a process of its own.
-    writing = (size.beats_per_s * inputs.transaction_ms + size.calls_per_s * inputs.turn_ms) / 1e3
+    # Only the trainer and the rollout processes wait for commits, and of heartbeats nobody is told.
+    told_of = size.commits_per_s - size.beats_per_s
+    notifying = told_of * (size.rollouts + 1) * inputs.notification_us / 1e6
+    beating = size.beats_per_s * inputs.beat_ms / 1e3
+    writing = size.calls_per_s * inputs.turn_ms / 1e3  # a proxy writes all that waits in one transaction
     may_take_s = inputs.sync_share * size.step_s
     exchange_s = costs.trainer.exchange_s(size.trainers)
     yield "health checks, in each proxy", size.check_share / inputs.proxy_share
     yield "health checks, in the database", reading / inputs.database_cores
     yield "notifications of commits", notifying / inputs.database_cores
+    yield "heartbeats, in the database", beating / inputs.database_cores
     yield "writers of the store, one at a time", writing
     yield f"publishing, `{USED}`", size.publications[USED].trainer_s / may_take_s
     yield "contexts read again after a swap", size.refill_s / may_take_s
