@@ -33,10 +33,10 @@ def listen(host: str, port: int, *, setting: str = "") -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """Return the base URL of a listening socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://{address_of(host, port)}"
+    return f"{scheme}://{address_of(host, port)}"
 
 
 def address_of(host: str, port: int) -> str:

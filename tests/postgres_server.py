@@ -23,10 +23,18 @@ class PostgresServer:
     Args:
         port: where it also listens at 127.0.0.1; None: nowhere.
         standby_of: a server that listens at a port and is running; this one begins as its standby.
+        certificate: PEM files with a certificate and its key, for connections with TLS; None: there are none.
     """
 
-    def __init__(self, *, port: int | None = None, standby_of: PostgresServer | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        port: int | None = None,
+        standby_of: PostgresServer | None = None,
+        certificate: tuple[str, str] | None = None,
+    ) -> None:
         self._port = port
+        self._certificate = certificate
         self._primary = standby_of
         # Not in pytest's folder: its path is too long for a socket, and it is for its owner only.
         self._folder = Path(tempfile.mkdtemp(prefix="areal-agents-postgres-"))
@@ -58,6 +66,11 @@ class PostgresServer:
         subprocess.run(
             self._command(*made), cwd=self._folder, check=True, stdout=subprocess.DEVNULL, timeout=_START_S
         )
+        for source, name in zip(self._certificate or (), ("server.crt", "server.key"), strict=False):
+            copy = self._folder / "data" / name
+            shutil.copy(source, copy)
+            shutil.chown(copy, (self._folder / "data").owner())
+            copy.chmod(0o600)
         self.start()
         return self
 
@@ -74,6 +87,8 @@ class PostgresServer:
         listens = ["-c", "listen_addresses="]
         if self._port is not None:
             listens = ["-c", "listen_addresses=127.0.0.1", "-c", f"port={self._port}"]
+        if self._certificate is not None:
+            listens += ["-c", "ssl=on"]
         with open(self._folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
                 self._command(

@@ -9,6 +9,7 @@ from areal_agents.cluster.launchers.ray.config import RayConfig
 from areal_agents.cluster.launchers.skypilot.config import SkyPilotConfig
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
 from areal_agents.core.settings import Settings
+from areal_agents.core.tls import TlsConfig
 
 
 class RoleCpus(Settings):
@@ -48,6 +49,9 @@ class ClusterConfig(Settings):
     )
     gpus_per_node: int = Field(default=8, ge=0, le=16, description="GPUs of each machine; 0: there are none.")
     cpus: RoleCpus = Field(default_factory=RoleCpus)
+    tls: TlsConfig | None = Field(
+        default=None, description="Proxies and engines serve HTTPS, and are verified; null: they serve HTTP."
+    )
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     skypilot: SkyPilotConfig = Field(default_factory=SkyPilotConfig)

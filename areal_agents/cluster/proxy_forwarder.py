@@ -5,6 +5,9 @@ address. So a rollout process, its agents and sandboxes connect to a forwarder b
 bytes of each connection to a proxy that is running: any of them answers any call. A connection to a proxy
 that has moved or is dead is closed, because nothing else may tell the client; when the client tries again, it
 reaches another proxy.
+
+The forwarder itself serves HTTP, to programs of its machine. Where the proxies serve HTTPS, it encrypts what
+it passes on, and passes nothing to a server without a certificate for its address.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +53,7 @@ class ProxyForwarder:
         self._order = [(preferred + offset) % count for offset in range(count)]
         self._clients: set[_Client] = set()
         self._connecting: set[asyncio.Task[None]] = set()
+        self._tls = ssl.create_default_context()
         self._unreached: dict[str, float] = {}  # when an address could last not be reached
 
     @contextlib.contextmanager
@@ -88,9 +93,10 @@ class ProxyForwarder:
                 for index, url in self._running():
                     parts = urlsplit(url)
                     host, port = parts.hostname or "", parts.port or 80
+                    tls = self._tls if parts.scheme == "https" else None
                     try:
                         async with asyncio.timeout(_CONNECT_S):
-                            _, side = await loop.create_connection(_Side, host, port)
+                            _, side = await loop.create_connection(_Side, host, port, ssl=tls)
                     except OSError as error:  # TimeoutError is one too
                         self._unreached[url] = time.monotonic()
                         what = str(error) or "no answer"

@@ -22,9 +22,11 @@ from urllib.parse import urlsplit
 
 from areal_agents.cluster.place import Place, own_address
 from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
-from areal_agents.cluster.run_record import RunRecord
+from areal_agents.cluster.run_record import RunKeys, RunRecord
 from areal_agents.cluster.sandbox_role import serve_sandboxes
 from areal_agents.config import Config, save_config
+from areal_agents.core.secret_variables import RUN_TOKEN
+from areal_agents.core.tls import trusting
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
@@ -55,10 +57,12 @@ def run_role(
         run_dir: the run folder on this machine; "": that of the configuration.
 
     Raises:
-        ConfigError: the run has no such process, or another process has its place.
+        ConfigError: the run has no such process, this one does not have the token of the run, or another
+            process has its place.
         StoreError: the store cannot be opened, or has no run.
     """
     end_with_supervisor()
+    token = os.environ.pop(RUN_TOKEN, "")  # what this process starts does not need it
     with (
         _told_to_end() as told,
         Store.open(store_url) as store,
@@ -66,6 +70,7 @@ def run_role(
     ):
         record = RunRecord.read(store)
         config, _ = record.resolved(Path(own))
+        record.keys(token, config)  # refuses a process that has no part in the run
         count = counts(config, record.nodes)[role]
         if index >= count:
             raise ConfigError(
@@ -83,9 +88,11 @@ def run_role(
                 file.unlink()  # the programs in its sandboxes might read it
             logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
             count = counts(config, record.nodes)[role]
-            if role == "sandbox":
-                return serve_sandboxes(store, config, record.secret, place, told, port)
-            return _Process(store, record, config, file, place, count, told).run(port)
+            with trusting(config.cluster.tls):
+                keys = record.keys(token, config)
+                if role == "sandbox":
+                    return serve_sandboxes(store, config, keys.secret, place, told, port)
+                return _Process(store, record, keys, config, file, place, count, told).run(port)
 
 
 def counts(config: Config, nodes: int) -> dict[Role, int]:
@@ -110,6 +117,7 @@ class _Process:
         self,
         store: Store,
         record: RunRecord,
+        keys: RunKeys,
         config: Config,
         file: Path,
         place: Place,
@@ -118,10 +126,12 @@ class _Process:
     ) -> None:
         self._store = store
         self._record = record
+        self._keys = keys
         self._config = config
         self._file = file
         self._place = place
         self._role, self._index, self._host = place.row.role, place.row.index, place.row.host
+        self._scheme = "http" if config.cluster.tls is None else "https"
         self._told = told
         self._count = count
         self._is_trainer = self._role == "trainer"
@@ -144,11 +154,11 @@ class _Process:
 
     def _endpoints(self, port: int) -> Endpoints | None:
         """Wait for the processes that this one needs, and return the addresses; None if told to end."""
-        place = ClusterPlace(self._index, self._count, self._place.row.epoch, self._record.secret)
+        place = ClusterPlace(self._index, self._count, self._place.row.epoch, self._keys.secret)
         engines = self._config.engine.urls
         if self._role == "engine":
             # The other engines are nothing to this one, but its place in the list is its index.
-            engines = ("",) * self._index + (f"http://{address_of(self._host, port)}",)
+            engines = ("",) * self._index + (f"{self._scheme}://{address_of(self._host, port)}",)
         elif not engines:
             found = self._wait_for("engine", self._config.engine.replicas)
             if found is None:
@@ -157,11 +167,10 @@ class _Process:
         if self._role == "rollout" and self._wait_for("proxy", self._config.cluster.proxies) is None:
             return None
         # A rollout process reaches the proxies through its own port.
-        record = self._record
-        keys = record.admin_key, record.view_key
+        keys = self._keys
         # A rollout process, which runs the agents, has nothing to do with engines.
-        engine_key = "" if self._role == "rollout" else record.engine_key
-        return Endpoints(engines, self._host, port, *keys, engine_key, place)
+        engine_key = "" if self._role == "rollout" else keys.engine
+        return Endpoints(engines, self._host, port, keys.admin, keys.view, engine_key, place)
 
     def _child(self, endpoints: Endpoints, port: int) -> int:
         """Run the child to its end, and return the exit code."""
@@ -173,7 +182,7 @@ class _Process:
             if command is None:
                 return EXIT_STOPPED
             if self._role in ("engine", "proxy"):
-                self._place.announce(f"http://{address_of(self._host, port)}")
+                self._place.announce(f"{self._scheme}://{address_of(self._host, port)}")
             mark = f"{folder.log(f'{self._role}-{self._index}')}@{os.getpid()}"
             child = subprocess.Popen(
                 [sys.executable, "-m", *command],

@@ -15,6 +15,7 @@ from pathlib import Path
 from areal_agents.cluster.place import Place
 from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
 from areal_agents.config import Config
+from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError, SandboxError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.agent_sandbox import sandboxed_agent
@@ -65,7 +66,7 @@ def serve_sandboxes(
             server = f"http://{_LOOPBACK}:{own}"
         token, places = token_of(secret, row.index, row.epoch), config.cluster.sandbox_places
         host = SandboxHost(token, places=places, model_server=server)
-        return asyncio.run(_serve(host, agent, place, told, port))
+        return asyncio.run(_serve(host, agent, place, told, port, config.cluster.tls))
 
 
 async def _serve(
@@ -74,12 +75,13 @@ async def _serve(
     place: Place,
     told: threading.Event,
     port: int,
+    tls: TlsConfig | None,
 ) -> int:
     try:
         await _prepare(host, agent)
         listener = listen(place.row.host, port)
-        await host.listen(listener)
-        url = url_of(listener)
+        await host.listen(listener, tls)
+        url = url_of(listener, "http" if tls is None else "https")
         await asyncio.to_thread(place.announce, url)
         logger.info("sandboxes with isolation %s at %s", agent.isolation, url)
         while not told.is_set():

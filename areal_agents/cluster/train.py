@@ -6,6 +6,8 @@ of its own: it can be ended and started again on any machine that sees the run f
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
 import tempfile
 import time
@@ -20,8 +22,10 @@ from areal_agents.cluster.follow import take_places_away
 from areal_agents.cluster.launchers.base import Launcher, RoleProcess
 from areal_agents.cluster.place import Place, own_address
 from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
-from areal_agents.cluster.run_record import RunRecord, text_of
+from areal_agents.cluster.run_record import RunKeys, RunRecord, text_of
 from areal_agents.config import Config, save_config
+from areal_agents.core.secret_variables import RUN_TOKEN, given_engine_key
+from areal_agents.core.tls import trusting
 from areal_agents.errors import ConfigError
 from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.children import Children
@@ -32,7 +36,6 @@ from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary
 from areal_agents.launch.supervision import end_with_supervisor
 from areal_agents.launch.train import (
-    engine_key_for,
     finish,
     has_ended,
     report_resume,
@@ -98,6 +101,7 @@ def train_on_cluster(
         with (
             Store.open(url, config.store.durability) as store,
             Place.claim(store, "supervisor", 0, host=own_address(url)) as place,
+            trusting(config.cluster.tls),
         ):
             run = _ClusterRun(config, folder, store, url, launcher, nodes, report, place.row.epoch)
             begun = time.monotonic()
@@ -170,6 +174,9 @@ class _ClusterRun:
         self._launcher = launcher
         self._nodes = nodes
         self._report = report
+        # Only processes that something else starts have to be given a token.
+        is_external = launcher.name == "external"
+        self._token = os.environ.get(RUN_TOKEN, "") or ("" if is_external else secrets.token_urlsafe(24))
 
     def train(self) -> float | None:
         """Run every process until the last step is trained and evaluated; return the engines' idle share."""
@@ -181,13 +188,19 @@ class _ClusterRun:
             text,
             nodes=self._nodes,
             first_version=store.max_version() + 1,
-            admin_key=config.proxy.admin_key or "",
-            engine_key=engine_key_for(config),
+            token=self._token,
+            engine_key=given_engine_key() if config.engine.urls else "",
             epoch=self._epoch,
         )
+        keys = record.keys(self._token, config)
         record.write(store)
         if self._launcher.name == "external":
             take_places_away(store, processes_of(config, self._url, nodes=self._nodes))
+        if not self._token:
+            report.event(
+                f"{RUN_TOKEN} is not set, so the store has the keys of the run, and who can read it can take "
+                "part (docs/security.md)"
+            )
         if self._launcher.name != "local" and ip_address(own_address(self._url)).is_loopback:
             report.event(
                 "warning: this machine reaches the store at a loopback address, where other machines do not "
@@ -197,7 +210,7 @@ class _ClusterRun:
         with Children(say=report.event, events=folder.process_events) as children, report:
             names = self._start(children)
             ending = [name for name in names if name.partition("-")[0] in ("trainer", "rollout")]
-            endpoints = self._addresses(children, record)
+            endpoints = self._addresses(children, keys)
             folder.write_endpoints(endpoints)
             if config.trainer.publish.transport == "object_storage":  # engines may be out of reach here
                 wait_for_fetchers(
@@ -241,12 +254,12 @@ class _ClusterRun:
         return names
 
     def _environment(self, process: RoleProcess) -> Mapping[str, str]:
-        own = environment_of(process)
+        own = {**environment_of(process), **({RUN_TOKEN: self._token} if self._token else {})}
         if self._launcher.name != "local":
             return own
         return {**own, **threads_for(process.role, engines=self._config.engine.replicas)}
 
-    def _addresses(self, children: Children, record: RunRecord) -> Endpoints:
+    def _addresses(self, children: Children, keys: RunKeys) -> Endpoints:
         """Wait until engines and proxies have addresses, and return them."""
 
         def is_over() -> bool:
@@ -261,8 +274,15 @@ class _ClusterRun:
         proxies = wait_for_addresses(self._store, "proxy", config.cluster.proxies, is_over=is_over, say=say)
         assert engines is not None and proxies is not None, "the wait ends only with them, or an error"
         first = urlsplit(proxies[0])
-        keys = record.admin_key, record.view_key, record.engine_key
-        return Endpoints(tuple(engines), first.hostname or "", first.port or 80, *keys)
+        return Endpoints(
+            tuple(engines),
+            first.hostname or "",
+            first.port or 80,
+            keys.admin,
+            keys.view,
+            keys.engine,
+            scheme=first.scheme,
+        )
 
 
 def environment_of(process: RoleProcess) -> dict[str, str]:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 ENGINE_KEY = "AREAL_AGENTS_ENGINE_KEY"  # the key that requests to the engines must have
 TEACHER_KEY = "AREAL_AGENTS_TEACHER_KEY"  # the same for the engine of a teacher
+RUN_TOKEN = "AREAL_AGENTS_RUN_TOKEN"  # from which the processes of a cluster compute the keys of their run
 ADMIN_KEY = "AREAL_AGENTS_ADMIN_KEY"  # the key of the proxy's control API
-_ALL = (ENGINE_KEY, TEACHER_KEY, ADMIN_KEY)
+_ALL = (ENGINE_KEY, TEACHER_KEY, RUN_TOKEN, ADMIN_KEY)
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:

@@ -193,7 +193,8 @@ def _summary_of_store(
     )
     endpoints = _endpoints(folder)
     if running_rows is not None and endpoints:
-        proxy = f"http://{address_of(endpoints['proxy_host'], endpoints['proxy_port'])}"
+        scheme, host, port = endpoints.get("scheme", "http"), endpoints["proxy_host"], endpoints["proxy_port"]
+        proxy = f"{scheme}://{address_of(host, port)}"
         waiting = Waiting(endpoints["engine_urls"], proxy, groups=config["rollout"]["groups"])
         yield f"the next step: {waiting.reason(groups, activity, started=bool(running_rows))}"
     yield from (f"failed episode {e.id}: {_beginning(e.error or '')}" for e in failed)

@@ -18,6 +18,7 @@ import httpx
 
 from areal_agents.config import Config
 from areal_agents.core.secret_variables import bearer
+from areal_agents.core.tls import TlsConfig
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import SERVERS, EmbeddedEngineConfig
@@ -117,7 +118,8 @@ def serve_engine(config: Config, folder: RunFolder, *, replica: int, gpus: Seque
             return
         from areal_agents.inference.embedded.server import serve
 
-        serve(_embedded(config, folder, placement, replica), key=endpoints.engine_key)
+        options = _embedded(config, folder, placement, replica)
+        serve(options, key=endpoints.engine_key, tls=_tls(config, folder))
 
 
 def adapter_rank(config: Config) -> int:
@@ -346,6 +348,7 @@ def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica:
         host=host,
         port=port,
         seed=config.seed + replica,
+        tls=_tls(config, folder),
         lora_rank=adapter_rank(config),
         lora_targets=targets,
         routed_experts=config.engine.routed_experts,
@@ -356,6 +359,7 @@ def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica:
         server_environment(config.engine, placement, host, folder.read_endpoints().engine_key),
         host=host,
         port=port,
+        scheme="http" if _tls(config, folder) is None else "https",
         log_path=folder.log(engine_name(replica, config.engine.replicas)),
         start_timeout_s=config.engine.start_timeout_s,
     )
@@ -370,6 +374,7 @@ def _vllm(config: Config, folder: RunFolder, placement: GpuPlacement, replica: i
         host=host,
         port=port,
         seed=config.seed + replica,
+        tls=_tls(config, folder),
         lora_rank=adapter_rank(config),
     )
     return VLLMProcess(
@@ -377,6 +382,7 @@ def _vllm(config: Config, folder: RunFolder, placement: GpuPlacement, replica: i
         vllm_environment(config.engine, placement, host, folder.read_endpoints().engine_key),
         host=host,
         port=port,
+        scheme="http" if _tls(config, folder) is None else "https",
         log_path=folder.log(engine_name(replica, config.engine.replicas)),
         start_timeout_s=config.engine.start_timeout_s,
     )
@@ -403,6 +409,11 @@ def _embedded(
         device=f"cuda:{placement.gpus[0]}" if placement.gpus else "cpu",
         seed=config.seed + replica,
     )
+
+
+def _tls(config: Config, folder: RunFolder) -> TlsConfig | None:
+    """Return the files to serve HTTPS with, as engines of a cluster may; None on one machine."""
+    return None if folder.read_endpoints().place is None else config.cluster.tls
 
 
 def _address(folder: RunFolder, replica: int) -> tuple[str, int]:

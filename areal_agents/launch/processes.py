@@ -135,6 +135,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         telemetry=config.telemetry,
         run=config.name,
         place=None if place is None else ProxyPlace(place.index, place.epoch, place.count, place.secret),
+        tls=None if place is None else config.cluster.tls,
     )
 
 

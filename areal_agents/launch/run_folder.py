@@ -47,17 +47,18 @@ class Endpoints:
     view_key: str = ""  # opens the page of the proxy, and nothing else
     engine_key: str = ""  # that requests to the engines must have; "": they want none
     place: ClusterPlace | None = None
+    scheme: str = "http"  # of the proxy's URL
 
     @property
     def proxy_url(self) -> str:
         """Base URL of the proxy, without a path."""
-        return f"http://{address_of(self.proxy_host, self.proxy_port)}"
+        return f"{self.scheme}://{address_of(self.proxy_host, self.proxy_port)}"
 
     @property
     def local_url(self) -> str:
         """The same for a browser of this machine, which opens no address that stands for every one."""
         host = "127.0.0.1" if self.proxy_host in ("0.0.0.0", "") else self.proxy_host
-        return f"http://{address_of(host, self.proxy_port)}"
+        return f"{self.scheme}://{address_of(host, self.proxy_port)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ def chosen_endpoints(config: Config) -> Iterator[Endpoints]:
 
 def engine_key_for(config: Config) -> str:
     """Return the key of the engines: that of running servers, or a new one for those that the run starts."""
-    return given_engine_key() or ("" if config.engine.urls else new_engine_key())
+    return given_engine_key() if config.engine.urls else new_engine_key()
 
 
 def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int = 0) -> dict[str, str]:

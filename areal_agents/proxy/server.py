@@ -22,6 +22,7 @@ import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_agents.core.secret_variables import new_engine_key
+from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.inference.clients import EngineClient, Protocol
@@ -82,6 +83,7 @@ def serve(
     telemetry: TelemetryConfig | None = None,
     run: str = "",
     place: ProxyPlace | None = None,
+    tls: TlsConfig | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
@@ -106,6 +108,7 @@ def serve(
         place: the place of this proxy among those of a run on several machines. They share `max_concurrent`
             and `max_queued` equally, and the store has the present addresses of the engines. None: the proxy
             is the only one.
+        tls: the files to serve HTTPS with; None: HTTP is served.
         announce: called with one line for the user when the proxy is about to answer requests.
 
     Raises:
@@ -148,9 +151,10 @@ def serve(
         engines = EngineUrls(
             tuple(engine_urls), router_url, adapters, vocab_size, place is not None, protocol, engine_key
         )
-        announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
+        url = url_of(listener, "http" if tls is None else "https")
+        announce(f"serving {Path(model).name} at {url}/v1 (engine {engines.describe()})")
         announce(recording_notice(store, config))
-        announce_page(page, url_of(listener), announce)
+        announce_page(page, url, announce)
         serve_with_engines(
             listener,
             engines=engines,
@@ -158,6 +162,7 @@ def serve(
             renderer=renderer,
             config=config,
             peers=peers,
+            tls=tls,
             # Only the first removes turns, so that no turn is exported twice.
             retention=retention_of(opened, settings) if place is None or place.index == 0 else None,
             page=page,
@@ -203,6 +208,7 @@ def serve_with_engines(
     config: ProxyConfig,
     worker: WorkerSockets | None = None,
     peers: Peers | None = None,
+    tls: TlsConfig | None = None,
     retention: Retention | None = None,
     page: Page | None = None,
     traces: Traces | None = None,
@@ -211,7 +217,7 @@ def serve_with_engines(
     """Serve on bound sockets, with running engines, until SIGTERM or Ctrl-C.
 
     `worker` is given if this is one of several processes on one port, and `peers` if it is one of several on
-    ports of their own. `on_ready` is called once requests are answered.
+    ports of their own; with `tls` it serves HTTPS. `on_ready` is called once requests are answered.
     """
     allow_many_connections()
     pool = make_pool(
@@ -243,7 +249,7 @@ def serve_with_engines(
 
     async def run() -> None:
         try:
-            servers.append(build_server(served, handover, max_message_bytes=most_bytes))
+            servers.append(build_server(served, handover, max_message_bytes=most_bytes, tls=tls))
             await servers[0].serve(sockets=list(listeners))
         finally:
             await pool.aclose()
@@ -276,13 +282,18 @@ async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:
 
 
 def build_server(
-    app: ASGIApp, handover: Handover | None = None, *, max_message_bytes: int | None = None
+    app: ASGIApp,
+    handover: Handover | None = None,
+    *,
+    max_message_bytes: int | None = None,
+    tls: TlsConfig | None = None,
 ) -> uvicorn.Server:
     """Return the HTTP server of the proxy; set its `should_exit` to stop it.
 
     With `handover` it is the server of one of several workers, which pass connections to one another.
     `max_message_bytes` limits the messages on WebSockets; without it, as for one of several proxies, because
-    the episodes of one WebSocket may belong to several, the app gets their requests as HTTP requests.
+    the episodes of one WebSocket may belong to several, the app gets their requests as HTTP requests. With
+    `tls` it serves HTTPS.
     """
     has_websockets = max_message_bytes is not None
     config = uvicorn.Config(
@@ -301,6 +312,8 @@ def build_server(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
         backlog=BACKLOG,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else tls.key,
     )
     return uvicorn.Server(config) if handover is None else HandoverServer(config, handover)
 

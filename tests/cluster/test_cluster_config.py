@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from areal_agents.cluster.launchers.by_name import launcher_of
 from areal_agents.cluster.launchers.local import LocalLauncher
-from areal_agents.cluster.role import engine_gpus
+from areal_agents.cluster.role import engine_gpus, run_role
 from areal_agents.cluster.run_record import RunRecord, text_of
 from areal_agents.cluster.train import check_config, processes_of
 from areal_agents.config import Config, load_config
+from areal_agents.core.secret_variables import RUN_TOKEN
 from areal_agents.errors import ConfigError
 from areal_agents.store import Store
 
@@ -83,14 +85,42 @@ def test_a_launcher_that_does_not_exist_is_refused() -> None:
 
 def test_every_process_reads_the_configuration_from_the_store(tmp_path: Path) -> None:
     config = config_of("trainer.steps=7")
-    record = RunRecord.of(text_of(config, tmp_path), nodes=2, first_version=3, admin_key="", epoch=1)
+    record = RunRecord.of(text_of(config, tmp_path), nodes=2, first_version=3, epoch=1)
     with Store.open(tmp_path / "store.db") as store:
         with pytest.raises(ConfigError, match="areal-agents train CONFIG --launcher"):
             RunRecord.read(store)
         record.write(store)
         found = RunRecord.read(store)
-        assert found == record and len({record.admin_key, record.view_key, record.secret}) == 3
+
+        keys = found.keys("", config)
+        assert found == record and len({keys.admin, keys.view, keys.secret, keys.engine}) == 4
         assert found.resolved(tmp_path)[0] == config
         store.write_run({"config": "", "future": 1})
         with pytest.raises(ConfigError, match="another release"):
             RunRecord.read(store)
+
+
+def test_only_a_process_with_the_token_gets_the_keys_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, config = "t" * 32, config_of(f"run_dir={tmp_path / 'run'}")
+    text = text_of(config, tmp_path)
+    url = str(tmp_path / "store.db")
+    with Store.open(url) as store:
+        record = RunRecord.of(text, nodes=1, first_version=0, epoch=1, token=token)
+        record.write(store)
+        found, stored = RunRecord.read(store), str(store.read_run())
+        keys = found.keys(token, config)
+        assert keys == record.keys(token, config)
+        assert not any(secret in stored for secret in (token, keys.admin, keys.secret, keys.engine))
+        assert keys != RunRecord.of(text, nodes=1, first_version=0, epoch=1, token=token).keys(token, config)
+    with pytest.raises(ConfigError, match="needs the token of the run: set AREAL_AGENTS_RUN_TOKEN"):
+        run_role("engine", 0, url)
+    monkeypatch.setenv(RUN_TOKEN, "f" * 32)
+    with pytest.raises(ConfigError, match="is not the token of the run in this store"):
+        run_role("engine", 0, url)
+    assert RUN_TOKEN not in os.environ, "children of the process do not get it"
+    with Store.open(url) as store:
+        assert not store.role_rows(), "no place was taken"
+    with pytest.raises(ConfigError, match="at least 20 characters"):
+        RunRecord.of(text, nodes=1, first_version=0, epoch=1, token="short")

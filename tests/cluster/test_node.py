@@ -39,7 +39,7 @@ def supervising(store: Store, folder: Path, *, pause_s: float = 0.0) -> Iterator
         time.sleep(pause_s)
         run = folder / f"run-{place.row.epoch}"
         text = text_of(load_config(QUICK_START, [f"run_dir={run}"]), folder)
-        record = RunRecord.of(text, nodes=1, first_version=0, admin_key="", epoch=place.row.epoch)
+        record = RunRecord.of(text, nodes=1, first_version=0, epoch=place.row.epoch)
         record.write(store)
         yield run
 

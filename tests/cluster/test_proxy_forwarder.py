@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,9 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 import sqlalchemy as sa
+from tls_files import made_tls_files
 
 from areal_agents.cluster import proxy_forwarder
 from areal_agents.cluster.proxy_forwarder import ProxyForwarder
+from areal_agents.core.tls import TlsConfig, trusting
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.proxy.workers import places
 from areal_agents.proxy.workers.places import ProxyTable
@@ -34,7 +37,7 @@ class Servers:
         self.begun = threading.Event()
         self.release = threading.Event()
 
-    def start(self, index: int) -> Callable[[], None]:
+    def start(self, index: int, tls: TlsConfig | None = None) -> Callable[[], None]:
         """Start a server at a new address, as the next process of a place; return what ends it."""
         servers = self
 
@@ -57,6 +60,10 @@ class Servers:
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True
+        if tls is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(tls.certificate, tls.key)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         ended = contextlib.ExitStack()
@@ -65,7 +72,9 @@ class Servers:
         self._open.push(ended.__exit__)
         earlier = next((row.epoch for row in self.store.role_rows("proxy") if row.index == index), None)
         epoch = self.store.claim_role("proxy", index, host="h", pid=1, gone=earlier).epoch
-        assert self.store.beat_role("proxy", index, epoch, url=f"http://127.0.0.1:{server.server_port}")
+        scheme = "http" if tls is None else "https"
+        url = f"{scheme}://127.0.0.1:{server.server_port}"
+        assert self.store.beat_role("proxy", index, epoch, url=url)
         return ended.close
 
     def make_old(self, index: int) -> None:
@@ -149,3 +158,15 @@ def test_without_any_proxy_a_connection_is_closed(servers: Servers, monkeypatch:
         port = client.base_url.port
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 5):
         pass
+
+
+def test_proxies_with_https_are_verified_and_what_they_are_sent_is_encrypted(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls, other = made_tls_files(tmp_path / "tls"), made_tls_files(tmp_path / "other")
+    servers.start(0, tls)
+    with trusting(tls), forwarded(servers, preferred=0) as client:
+        assert ask(client, BODY) == b"0" + BODY
+    monkeypatch.setattr(proxy_forwarder, "_FIND_S", 0.5)
+    with trusting(other), forwarded(servers, preferred=0) as client, pytest.raises(httpx.TransportError):
+        ask(client)

@@ -146,6 +146,7 @@ NOT_RUN = {
     ("docs/gpus.md", "areal-agents train config.yaml profile=node"): "needs GPUs; tests/test_profiles.py",
     ("docs/gpus.md", "areal-agents train config.yaml trainer.ranks=16"): "tests/launch",
     ("docs/security.md", "areal-agents serve"): "tests/attack starts such a server",
+    ("docs/security.md", "openssl req -x509"): "tests/tls_files.py runs it",
     ("docs/serve-and-train.md", "areal-agents serve --model path/to/model"): "as in the README",
     ("docs/serve-and-train.md", "areal-agents train config.yaml"): "as in the README",
     ("docs/serve-and-train.md", "areal-agents serve --model runs"): "as in the README",

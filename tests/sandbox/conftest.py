@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_agents.core.tls import TlsConfig
 from areal_agents.sandbox.isolations import open_isolation
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
@@ -68,6 +69,7 @@ async def sandbox_host(
     model_server: str | None = None,
     base: Path | None = None,
     warm: SandboxSpec | None = None,
+    tls: TlsConfig | None = None,
 ) -> AsyncIterator[HostAddress]:
     """Serve sandboxes in this process, as a host of a run does.
 
@@ -79,8 +81,8 @@ async def sandbox_host(
         if warm is not None:
             await host.warm_up("process", warm, warm=2)
         listener = listen("127.0.0.1", 0)
-        await host.listen(listener)
-        yield HostAddress(url_of(listener), "the token")
+        await host.listen(listener, tls)
+        yield HostAddress(url_of(listener, "http" if tls is None else "https"), "the token")
     finally:
         await host.close()
 

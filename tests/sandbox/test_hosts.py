@@ -8,9 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tls_files import made_tls_files
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from areal_agents.core.tls import trusting
 from areal_agents.direct_http import direct_async_client
 from areal_agents.errors import SandboxError
 from areal_agents.sandbox.remote.client import RemoteIsolation
@@ -61,6 +63,18 @@ async def test_the_host_with_the_most_free_places_is_chosen() -> None:
         started = [await isolation.start(SPEC) for _ in range(5)]
         urls = [sandbox.place.url for sandbox in started]
         assert (urls.count(small.url), urls.count(large.url)) == (1, 4)
+        await isolation.close()
+
+
+async def test_a_host_with_tls_is_verified(tmp_path: Path) -> None:
+    tls, other = made_tls_files(tmp_path / "tls"), made_tls_files(tmp_path / "other")
+    async with sandbox_host(tls=tls) as host:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [host], place_s=0))
+        with trusting(other), pytest.raises(SandboxError, match="no sandbox host had a place"):
+            await isolation.start(SPEC)
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [host], place_s=20))
+        with trusting(tls):
+            await (await isolation.start(SPEC)).end()
         await isolation.close()
 
 

@@ -15,8 +15,10 @@ import pytest
 import sqlalchemy as sa
 from postgres_server import PostgresServer
 from store_support import complete_group, make_turn, open_episode, reward
+from tls_files import made_tls_files
 
 from areal_agents.errors import ConfigError, StoreError
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Conflict, Store, pages, postgres, reads
 from areal_agents.store.database import driver_of
@@ -341,3 +343,20 @@ def test_pages_show_the_same_of_both_stores(postgres: PostgresServer, tmp_path: 
 def test_a_page_says_that_there_is_no_store(postgres: PostgresServer) -> None:
     with pytest.raises(StoreError, match="not a store"), ReadOnlyStore(postgres.new_store()).read():
         pass
+
+
+def test_the_url_of_a_store_says_whether_its_server_is_verified(tmp_path: Path) -> None:
+    if (missing := PostgresServer.missing()) is not None:
+        pytest.skip(missing)
+    tls, other = made_tls_files(tmp_path / "tls"), made_tls_files(tmp_path / "other")
+    with (
+        reserved_ports(1) as [port],
+        PostgresServer(port=port, certificate=(tls.certificate, tls.key)) as server,
+    ):
+        url = f"postgresql://areal@127.0.0.1:{port}/postgres?schema=s&sslmode=verify-full&sslrootcert="
+        with Store.open(url + tls.authority) as store:
+            open_episode(store, "e")
+            sessions = "pg_stat_ssl JOIN pg_stat_activity USING (pid) WHERE client_addr IS NOT NULL"
+            assert server.execute(f"SELECT bool_and(ssl) FROM {sessions}") == [(True,)]
+        with pytest.raises(StoreError, match="certificate verify failed"):
+            Store.open(url + other.authority)

@@ -53,6 +53,11 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
     config = load_config(path, overrides, weights=False)
     check_config(config, ExternalLauncher(config.store.url or ""))
     assert config.store.url is not None  # as was just checked
+    if config.cluster.tls is not None:
+        raise ConfigError(
+            "cluster.tls: the addresses of pods and of new machines are not known before they run, so no "
+            "certificate has them; leave it out, and encrypt below the run, as a service mesh or a VPN does"
+        )
     name = object_name(config.name)
     processes = processes_of(config, config.store.url, nodes=max(1, config.trainer.nodes))
     if launcher == "skypilot":

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import uvicorn
 
+from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError, EngineError
 from areal_agents.inference.config import DEFAULT_MAX_CONTEXT, EmbeddedEngineConfig
 from areal_agents.inference.embedded.http.app import create_app
@@ -45,12 +46,13 @@ KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
 
 
-def serve(config: EmbeddedEngineConfig, *, key: str = "") -> None:
+def serve(config: EmbeddedEngineConfig, *, key: str = "", tls: TlsConfig | None = None) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Args:
         config: the options of the engine.
         key: the key that requests must have; "": everyone who reaches the engine may use it.
+        tls: the files to serve HTTPS with; None: HTTP is served.
 
     Raises:
         ConfigError: the model cannot be loaded, or the port is taken.
@@ -76,11 +78,14 @@ def serve(config: EmbeddedEngineConfig, *, key: str = "") -> None:
             log_level="warning",
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+            ssl_certfile=None if tls is None else tls.certificate,
+            ssl_keyfile=None if tls is None else tls.key,
         ),
         service,
     )
     host, port = listener.getsockname()[:2]
-    logger.info("engine ready on http://%s:%d after %.1f s", host, port, time.perf_counter() - started)
+    scheme = "http" if tls is None else "https"
+    logger.info("engine ready on %s://%s:%d after %.1f s", scheme, host, port, time.perf_counter() - started)
     # uvicorn raises a signal again when it has shut down for it; that must not end the process a second way.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, server.ask_to_exit)

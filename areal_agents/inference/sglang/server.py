@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.core.secret_variables import ENGINE_KEY
+from areal_agents.core.tls import TlsConfig
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
@@ -154,6 +155,7 @@ def server_command(
     routed_experts: bool = False,
     exact_in_place: bool = False,
     cumulative: bool = False,
+    tls: TlsConfig | None = None,
 ) -> list[str]:
     """Return the command that starts one server with the Python of `config`.
 
@@ -167,6 +169,7 @@ def server_command(
             the old weights. Serving is slower without them.
         cumulative: whether each streamed chunk repeats the earlier ones, as is SGLang's default; the client
             reads both forms.
+        tls: the files to serve HTTPS with; None: HTTP is served.
     """
     command = [config.python, str(SCRIPTS / "serve.py"), "--model-path", str(model)]
     command += ["--host", host, "--port", str(port), "--random-seed", str(seed)]
@@ -186,6 +189,9 @@ def server_command(
     if exact_in_place:
         command += ["--disable-overlap-schedule", "--disable-radix-cache"]
     command += _device_arguments(config, placement, lora=bool(lora_rank))
+    if tls is not None:
+        command += ["--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key]
+        command += ["--ssl-ca-certs", tls.authority]  # for the requests that it sends itself
     return [*command, *config.arguments]
 
 
@@ -260,12 +266,13 @@ class SGLangProcess(ServerProcess):
         host: str = "127.0.0.1",
         log_path: Path | None = None,
         start_timeout_s: float = 600.0,
+        scheme: str = "http",
     ) -> None:
         super().__init__(
             "SGLang", log_path=log_path, start_timeout_s=start_timeout_s, stop_timeout_s=STOP_TIMEOUT_S
         )
         self._command, self._environment = list(command), dict(environment)
-        self.url = f"http://{host}:{port}"
+        self.url = f"{scheme}://{host}:{port}"
 
     def start(self) -> None:
         """See ServerProcess.start."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.engine_process import ServerProcess
@@ -86,6 +87,7 @@ def server_command(
     host: str = "127.0.0.1",
     seed: int = 0,
     lora_rank: int = 0,
+    tls: TlsConfig | None = None,
 ) -> list[str]:
     """Return the command that starts one server with the Python of `config`.
 
@@ -93,6 +95,7 @@ def server_command(
 
     Args:
         lora_rank: largest rank of the adapters that it may load; 0 disables adapters.
+        tls: the files to serve HTTPS with; None: HTTP is served.
     """
     command = [config.python, str(SCRIPTS / "serve.py"), "--end-with-stdin", "--model", str(model)]
     command += ["--host", host, "--port", str(port), "--seed", str(seed)]
@@ -110,6 +113,8 @@ def server_command(
     else:
         command += ["--enforce-eager", "--max-num-seqs", str(CPU_SEQUENCES)]
         command += ["--kv-cache-memory-bytes", str(CPU_CACHE_GIB * 2**30)]
+    if tls is not None:
+        command += ["--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key]
     return [*command, *config.arguments]
 
 
@@ -146,12 +151,13 @@ class VLLMProcess(ServerProcess):
         host: str = "127.0.0.1",
         log_path: Path | None = None,
         start_timeout_s: float = 600.0,
+        scheme: str = "http",
     ) -> None:
         super().__init__(
             "vLLM", log_path=log_path, start_timeout_s=start_timeout_s, stop_timeout_s=STOP_TIMEOUT_S
         )
         self._command, self._environment = list(command), dict(environment)
-        self.url = f"http://{host}:{port}"
+        self.url = f"{scheme}://{host}:{port}"
 
     def start(self) -> None:
         """See ServerProcess.start."""

@@ -271,7 +271,7 @@ class Control:
         if self._config.public_url is not None:
             return self._config.public_url.rstrip("/")
         host, port = request.scope["server"]
-        return f"http://{address_of(host, port)}"
+        return f"{request.scope['scheme']}://{address_of(host, port)}"
 
 
 def _reaches(caller: Caller, row: EpisodeRow) -> bool:

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from areal_agents.core.secret_variables import new_engine_key
+from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.inference.clients import Protocol
@@ -59,13 +60,18 @@ _STEADY_S = 30.0  # a worker that ran for at least this long is restarted at onc
 
 
 def serve_with_workers(
-    model: str | Path, config: ProxyConfig, *, place: ProxyPlace | None = None, **options: Any
+    model: str | Path,
+    config: ProxyConfig,
+    *,
+    place: ProxyPlace | None = None,
+    tls: TlsConfig | None = None,
+    **options: Any,
 ) -> None:
     """Serve a model with as many processes as `config.workers` says. The options are those of `serve`."""
     if config.workers > 1 and place is None:
         serve_workers(model, config, workers=config.workers, **options)
     else:
-        serve(model, config, place=place, **options)
+        serve(model, config, place=place, tls=tls, **options)
 
 
 def serve_workers(

@@ -25,6 +25,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
+from areal_agents.core.tls import TlsConfig, server_context
 from areal_agents.errors import SandboxError, SandboxUnavailable
 from areal_agents.sandbox.home import SandboxHome
 from areal_agents.sandbox.isolations import IsolationOnFirstUse
@@ -79,11 +80,12 @@ class SandboxHost:
         self._pools: dict[str, _Pool] = {}  # by what they start; the least recently used first
         self._server: Server | None = None
 
-    async def listen(self, listener: socket.socket) -> None:
-        """Accept callers on a listening socket until `close`."""
+    async def listen(self, listener: socket.socket, tls: TlsConfig | None = None) -> None:
+        """Accept callers on a listening socket until `close`; with `tls`, by encrypted connections."""
         self._server = await serve(
             self._connected,
             sock=listener,
+            ssl=None if tls is None else server_context(tls),
             process_request=self._admitted,
             compression=None,
             max_size=LONGEST_MESSAGE,

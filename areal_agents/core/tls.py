@@ -1,0 +1,88 @@
+"""TLS between the processes of a run: the files that a server needs, and how its callers come to trust it."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import Field
+
+from areal_agents.core.settings import Settings
+from areal_agents.errors import ConfigError
+
+_READ_BY_CLIENTS = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+
+
+class TlsConfig(Settings):
+    """The certificate of each machine of a cluster, and the authority that all of them trust."""
+
+    certificate: str = Field(
+        min_length=1,
+        description="PEM file, on every machine, with the certificate for the addresses of this machine, "
+        "followed by those of intermediate authorities.",
+    )
+    key: str = Field(
+        min_length=1,
+        description="PEM file, on every machine, with its private key, without a password.",
+    )
+    authority: str = Field(
+        min_length=1,
+        description="PEM file, on every machine, with the certificate of the authority that has signed the "
+        "certificates.",
+    )
+
+
+def server_context(tls: TlsConfig) -> ssl.SSLContext:
+    """Return the context of a server with the certificate of this machine."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tls.certificate, tls.key)
+    return context
+
+
+@contextmanager
+def trusting(tls: TlsConfig | None) -> Iterator[None]:
+    """Let this process, and what it starts, trust the authority of a run within the with-block.
+
+    The authority is added to those of the machine by variables that are read by the HTTP clients of this
+    package, the SDKs of OpenAI and Anthropic, requests, curl and Node.js. None: nothing changes.
+
+    Raises:
+        ConfigError: a file of this machine is missing, or the certificate has another key.
+    """
+    if tls is None:
+        yield
+        return
+    _check_files(tls)
+    import certifi
+
+    with tempfile.TemporaryDirectory(prefix="areal-agents-") as folder:
+        bundle = Path(folder) / "authorities.pem"
+        earlier = {name: os.environ.get(name) for name in _READ_BY_CLIENTS}
+        files = {earlier["SSL_CERT_FILE"] or certifi.where(), *filter(None, earlier.values()), tls.authority}
+        bundle.write_text("\n".join(Path(file).read_text() for file in sorted(files)))
+        os.environ.update(dict.fromkeys(_READ_BY_CLIENTS, str(bundle)))
+        try:
+            yield
+        finally:
+            for name, value in earlier.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _check_files(tls: TlsConfig) -> None:
+    try:
+        server_context(tls)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"cluster.tls: the certificate {tls.certificate} with the key {tls.key} cannot be used: {error}"
+        ) from None
+    try:
+        ssl.create_default_context(cafile=tls.authority)
+    except OSError as error:
+        raise ConfigError(f"cluster.tls.authority: {tls.authority} cannot be used: {error}") from None

@@ -1,0 +1,75 @@
+"""HTTPS between the processes of a run: who trusts the authority reaches a server, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+from tls_files import made_tls_files
+
+from areal_agents.core.tls import trusting
+from areal_agents.direct_http import direct_client
+from areal_agents.errors import ConfigError
+from areal_agents.proxy.server import build_server
+from areal_agents.sockets import listen, url_of
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "lifespan":
+        for _ in range(2):
+            await send({"type": (await receive())["type"] + ".complete"})
+        return
+    await PlainTextResponse(scope["scheme"])(scope, receive, send)
+
+
+def test_a_server_is_verified_by_the_authority_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls, other = made_tls_files(tmp_path / "tls"), made_tls_files(tmp_path / "other")
+    elsewhere = made_tls_files(tmp_path / "elsewhere", names="IP:10.0.0.11")
+    of_user = made_tls_files(tmp_path / "user").authority
+    monkeypatch.setenv("NODE_EXTRA_CA_CERTS", of_user)
+    server = build_server(app, tls=tls)
+    with listen("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread.start()
+        try:
+            url = url_of(listener, "https")
+            with trusting(tls), direct_client(timeout_s=20) as client:
+                assert client.get(url).text == "https"
+                bundle = Path(os.environ["SSL_CERT_FILE"])
+                assert os.environ["REQUESTS_CA_BUNDLE"] == os.environ["NODE_EXTRA_CA_CERTS"] == str(bundle)
+                trusted = bundle.read_text()
+                assert Path(of_user).read_text() in trusted, "and so are those that the user trusts"
+                assert trusted.count("BEGIN CERTIFICATE") > 100, "and those of the machine"
+            assert os.environ["NODE_EXTRA_CA_CERTS"] == of_user and not bundle.exists()
+            for foreign in (None, other, elsewhere):
+                with (
+                    trusting(foreign),
+                    direct_client(timeout_s=20) as client,
+                    pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
+                ):
+                    client.get(url)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    tls, other = made_tls_files(tmp_path / "tls"), made_tls_files(tmp_path / "other")
+
+    def refusal(**changed: str) -> str:
+        with pytest.raises(ConfigError) as raised, trusting(tls.model_copy(update=changed)):
+            pass
+        return str(raised.value)
+
+    assert "the certificate" in refusal(key=other.key)
+    assert str(tmp_path / "none.pem") in refusal(certificate=str(tmp_path / "none.pem"))
+    assert "cluster.tls.authority" in refusal(authority=str(tmp_path / "none.pem"))
