@@ -209,7 +209,7 @@ test-docker: setup ## Run the tests of sandboxes in containers, with a Docker en
 		tests/rollout/test_modes.py tests/rollout/test_mode_failures.py tests/environments/test_harbor.py \
 		tests/rollout/test_cli_agent.py
 
-test-cluster: setup ray ## Run the tests that need Ray, which it installs, or Slurm, without which they are skipped.
+test-cluster: setup ray ## Run the tests that need Ray or an S3 server, which it installs, or Slurm, without which they are skipped.
 	$(RAY)/bin/python -m pytest -m cluster -rs $$(grep -rl --include='test_*.py' 'mark\.cluster' tests)
 
 ray: $(RAY)/.installed ## Install Ray and other packages of clusters, for tests, in their own environment.

@@ -115,11 +115,13 @@ def _is_file(module: ModuleType | None, path: Path) -> bool:
 
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = f"{Path(__file__).parent}/"
+_INSTALLED = ("/site-packages/", "/dist-packages/")  # also of another environment, as .pth files add them
 
 
 def is_user_code(filename: str) -> bool:
     """Whether a file of a stack trace belongs neither to a library nor to this package."""
-    return not filename.startswith((*_LIBRARIES, "<", _PACKAGE))
+    is_of_library = filename.startswith((*_LIBRARIES, "<", _PACKAGE))
+    return not is_of_library and not any(folder in filename for folder in _INSTALLED)
 
 
 def describe(error: BaseException) -> str:

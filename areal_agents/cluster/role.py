@@ -139,6 +139,9 @@ class _Process:
 
     def run(self, port: int) -> int:
         Path(self._config.run_dir, "logs").mkdir(parents=True, exist_ok=True)
+        run_folder = RunFolder(Path(self._config.run_dir))
+        if not run_folder.config.exists():  # it is not the supervisor's folder, but one of this machine
+            save_config(self._config, run_folder.config)
         with contextlib.ExitStack() as held:
             port = port or held.enter_context(reserved_ports(1, self._host))[0]
             endpoints = self._endpoints(port)

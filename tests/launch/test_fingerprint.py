@@ -63,6 +63,19 @@ def edit(name: str) -> Callable[[Path], None]:
     return lambda project: (project / name).write_text(FILES[name] + "# changed\n") and None
 
 
+def test_packages_of_another_environment_are_libraries(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "elsewhere/lib/python3/site-packages"  # as a .pth file adds it
+    installed.mkdir(parents=True)
+    (installed / "library.py").write_text("")
+    (project / "helper.py").write_text("import library\n")
+    monkeypatch.syspath_prepend(installed)
+    before = Fingerprint.of(config_of(project)).digest
+    (installed / "library.py").write_text("# another release\n")
+    assert Fingerprint.of(config_of(project)).digest == before
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

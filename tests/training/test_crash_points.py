@@ -23,10 +23,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from storage_support import Site
 from training_support import put_back, record_groups
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.inference import SGLangEngine
+from areal_agents.object_storage.location import Location
 from areal_agents.store import Store
 from areal_agents.training import run as trainer
 from areal_agents.training.checkpoint import checkpoint
@@ -66,6 +68,12 @@ DIRECT_POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "between the folder and the mark": (DirectFolders, "start", "after", 3),
     "before the folder has its name": (folder.ModelFolder, "finish", "before", 3),
     "between the folder and its row": (Store, "mark_folder_written", "before", 3),
+}
+# With an object storage, whose engine reads the versions by itself.
+STORAGE_POINTS: dict[str, tuple[type | Any, str, str, int]] = {
+    "between the weights and the manifest": (Location, "write", "before", 3),
+    "between the manifest and the row": (Store, "publish_version", "before", 3),
+    "between the row and the engine": (Store, "publish_version", "after", 3),
 }
 BEHIND = (
     "before the folder has its name",
@@ -113,6 +121,7 @@ def undisturbed(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) ->
 
 def train(run_dir: Path, model: Path, engine_url: str, transport: str = "disk") -> None:
     """Begin or resume, and train to the end."""
+    location = f"file://{run_dir.parent}/bucket" if transport == "object_storage" else ""
     with Store.open(run_dir / "store.db") as store:
         trainer.run(
             TrainerConfig(
@@ -123,11 +132,12 @@ def train(run_dir: Path, model: Path, engine_url: str, transport: str = "disk") 
                 threads=1,
                 trackers=(),
                 async_checkpoints=False,  # so that a death has one outcome
-                publish=PublishConfig(verify="off", transport=transport),
+                publish=PublishConfig(verify="off", transport=transport, location=location),
             ),
             AlgorithmConfig(replay="recent", replay_groups=1),
             store=store,
-            engines=[SGLangEngine(engine_url, control_timeout_s=30)],
+            engines=[] if location else [SGLangEngine(engine_url, control_timeout_s=30)],
+            engines_elsewhere=1 if location else 0,
             model_path=model,
             run_dir=run_dir,
             groups=GROUPS,
@@ -138,7 +148,8 @@ def train(run_dir: Path, model: Path, engine_url: str, transport: str = "disk") 
 
 def train_until_killed(point: str, run_dir: Path, model: Path, engine_url: str, transport: str) -> None:
     """In a process of its own: train, and die at a point."""
-    owner, name, when, calls = (POINTS if transport == "disk" else DIRECT_POINTS)[point]
+    points = {"disk": POINTS, "object_storage": STORAGE_POINTS}.get(transport, DIRECT_POINTS)
+    owner, name, when, calls = points[point]
     call = getattr(owner, name)
     dies = dying_coroutine if inspect.iscoroutinefunction(call) else dying
     setattr(owner, name, dies(call, when, calls))
@@ -251,6 +262,33 @@ def test_nor_does_one_where_the_weights_are_sent_before_the_folder(
     assert pending is None
     last = load_file(Path(path, "model.safetensors"))
     assert all(torch.equal(last[name], weight) for name, weight in undisturbed.weights.items())
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        pytest.param(point, marks=() if point == "between the manifest and the row" else pytest.mark.slow)
+        for point in STORAGE_POINTS
+    ],
+)
+def test_nor_does_one_with_an_object_storage(
+    point: str, recorded: Recorded, undisturbed: Ended, run_dir: Path
+) -> None:
+    shutil.copytree(recorded.run_dir, run_dir)
+    with Store.open(run_dir / "store.db") as store:
+        site = Site(run_dir.parent, store, recorded.model)
+        with site.fetcher(recorded.engine_url):
+            kill_in_training(point, run_dir, recorded.model, recorded.engine_url, "object_storage")
+            published = store.max_version()
+            assert published == (2 if point == "between the row and the engine" else 1)
+            assert site.stored(2).is_dir()
+            assert resume(run_dir, recorded, undisturbed, "object_storage") == 1
+            last = store.max_version()
+            assert site.wait(lambda weights: weights.version == last)
+        assert sorted(path.name for path in site.stored(last).parent.iterdir())[-1] == f"v{last}"
+    assert not list((run_dir / "weights").glob(".*")) and not list(site.engine_folder.glob(".*"))
+    served = load_file(site.engine_folder / f"v{last}" / "model.safetensors")
+    assert all(torch.equal(served[name], weight) for name, weight in undisturbed.weights.items())
 
 
 async def served_version(engine_url: str) -> int:

@@ -1,0 +1,80 @@
+"""The two sides of a run whose versions go through an object storage, here a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal_agents.inference import SGLangEngine
+from areal_agents.launch.weight_fetcher import WeightFetcher
+from areal_agents.object_storage.location import Location
+from areal_agents.store import Store
+from areal_agents.store.engine_weights import EngineWeights
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.model import Policy
+from areal_agents.training.publish.config import PublishConfig
+from areal_agents.training.publish.storage_publisher import StoragePublisher
+
+WAIT_S = 60.0
+
+
+class Site:
+    """A storage, a store, and the two sides that meet in them."""
+
+    def __init__(self, folder: Path, store: Store, model: Path, *, adapters: bool = False) -> None:
+        self.store, self.model, self.adapters = store, model, adapters
+        self.bucket = folder / "bucket"
+        self.engine_folder = folder / "engine"
+        self.trainer_folder = folder / "trainer"
+
+    def publisher(self, policy: Policy, group: Ranks, **config: float) -> StoragePublisher:
+        return StoragePublisher(
+            self.config(**config), policy, group, store=self.store, run_dir=self.trainer_folder,
+            model_path=self.model, keep=2, adapters=self.adapters, engines=1,
+        )  # fmt: skip
+
+    @contextmanager
+    def fetcher(self, url: str) -> Iterator[None]:
+        """Run what runs beside an engine; when it has ended, its row is gone."""
+        stop = threading.Event()
+
+        async def fetch() -> None:
+            config = self.config()
+            async with SGLangEngine(url, control_timeout_s=60) as engine:
+                await WeightFetcher(
+                    config, self.store, engine, Location.open(config.location),
+                    index=0, folder=self.engine_folder, model=self.model if self.adapters else None,
+                    keep=2, stop=stop,
+                ).run()  # fmt: skip
+
+        thread = threading.Thread(target=lambda: asyncio.run(fetch()))
+        thread.start()
+        try:
+            self.wait(lambda weights: True)
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        assert self.store.engine_weights() == []
+
+    def wait(self, is_so: Callable[[EngineWeights], bool]) -> EngineWeights:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            for row in self.store.engine_weights():
+                if is_so(row.weights):
+                    return row.weights
+            time.sleep(0.05)
+        raise AssertionError(self.store.engine_weights())
+
+    def stored(self, version: int) -> Path:
+        """The folder of a version in the storage."""
+        return self.bucket / self.store.run_id() / f"v{version}"
+
+    def config(self, **config: float) -> PublishConfig:
+        return PublishConfig.model_validate(
+            {"transport": "object_storage", "location": f"file://{self.bucket}", "whole_every": 3, **config}
+        )
