@@ -100,3 +100,11 @@ def test_the_first_line_of_a_pipe_has_a_time_limit() -> None:
         read = read_line(process.stdout.fileno(), timeout_s=60 if line is not None else 0.3)
         assert read in (("slow", "") if line is None else (line,))
         end_process(process, grace_s=0)
+
+
+def test_another_process_of_the_user_cannot_inspect_one_that_forbids_it() -> None:
+    """The kernel says so of the process itself: root, whom nothing is forbidden, could not try it."""
+    code = "import ctypes; from areal_agents.process_control import forbid_inspection as f; "
+    code += "asked = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0); print(asked()); f(); print(asked())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["1", "0"], done.stderr

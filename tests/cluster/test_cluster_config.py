@@ -35,12 +35,13 @@ def test_the_processes_of_a_run() -> None:
         "engine.replicas=2",
         "cluster.proxies=2",
         "cluster.rollouts=3",
+        "cluster.sandboxes=1",
         "trainer.ranks=4",
         "cluster.cpus.proxy=1",
     )
     found = processes_of(config, "postgresql://db/x", nodes=2)
     assert [process.name for process in found] == [
-        "engine-0", "engine-1", "proxy-0", "proxy-1", "trainer-0", "trainer-1", "rollout-0",
+        "engine-0", "engine-1", "proxy-0", "proxy-1", "sandbox-0", "trainer-0", "trainer-1", "rollout-0",
         "rollout-1", "rollout-2",
     ]  # fmt: skip
     assert found[2].command[-6:] == ("role", "proxy", "--run", "postgresql://db/x", "--index", "0")
@@ -55,6 +56,7 @@ def test_the_processes_of_a_run() -> None:
         ("store.url=postgresql://me:hush@db/x", "store.url: the command lines of the processes would show"),
         ("store.url=postgresql://db/x?password=hush", "store.url: the command lines of the processes would"),
         ("proxy.workers=2", "proxy.workers: in a cluster each proxy is one process"),
+        ("cluster.sandboxes=1", "cluster.sandboxes: the agent of this run runs in no sandbox"),
         ("trainer.start=false", "trainer.start: with --launcher"),
     ],
 )

@@ -19,6 +19,8 @@ from areal_agents.rollout.agents import attempt as rollout_attempt
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.config import LimitsConfig
+from areal_agents.sandbox.remote.hosts import SandboxHosts
+from tests.sandbox.conftest import sandbox_host
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
 ADMIN_KEY = "admin-key-of-the-tests"
@@ -297,6 +299,37 @@ async def test_a_command_finds_its_episode_in_a_sandbox(
     (work / "agent.py").write_text("import time; time.sleep(3600)")
     outcome, _ = await attempts(spec, time_s=1.0)
     assert outcome.error == "the agent made no model call within 1 s"
+
+
+class Waits:
+    """An agent that waits for a place longer than its episodes may take, and then returns at once."""
+
+    capacity = None
+    must_reward = True
+
+    async def prepare(self, task: Any, episode: str) -> None:
+        await asyncio.sleep(0.3)
+
+    async def run(self, task: Any, ep: Handle) -> float:
+        return 1.0
+
+    async def close(self) -> None: ...
+
+
+async def test_the_time_of_an_episode_begins_when_its_agent_has_a_place(attempts: Attempts) -> None:
+    outcome, _ = await attempts(Waits(), time_s=0.2)
+    assert outcome.error is not None and outcome.error.startswith("the agent made no model call; does")
+
+
+async def test_a_command_finds_its_episode_on_a_sandbox_host(attempts: Attempts, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(textwrap.dedent(COMMAND))
+    command = f"{sys.executable} agent.py"
+    spec = {"command": command, "isolation": "process", "workdir": str(tmp_path), "warm": 1}
+    async with sandbox_host() as address:
+        agent = load_agent(spec, hosts=SandboxHosts(lambda: [address]))
+        outcome, episode = await attempts(agent, {"reward": 0.75})
+    assert outcome == Outcome("finished", rewarded=True)
+    assert rewards(episode) == {"return": 0.75} and len(episode.turns) == 1
 
 
 async def test_a_decorated_agent_works_as_a_command(attempts: Attempts, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from areal_agents.rollout.agents.cli.program import find_program, find_program_i
 from areal_agents.rollout.agents.cli.seam import known_seams, load_seam
 from areal_agents.rollout.config import LimitsConfig, RewardConfig
 from areal_agents.rollout.rewarding import RewardFunction
-from tests.sandbox.conftest import IMAGE
+from areal_agents.sandbox.remote.hosts import SandboxHosts
+from tests.sandbox.conftest import IMAGE, sandbox_host
 from tests.sandbox.conftest import needs as needs_isolation
 
 ADMIN_KEY = "admin-key-of-the-tests"
@@ -340,11 +342,16 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 async def play(
-    served: Any, agent: dict[str, Any], task: dict[str, Any], reward: str = "", **limits: Any
+    served: Any,
+    agent: dict[str, Any],
+    task: dict[str, Any],
+    reward: str = "",
+    hosts: SandboxHosts | None = None,
+    **limits: Any,
 ) -> tuple[Any, Any]:
     """Run one episode; return its outcome and its record."""
     function = RewardFunction(RewardConfig(episode=reward)) if reward else None
-    loaded = load_agent(agent)
+    loaded = load_agent(agent, hosts=hosts)
     bounds = LimitsConfig(**{"time_s": 60.0, **limits})
     async with AsyncClient(served.url, ADMIN_KEY) as client:
         attempt = Attempt(Task("t", task), "train")
@@ -406,10 +413,11 @@ async def test_a_reward_function_sees_what_the_agent_left(
 _SCRIPT_IN_HOME = '["{home}/agent.py", "seen", "0"]'
 
 
-@pytest.mark.parametrize("isolation", ["process", "bubblewrap"])
+@pytest.mark.parametrize("where", ["process", "bubblewrap", "process on a host"])
 async def test_a_command_line_agent_in_a_sandbox(
-    served: Any, tiny: dict[str, Any], tmp_path: Path, isolation: str
+    served: Any, tiny: dict[str, Any], tmp_path: Path, where: str
 ) -> None:
+    isolation, _, host = where.partition(" ")
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed")
     (tmp_path / "graded.py").write_text(
@@ -420,7 +428,12 @@ async def test_a_command_line_agent_in_a_sandbox(
     (tmp_path / "tiny.toml").write_text(seam.replace("[files]", f"[files]\n'agent.py' = '''{TINY}'''"))
     task = {"instruction": "Say ü.", "folder": str(tmp_path / "project")}
     agent = tiny | {"isolation": isolation, "executable": sys.executable}
-    outcome, episode = await play(served, agent, task, f"{tmp_path}/graded.py:score")
+    async with AsyncExitStack() as stack:
+        hosts = None
+        if host:
+            address = await stack.enter_async_context(sandbox_host())
+            hosts = SandboxHosts(lambda: [address])
+        outcome, episode = await play(served, agent, task, f"{tmp_path}/graded.py:score", hosts)
     assert (outcome.status, outcome.error, len(episode.turns)) == ("finished", None, 2)
     assert [reward.value for reward in episode.rewards] == [2.0]
     assert os.listdir(tmp_path / "project") == ["word.txt"]

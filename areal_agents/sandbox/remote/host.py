@@ -309,10 +309,9 @@ class _Command:
             self._running.cancel()
 
     async def _run(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="areal-agents-mounts-") as name:
-            folder = Path(name)
+        with contextlib.ExitStack() as stack:
             try:
-                mounts = await asyncio.to_thread(self._mounted, folder)
+                mounts = await asyncio.to_thread(self._mounted, stack) if self._mounts else []
                 finished = await self._finished(mounts)
             except (SandboxError, OSError) as error:
                 await send(self._connection, {"is": "error", "message": str(error)})
@@ -335,8 +334,10 @@ class _Command:
             *written,
         )
 
-    def _mounted(self, folder: Path) -> list[Mount]:
+    def _mounted(self, stack: contextlib.ExitStack) -> list[Mount]:
+        """Unpack the folders that the command sees, which are removed with `stack`."""
         mounts = []
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-agents-mounts-")))
         for number, (mount, archive) in enumerate(zip(self._request["mounts"], self._mounts, strict=True)):
             host = folder / str(number)
             host.mkdir()
