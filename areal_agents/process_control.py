@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -25,6 +26,7 @@ RUN_MARK = "AREAL_AGENTS_PROCESS"  # marks a process of a run; the value is its 
 AGENT_MARK = "AREAL_AGENTS_AGENT_PROCESS"  # marks an agent's process, which a process of a run started
 INNER_AGENT_MARK = "AREAL_AGENTS_INNER_AGENT_PROCESS"  # marks a process that an agent's process started so
 KILL_S = 10.0  # longest wait in seconds for a process to exit after SIGKILL
+_DELIVERED_S = 5.0  # longest wait for a signal that a process sent to itself
 _LEFTOVERS_S = 5.0  # longest search in seconds for processes that start during the search
 _PROC = Path("/proc")
 _SET_DUMPABLE = 4  # PR_SET_DUMPABLE
@@ -65,6 +67,19 @@ def forbid_inspection() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def end_as(code: int) -> NoReturn:
+    """End this process with an exit code; by a signal, without a core dump, if the code is negative."""
+    sys.stdout.flush()
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        time.sleep(_DELIVERED_S)
+        os._exit(128 - code)  # as a shell says it, if the signal has no effect
+    os._exit(code)
 
 
 def signal_group(pid: int, number: int) -> None:

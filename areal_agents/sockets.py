@@ -44,6 +44,14 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def own_address(host: str, port: int) -> str:
+    """Return the address of this machine from which it reaches a host. OSError if there is no route."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on `host`."""
     if host == "localhost":

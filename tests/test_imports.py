@@ -94,6 +94,7 @@ ALLOWED: dict[str, set[str]] = {
         "algorithms",
         "inference",
         "object_storage",
+        "sockets",
         "store",
         "telemetry",
         "whole_files",

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_agents.cluster.launchers.base import RoleProcess
-from areal_agents.cluster.launchers.placing import place
+from areal_agents.cluster.launchers.placing import assigned_nodes
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.cluster.train import environment_of, processes_of, stop_s_of
 from areal_agents.errors import ArealAgentsError, ConfigError
@@ -90,7 +90,7 @@ def _run_processes(
     with tempfile.TemporaryDirectory(prefix="areal-agents-") as own_folder:
         config, _ = record.resolved(Path(own_folder))
     processes = processes_of(config, store_url, nodes=record.nodes)
-    where = place(processes, config.cluster.gpus_per_node, nodes)
+    where = assigned_nodes(processes, config.cluster.gpus_per_node, nodes)
     own = [process for process in processes if where[process.name] == node]
     logger.info("%s", ", ".join(process.name for process in own) or "no process of the run is here")
     folder = RunFolder(Path(config.run_dir))

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -15,6 +14,7 @@ from types import TracebackType
 
 from areal_agents.errors import ConfigError, StoreError
 from areal_agents.lock_files import holding, is_held
+from areal_agents.sockets import own_address
 from areal_agents.store import Conflict, Store
 from areal_agents.store.postgres import host_of, is_postgres
 from areal_agents.store.roles import BEAT_S, DEAD_AFTER_S, Role, RoleRow
@@ -119,7 +119,7 @@ class Place:
                 logger.warning("no heartbeat could be written: %s", error)
 
 
-def own_address(store_url: str) -> str:
+def address_for_store(store_url: str) -> str:
     """Return the address of this machine on the network over which it reaches the store.
 
     It is 127.0.0.1 for a store that is a file, because the whole run is then on this machine.
@@ -129,10 +129,7 @@ def own_address(store_url: str) -> str:
     host, port = host_of(store_url)
     if host.startswith("/"):  # a socket in the file system
         return "127.0.0.1"
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
+    return own_address(host, port)
 
 
 def _is_gone(store: Store, row: RoleRow) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from areal_agents.cluster.place import Place, own_address
+from areal_agents.cluster.place import Place, address_for_store
 from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
 from areal_agents.cluster.run_record import RunKeys, RunRecord
 from areal_agents.cluster.sandbox_role import serve_sandboxes
@@ -76,7 +76,7 @@ def run_role(
             raise ConfigError(
                 f"the run has {count} processes of the role {role}, numbered from 0: no {index}"
             )
-        address = host or own_address(store_url)
+        address = host or address_for_store(store_url)
         with Place.claim(store, role, index, host=address) as place:
             # While this process waited for the place, a supervisor may have started again with a new record.
             record = RunRecord.read(store)

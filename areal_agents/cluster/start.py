@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_agents.cluster.launchers.by_name import launcher_of
-from areal_agents.cluster.launchers.placing import nodes_for, place
+from areal_agents.cluster.launchers.placing import assigned_nodes, nodes_for
 from areal_agents.cluster.launchers.slurm.allocation import Allocation, is_in_job
 from areal_agents.cluster.launchers.slurm.job import batch_script, requeued_when_cut_short, submit
 from areal_agents.cluster.train import check_config, processes_of, train_on_cluster
@@ -76,7 +76,7 @@ def _slurm_script(config: Config, arguments: Sequence[str]) -> str:
     gpus_per_node = config.cluster.gpus_per_node
     processes = processes_of(config, "", nodes=max(1, config.trainer.nodes))
     nodes = config.cluster.slurm.nodes or nodes_for(processes, gpus_per_node)
-    place(processes, gpus_per_node, nodes)  # refuses too few before the job waits in the queue
+    assigned_nodes(processes, gpus_per_node, nodes)  # refuses too few before the job waits in the queue
     return batch_script(
         config.cluster.slurm,
         [sys.executable, "-m", "areal_agents", "train", *arguments],

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from areal_agents.cluster.follow import take_places_away
 from areal_agents.cluster.launchers.base import Launcher, RoleProcess
-from areal_agents.cluster.place import Place, own_address
+from areal_agents.cluster.place import Place, address_for_store
 from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
 from areal_agents.cluster.run_record import RunKeys, RunRecord, text_of
 from areal_agents.config import Config, save_config
@@ -100,7 +100,7 @@ def train_on_cluster(
         url = str(folder.store_at(config.store.url))
         with (
             Store.open(url, config.store.durability) as store,
-            Place.claim(store, "supervisor", 0, host=own_address(url)) as place,
+            Place.claim(store, "supervisor", 0, host=address_for_store(url)) as place,
             trusting(config.cluster.tls),
         ):
             run = _ClusterRun(config, folder, store, url, launcher, nodes, report, place.row.epoch)
@@ -201,7 +201,7 @@ class _ClusterRun:
                 f"{RUN_TOKEN} is not set, so the store has the keys of the run, and who can read it can take "
                 "part (docs/security.md)"
             )
-        if self._launcher.name != "local" and ip_address(own_address(self._url)).is_loopback:
+        if self._launcher.name != "local" and ip_address(address_for_store(self._url)).is_loopback:
             report.event(
                 "warning: this machine reaches the store at a loopback address, where other machines do not "
                 "reach its processes; name the store by its address in the network"

@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 
 from areal_agents.cluster import place
-from areal_agents.cluster.place import Place, own_address
+from areal_agents.cluster.place import Place, address_for_store
 from areal_agents.errors import ConfigError
 from areal_agents.launch.run_folder import Endpoints
 from areal_agents.store import Store
@@ -112,8 +112,8 @@ def test_the_first_host_of_a_database(url: str, expected: tuple[str, int]) -> No
 
 
 def test_a_run_with_a_store_in_a_file_is_on_this_machine() -> None:
-    assert own_address("/tmp/store.db") == "127.0.0.1"
-    assert own_address("postgresql://a@127.0.0.1:1/x") == "127.0.0.1"
+    assert address_for_store("/tmp/store.db") == "127.0.0.1"
+    assert address_for_store("postgresql://a@127.0.0.1:1/x") == "127.0.0.1"
 
 
 def test_an_address_of_ipv6_has_brackets_in_urls() -> None:

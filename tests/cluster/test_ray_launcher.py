@@ -15,7 +15,7 @@ from areal_agents.errors import ConfigError
 def test_the_command_reserves_what_the_process_needs_and_runs_it_as_it_is() -> None:
     process = RoleProcess("engine", 1, ("program", "--index", "1", "--", "x"), gpus=2, cpus=8)
     command = RayLauncher(RayConfig(address="10.0.0.1:6379", wait_s=90)).command(process)
-    assert command[:3] == (sys.executable, "-m", "areal_agents.cluster.launchers.ray.place")
+    assert command[:3] == (sys.executable, "-m", "areal_agents.cluster.launchers.ray.driver")
     assert command[3:] == (
         *("--address=10.0.0.1:6379", "--name=engine-1", "--gpus=2", "--cpus=8", "--wait-s=90"),
         *("--", "program", "--index", "1", "--", "x"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_agents.cluster.launchers.base import RoleProcess
-from areal_agents.cluster.launchers.placing import nodes_for, place
+from areal_agents.cluster.launchers.placing import assigned_nodes, nodes_for
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
 from areal_agents.cluster.launchers.slurm.job import batch_script, submit
 from areal_agents.cluster.launchers.slurm.launcher import SlurmLauncher
@@ -71,13 +71,13 @@ def test_processes_with_gpus_fill_nodes_and_the_others_are_spread() -> None:
     others = [RoleProcess("proxy", index, ("proxy",)) for index in range(3)]
     processes = [*engines, *others, *trainers]
     assert nodes_for(processes, 8) == 2
-    assert place(processes, 8, 2) == {
+    assert assigned_nodes(processes, 8, 2) == {
         "trainer-0": 0, "trainer-1": 0, "engine-0": 1, "engine-1": 1, "engine-2": 1,
         "proxy-0": 0, "proxy-1": 1, "proxy-2": 0,
     }  # fmt: skip
     assert nodes_for(others, 8) == 1  # without GPUs, one node has room for all
     with pytest.raises(ConfigError, match=r"need 2 nodes with 8 GPUs each .* the job has 1"):
-        place(processes, 8, 1)
+        assigned_nodes(processes, 8, 1)
     with pytest.raises(
         ConfigError, match="trainer-0 needs 4 GPUs on one node, .* use engine.tensor_parallel"
     ):

@@ -13,7 +13,7 @@ def nodes_for(processes: Sequence[RoleProcess], gpus_per_node: int) -> int:
     return max(1, len(_filled(processes, gpus_per_node)))
 
 
-def place(processes: Sequence[RoleProcess], gpus_per_node: int, nodes: int) -> dict[str, int]:
+def assigned_nodes(processes: Sequence[RoleProcess], gpus_per_node: int, nodes: int) -> dict[str, int]:
     """Return the node of each process by its name, as a number from 0.
 
     Those with GPUs fill the nodes one after the other, the largest first. The others use cores that these

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ from areal_agents.errors import EngineError
 from areal_agents.inference.embedded.updates.process_group import join_group, leave_group
 from areal_agents.inference.engine import Engine, GroupBackend, ModelInfo, WeightGroup
 from areal_agents.inference.ports import reserved_ports
+from areal_agents.sockets import own_address
 from areal_agents.training.publish.buckets import Packed
 from areal_agents.training.shared_memory import explained
 
@@ -200,10 +200,7 @@ def _own_address(urls: Sequence[str]) -> str:
     for url in urls:
         host = urlsplit(url).hostname or ""
         try:
-            family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, protocol) as route:
-                route.connect(target)  # connecting a UDP socket sends nothing
-                addresses.append(str(route.getsockname()[0]))
+            addresses.append(own_address(host, 9))
         except OSError as error:
             raise EngineError(f"cannot resolve or route to the engine at {url}: {error}") from error
     remote = [a for a in addresses if not (a.startswith("127.") or a == "::1")]

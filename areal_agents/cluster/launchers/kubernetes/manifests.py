@@ -20,6 +20,7 @@ import yaml
 
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
+from areal_agents.cluster.launchers.secrets import refuse_secrets
 from areal_agents.errors import ConfigError
 from areal_agents.store.postgres import host_of
 from areal_agents.store.roles import DEAD_AFTER_S, Role
@@ -33,8 +34,6 @@ _STOP_S = {"supervisor": 60, "engine": 40, "proxy": 40, "rollout": 60, "sandbox"
 _RESTARTS = 20  # the failures of one pod of a Job until the Job fails
 _SERVERS = ("engine", "proxy", "sandbox")
 _COMPONENT = "app.kubernetes.io/component"
-_SECRET_KEYS = ("admin_key", "project_keys", "key")
-_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@|[?&](?:ssl)?password=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,30 +100,6 @@ def object_name(run: str) -> str:
     """Return the name of a run as names of Kubernetes are formed: lower-case letters, digits and dashes."""
     name = re.sub(r"[^a-z0-9]+", "-", run.lower())[:_LONGEST_NAME].strip("-")
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
-
-
-def refuse_secrets(text: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if a configuration has a key or a password, which a manifest would show."""
-    tree = yaml.safe_load(text)
-    given = [dict([override.partition("=")[::2]]) for override in overrides]
-    for path, value in (leaf for part in (tree, *given) for leaf in _leaves(part, "")):
-        if path.rpartition(".")[2] in _SECRET_KEYS and value:
-            raise ConfigError(
-                f"{path}: manifests contain no keys; leave it out (the supervisor makes proxy.admin_key)"
-            )
-        if isinstance(value, str) and _PASSWORD.search(value):
-            raise ConfigError(
-                f"{path}: manifests contain no passwords; give it as a variable, such as PGPASSWORD, that "
-                "cluster.kubernetes.secret or cluster.skypilot.secrets names"
-            )
-
-
-def _leaves(value: Any, path: str) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping) and path.rpartition(".")[2] not in _SECRET_KEYS:
-        return [leaf for key, v in value.items() for leaf in _leaves(v, f"{path}.{key}".lstrip("."))]
-    if isinstance(value, list) and path.rpartition(".")[2] not in _SECRET_KEYS:
-        return [leaf for item in value for leaf in _leaves(item, path)]
-    return [(path, value)]
 
 
 class _Pods:

@@ -48,7 +48,7 @@ class RayLauncher:
     def command(self, process: RoleProcess) -> tuple[str, ...]:
         """Return the command of the driver that runs the process on a node."""
         return (
-            *(sys.executable, "-m", "areal_agents.cluster.launchers.ray.place"),
+            *(sys.executable, "-m", "areal_agents.cluster.launchers.ray.driver"),
             *((f"--address={self._config.address}",) if self._config.address else ()),
             *(f"--name={process.name}", f"--gpus={process.gpus}", f"--cpus={process.cpus}"),
             *(f"--wait-s={self._config.wait_s:g}", "--"),

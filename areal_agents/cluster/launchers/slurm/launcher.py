@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from areal_agents.cluster.launchers.base import RoleProcess
-from areal_agents.cluster.launchers.placing import nodes_for, place
+from areal_agents.cluster.launchers.placing import assigned_nodes, nodes_for
 from areal_agents.cluster.launchers.slurm.allocation import Allocation
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
 from areal_agents.errors import ConfigError
@@ -64,4 +64,4 @@ class SlurmLauncher:
                 f"the run needs {needed} nodes with {self._gpus_per_node} GPUs each, and job {job}, in which "
                 f"this command runs, has {has}; outside of a job, it submits one that is large enough"
             )
-        return place(self._processes, self._gpus_per_node, has)
+        return assigned_nodes(self._processes, self._gpus_per_node, has)

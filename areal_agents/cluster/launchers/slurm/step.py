@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -31,12 +30,14 @@ from areal_agents.cluster.launchers.slurm.allocation import (
 )
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import EXIT_STOPPED, GRACE_S, SUPERVISED
+from areal_agents.process_control import end_as
 
 LOOK_S = 1.0  # how often the controller is asked for the step until it has one
 ANSWER_S = 30  # longest time in seconds in which a node that answers starts a step
 LINGER_S = 60.0  # longest wait for the end of an earlier step of the same name
 CONTROLLER_S = 60.0  # in which a controller that is restarted answers again
 _POLL_S = 0.1
+_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGINT)
 _BY_SIGNAL = 128  # srun's exit code for a process that a signal ended is this and the signal's number
 
 
@@ -74,7 +75,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except SlurmError as error:
         print(error, flush=True)
         code = 1
-    _end_as(code)
+    # As srun says that the process ended.
+    ended_by = code - _BY_SIGNAL
+    end_as(-ended_by if ended_by in _SIGNALS else code)
 
 
 def _run(wanted: _Wanted, allocation: Allocation, told: list[int]) -> int:
@@ -248,17 +251,6 @@ def _end_earlier(allocation: Allocation, name: str) -> set[str]:
             break
         time.sleep(_POLL_S)
     return ended
-
-
-def _end_as(code: int) -> NoReturn:
-    """End this process as srun says that the other one ended."""
-    number = -code if code < 0 else code - _BY_SIGNAL
-    if number in (signal.SIGTERM, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGINT):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -1,37 +1,34 @@
-"""Keeps a role process on a node of a Ray cluster, and ends it, with all that it started, when Ray lets go.
+"""A shim between a Ray worker and a role process, which it ends, with all that it started, with the worker.
 
-`python -m areal_agents.cluster.launchers.ray.keeper --grace-s SECONDS -- COMMAND` runs the command in a
+`python -m areal_agents.cluster.launchers.ray.shim --grace-s SECONDS -- COMMAND` runs the command in a
 session of its own. SIGTERM is forwarded to it. When standard input closes, the Ray worker or the whole raylet
-is gone: the command gets SIGTERM, and SIGKILL after the grace. The keeper ends as the command did, with its
+is gone: the command gets SIGTERM, and SIGKILL after the grace. The shim ends as the command did, with its
 exit code or by its signal, and leaves no process of the command behind.
 
 A Ray worker that ends kills its children at once, which would leave no time for a checkpoint. So the child of
-the worker only waits, and the keeper is that one's child.
+the worker only waits, and the shim is that one's child.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import SUPERVISED
-from areal_agents.process_control import RUN_MARK, end_leftovers, signal_group
+from areal_agents.process_control import RUN_MARK, end_as, end_leftovers, signal_group
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
-_DELIVERED_S = 5.0  # longest wait for a signal that this process sent to itself
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    parser = argparse.ArgumentParser(prog="keeper")
+    parser = argparse.ArgumentParser(prog="shim")
     parser.add_argument("--grace-s", type=float, required=True)
     parser.add_argument("command", nargs="+")
     parsed = parser.parse_args(arguments)
@@ -41,21 +38,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     end_as(_keep(parsed.command, parsed.grace_s))
 
 
-def end_as(code: int) -> NoReturn:
-    """End this process with an exit code; by a signal, without a core dump, if the code is negative."""
-    sys.stdout.flush()
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if -code != signal.SIGKILL:
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-        time.sleep(_DELIVERED_S)
-        os._exit(128 - code)  # as a shell says it, if the signal has no effect
-    os._exit(code)
-
-
 def _wait_only(child: int) -> int:
-    """Return how the keeper ended. This process is in its group, and leaves signals to it."""
+    """Return how the shim ended. This process is in its group, and leaves signals to it."""
     for number in _FORWARDED:
         signal.signal(number, signal.SIG_IGN)
     os.close(0)

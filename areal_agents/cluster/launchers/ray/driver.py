@@ -1,6 +1,6 @@
 """Runs one role process on a node of a Ray cluster, in the foreground of this one.
 
-`python -m areal_agents.cluster.launchers.ray.place --gpus N --cpus N --name NAME -- COMMAND` reserves GPUs
+`python -m areal_agents.cluster.launchers.ray.driver --gpus N --cpus N --name NAME -- COMMAND` reserves GPUs
 and cores on one node, in a placement group of one bundle, and has an actor there start the command. Only the
 lines that the command prints, signals and its exit code pass through Ray.
 
@@ -26,9 +26,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal_agents.cluster.launchers.ray.keeper import end_as
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import GRACE_S, SUPERVISED, end_with_supervisor
+from areal_agents.process_control import end_as
 
 POLL_S = 5.0  # the longest that a call for further output stays open
 SOON_S = 10.0  # a place that is not there after this is reported
@@ -79,7 +79,7 @@ class Placed:
         return b"", self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the keeper, which forwards it to the command."""
+        """Send a signal to the shim, which forwards it to the command."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, number)
 
@@ -97,7 +97,7 @@ class Placed:
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    parser = argparse.ArgumentParser(prog="place")
+    parser = argparse.ArgumentParser(prog="driver")
     parser.add_argument("--address", default="", help="HOST:PORT of the cluster; empty: that of this machine")
     parser.add_argument("--name", required=True)
     parser.add_argument("--gpus", type=int, default=0)
@@ -111,10 +111,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except ConnectionError as error:
         print(f"the Ray cluster does not answer: {error}", flush=True)
         end_as(1)
-    keeper = (
+    shim = (
         sys.executable,
         "-m",
-        "areal_agents.cluster.launchers.ray.keeper",
+        "areal_agents.cluster.launchers.ray.shim",
         f"--grace-s={grace_s:g}",
         "--",
     )
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     code = asyncio.run(
         _run(
             parsed.name,
-            (*keeper, *parsed.command),
+            (*shim, *parsed.command),
             bundle={name: count for name, count in bundle.items() if count},
             wait_s=parsed.wait_s,
         )
