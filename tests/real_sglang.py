@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents.inference.config import EngineConfig
+from areal_agents.inference.engine_process import CommandProcess
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.inference.sglang.server import (
-    SGLangProcess,
     find_environment,
     place,
     server_command,
@@ -37,7 +37,7 @@ def running_sglang(
     with reserved_ports(1) as (port,):
         command = server_command(config, model, placement, port=port, **options)
         environment = server_environment(config, placement, key=key)
-        with SGLangProcess(
-            command, environment, port=port, start_timeout_s=start_timeout_s, log_path=log_path
+        with CommandProcess(
+            "SGLang", command, environment, port=port, start_timeout_s=start_timeout_s, log_path=log_path
         ) as server:
             yield server.url

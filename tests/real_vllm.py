@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents.inference.config import EngineConfig
+from areal_agents.inference.engine_process import CommandProcess
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.inference.sglang.server import place
 from areal_agents.inference.vllm.server import (
-    VLLMProcess,
     find_environment,
     server_command,
     vllm_environment,
@@ -41,7 +41,7 @@ def running_vllm(
     with reserved_ports(1) as (port,):
         command = server_command(config, model, placement, port=port, **options)
         environment = vllm_environment(config, placement, key=key)
-        with VLLMProcess(
-            command, environment, port=port, start_timeout_s=start_timeout_s, log_path=log_path
+        with CommandProcess(
+            "vLLM", command, environment, port=port, start_timeout_s=start_timeout_s, log_path=log_path
         ) as server:
             yield VLLMUrl(server.url)

@@ -22,9 +22,7 @@ from areal_agents.store.roles import BEAT_S, DEAD_AFTER_S, Role, RoleRow
 logger = logging.getLogger(__name__)
 
 CLAIM_S = 3 * DEAD_AFTER_S  # longest wait for the process that had the place before
-CUT_OFF_S = (
-    120.0  # without a heartbeat that was written, after which a process must end; twice what a store waits
-)
+CUT_OFF_S = 120.0  # without a heartbeat, after which a process must end; twice what a write waits
 _POLL_S = 1.0
 
 

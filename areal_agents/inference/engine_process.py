@@ -26,11 +26,12 @@ from areal_agents.direct_http import direct_client
 from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.process_control import end_process, signal_group
-from areal_agents.sockets import listen
+from areal_agents.sockets import address_of, listen
 
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes about a second
 LOG_TAIL_BYTES = 2000
+_STOP_TIMEOUT_S = 12.0  # SGLang checks for the signal every 5 s
 
 
 class ServerProcess:
@@ -142,6 +143,40 @@ class ServerProcess:
             )
 
 
+class CommandProcess(ServerProcess):
+    """A real SGLang or vLLM server, which runs within a with-block.
+
+    Args:
+        command: see `server_command` of each; its port is `port`.
+        environment: its whole environment.
+        scheme: of its URL.
+
+    The other arguments are those of ServerProcess.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        log_path: Path | None = None,
+        start_timeout_s: float = 600.0,
+        scheme: str = "http",
+    ) -> None:
+        super().__init__(
+            name, log_path=log_path, start_timeout_s=start_timeout_s, stop_timeout_s=_STOP_TIMEOUT_S
+        )
+        self._command, self._environment = list(command), dict(environment)
+        self.url = f"{scheme}://{address_of(host, port)}"
+
+    def start(self) -> None:
+        """See ServerProcess.start."""
+        self._spawn(self._command, self._environment)
+
+
 class EngineProcess(ServerProcess):
     """An embedded engine in a child process.
 
@@ -173,7 +208,7 @@ class EngineProcess(ServerProcess):
         """See ServerProcess.start. ConfigError if its port is taken."""
         listener = listen(self._config.host, self._config.port, setting="engine.port")
         host, port = listener.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.url = f"http://{address_of(host, port)}"
         config = self._config.model_copy(
             update={"port": port, "listen_fd": listener.fileno(), "exit_with_parent": True}
         )

@@ -23,10 +23,10 @@ from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import SERVERS, EmbeddedEngineConfig
 from areal_agents.inference.engine import MemoryKind
+from areal_agents.inference.engine_process import CommandProcess
 from areal_agents.inference.sglang.server import (
     LORA_TARGETS,
     GpuPlacement,
-    SGLangProcess,
     find_environment,
     nccl_environment,
     numerics,
@@ -35,7 +35,7 @@ from areal_agents.inference.sglang.server import (
     server_environment,
 )
 from areal_agents.inference.vllm import server as vllm_server
-from areal_agents.inference.vllm.server import VLLMProcess, vllm_environment
+from areal_agents.inference.vllm.server import vllm_environment
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.nodes import nodes_of, ranks_beside_engines
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
@@ -337,7 +337,7 @@ def _serve_real(config: Config, folder: RunFolder, placement: GpuPlacement, repl
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> SGLangProcess:
+def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> CommandProcess:
     lora = config.trainer.lora
     targets = lora.targets if lora is not None and not isinstance(lora.targets, str) else LORA_TARGETS
     host, port = _address(folder, replica)
@@ -354,7 +354,8 @@ def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica:
         routed_experts=config.engine.routed_experts,
         exact_in_place=config.trainer.publish.pause == "in_place",
     )
-    return SGLangProcess(
+    return CommandProcess(
+        "SGLang",
         command,
         server_environment(config.engine, placement, host, folder.read_endpoints().engine_key),
         host=host,
@@ -365,7 +366,7 @@ def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica:
     )
 
 
-def _vllm(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> VLLMProcess:
+def _vllm(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> CommandProcess:
     host, port = _address(folder, replica)
     command = vllm_server.server_command(
         config.engine,
@@ -377,7 +378,8 @@ def _vllm(config: Config, folder: RunFolder, placement: GpuPlacement, replica: i
         tls=_tls(config, folder),
         lora_rank=adapter_rank(config),
     )
-    return VLLMProcess(
+    return CommandProcess(
+        "vLLM",
         command,
         vllm_environment(config.engine, placement, host, folder.read_endpoints().engine_key),
         host=host,

@@ -14,12 +14,12 @@ from test_engine_process import gone
 
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EngineConfig
+from areal_agents.inference.engine_process import CommandProcess
 from areal_agents.inference.sglang.server import (
     DETERMINISTIC,
     FP32_HEAD,
     GpuPlacement,
     ServerSetting,
-    SGLangProcess,
     find_environment,
     nccl_environment,
     numerics,
@@ -239,13 +239,13 @@ def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> No
     with pytest.raises(
         EngineUnavailable, match=r"(?s)SGLang ended with status 2 .*its log ends:\nno such flag"
     ):
-        SGLangProcess(command, os.environ, port=1).__enter__()
+        CommandProcess("SGLang", command, os.environ, port=1).__enter__()
 
 
 def test_a_server_ends_with_all_that_it_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = [script(tmp_path / "python", f"sleep 600 & echo $! > {pids}.tmp; mv {pids}.tmp {pids}; wait")]
-    server = SGLangProcess(command, os.environ, port=1)
+    server = CommandProcess("SGLang", command, os.environ, port=1)
     server.start()
     while not pids.exists():
         assert server.alive

@@ -19,12 +19,10 @@ from areal_agents.core.tls import TlsConfig
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
-from areal_agents.inference.engine_process import ServerProcess
 
 SCRIPTS = Path(__file__).parent / "environment"
 OLDEST, TRIED = (0, 5, 21), "0.5.21"
 PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk is slow
-STOP_TIMEOUT_S = 12.0  # SGLang checks for the signal every 5 s
 CPU_TOKENS = 32768  # size of the key-value cache; by default SGLang would use most of the machine's memory
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA_SLOTS, LORA_LOADED = 4, 8  # adapters on the device, including the base model; and in total
@@ -245,38 +243,6 @@ def nccl_environment(config: EngineConfig) -> dict[str, str]:
         return {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
     nvls = "1" if "--enable-nccl-nvls" in config.arguments else os.environ.get("NCCL_NVLS_ENABLE", "0")
     return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"), "NCCL_NVLS_ENABLE": nvls}
-
-
-class SGLangProcess(ServerProcess):
-    """A real SGLang server, which runs within a with-block.
-
-    Args:
-        command: see `server_command`; its port is `port`.
-        environment: see `server_environment`.
-
-    The others are ServerProcess's.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        port: int,
-        host: str = "127.0.0.1",
-        log_path: Path | None = None,
-        start_timeout_s: float = 600.0,
-        scheme: str = "http",
-    ) -> None:
-        super().__init__(
-            "SGLang", log_path=log_path, start_timeout_s=start_timeout_s, stop_timeout_s=STOP_TIMEOUT_S
-        )
-        self._command, self._environment = list(command), dict(environment)
-        self.url = f"{scheme}://{host}:{port}"
-
-    def start(self) -> None:
-        """See ServerProcess.start."""
-        self._spawn(self._command, self._environment)
 
 
 def _device_arguments(config: EngineConfig, placement: GpuPlacement, *, lora: bool) -> list[str]:

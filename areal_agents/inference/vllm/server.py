@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
-from areal_agents.inference.engine_process import ServerProcess
 from areal_agents.inference.sglang.server import (
     GpuPlacement,
     release_of,
@@ -26,7 +24,6 @@ from areal_agents.inference.sglang.server import (
 SCRIPTS = Path(__file__).parent / "environment"
 OLDEST, TRIED = (0, 32, 0), "0.32.0"
 PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk is slow
-STOP_TIMEOUT_S = 12.0
 CPU_CACHE_GIB, CPU_SEQUENCES = 1, 32  # by default vLLM would use most of the machine's memory
 LORA_LOADED = 8  # adapters that a server holds in total
 HOW_TO = (
@@ -130,38 +127,6 @@ def vllm_environment(
     if not placement.gpus:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return environment
-
-
-class VLLMProcess(ServerProcess):
-    """A vLLM server, which runs within a with-block.
-
-    Args:
-        command: see `server_command`; its port is `port`.
-        environment: see `vllm_environment`.
-
-    The others are ServerProcess's.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        port: int,
-        host: str = "127.0.0.1",
-        log_path: Path | None = None,
-        start_timeout_s: float = 600.0,
-        scheme: str = "http",
-    ) -> None:
-        super().__init__(
-            "vLLM", log_path=log_path, start_timeout_s=start_timeout_s, stop_timeout_s=STOP_TIMEOUT_S
-        )
-        self._command, self._environment = list(command), dict(environment)
-        self.url = f"{scheme}://{host}:{port}"
-
-    def start(self) -> None:
-        """See ServerProcess.start."""
-        self._spawn(self._command, self._environment)
 
 
 def _lora_rank(rank: int) -> int:
