@@ -282,6 +282,7 @@ class _ClusterRun:
             keys.view,
             keys.engine,
             scheme=first.scheme,
+            authority="" if (tls := self._config.cluster.tls) is None else tls.authority,
         )
 
 

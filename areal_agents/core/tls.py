@@ -53,16 +53,24 @@ def trusting(tls: TlsConfig | None) -> Iterator[None]:
     Raises:
         ConfigError: a file of this machine is missing, or the certificate has another key.
     """
-    if tls is None:
+    if tls is not None:
+        _check_files(tls)
+    with trusting_authority("" if tls is None else tls.authority):
+        yield
+
+
+@contextmanager
+def trusting_authority(authority: str) -> Iterator[None]:
+    """Do what `trusting` does, for a process that serves nothing; "": nothing changes."""
+    if not authority:
         yield
         return
-    _check_files(tls)
     import certifi
 
     with tempfile.TemporaryDirectory(prefix="areal-agents-") as folder:
         bundle = Path(folder) / "authorities.pem"
         earlier = {name: os.environ.get(name) for name in _READ_BY_CLIENTS}
-        files = {earlier["SSL_CERT_FILE"] or certifi.where(), *filter(None, earlier.values()), tls.authority}
+        files = {earlier["SSL_CERT_FILE"] or certifi.where(), *filter(None, earlier.values()), authority}
         bundle.write_text("\n".join(Path(file).read_text() for file in sorted(files)))
         os.environ.update(dict.fromkeys(_READ_BY_CLIENTS, str(bundle)))
         try:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents import __version__
+from areal_agents.core.tls import trusting_authority
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.health.rules import findings
 from areal_agents.health.waiting import Waiting
@@ -196,7 +197,9 @@ def _summary_of_store(
         scheme, host, port = endpoints.get("scheme", "http"), endpoints["proxy_host"], endpoints["proxy_port"]
         proxy = f"{scheme}://{address_of(host, port)}"
         waiting = Waiting(endpoints["engine_urls"], proxy, groups=config["rollout"]["groups"])
-        yield f"the next step: {waiting.reason(groups, activity, started=bool(running_rows))}"
+        with trusting_authority(endpoints.get("authority", "")):
+            reason = waiting.reason(groups, activity, started=bool(running_rows))
+        yield f"the next step: {reason}"
     yield from (f"failed episode {e.id}: {_beginning(e.error or '')}" for e in failed)
 
 

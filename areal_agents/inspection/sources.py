@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from areal_agents.client import Client
 from areal_agents.core.reward_values import RewardValue
 from areal_agents.core.rollout import Reward
+from areal_agents.core.tls import trusting_authority
 from areal_agents.errors import ConfigError, RequestError, shown
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.proxy.config import ProxyConfig
@@ -268,7 +269,10 @@ def _reward_in_run(
     """Give a reward through the proxy of a run, or directly if the run has ended."""
     try:
         endpoints = folder.read_endpoints()
-        with Client(endpoints.proxy_url, endpoints.admin_key) as client:
+        with (
+            trusting_authority(endpoints.authority),
+            Client(endpoints.proxy_url, endpoints.admin_key) as client,
+        ):
             client.reward(episode_id, value, name=name)
         return
     except FileNotFoundError:

@@ -48,6 +48,7 @@ class Endpoints:
     engine_key: str = ""  # that requests to the engines must have; "": they want none
     place: ClusterPlace | None = None
     scheme: str = "http"  # of the proxy's URL
+    authority: str = ""  # PEM file with the authority of the servers' certificates; "": they have none
 
     @property
     def proxy_url(self) -> str:

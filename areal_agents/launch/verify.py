@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_agents.config import load_config
-from areal_agents.core.tls import trusting
+from areal_agents.core.tls import trusting_authority
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.clients import Protocol, connect, protocol_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
@@ -35,7 +35,7 @@ def run(folder: Path, console: Console) -> bool:
             "run"
         )
     base = Path(config.model) if config.trainer.publishes_adapters else None
-    with Store.open(found.store_at(config.store.url)) as store, trusting(config.cluster.tls):
+    with Store.open(found.store_at(config.store.url)) as store, trusting_authority(endpoints.authority):
         protocol = protocol_of(config.engine.kind)
         return asyncio.run(_verify_all(endpoints, protocol, store, base, console))
 

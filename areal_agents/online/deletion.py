@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import httpx
 
 from areal_agents.config import Config
+from areal_agents.core.tls import trusting_authority
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, StoreError
 from areal_agents.launch.run_folder import RunFolder
@@ -52,7 +53,10 @@ def _through_proxy(folder: RunFolder, episodes: Sequence[str], user: str) -> lis
     endpoints = folder.read_endpoints()
     headers = {"Authorization": f"Bearer {endpoints.admin_key}"}
     deleted: list[str] = []
-    with direct_client(base_url=endpoints.local_url, headers=headers, timeout_s=_TIMEOUT_S) as http:
+    with (
+        trusting_authority(endpoints.authority),
+        direct_client(base_url=endpoints.local_url, headers=headers, timeout_s=_TIMEOUT_S) as http,
+    ):
         ids = list(episodes)
         after: str | None = None
         while user:

@@ -7,6 +7,7 @@ once. Invariant: at most one unfinished event, of bounded size, is buffered.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import Any
@@ -90,8 +91,10 @@ class HttpTransport:
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None:
             # No limit on connections: the caller's admission control limits concurrent calls.
+            # aiohttp's own context has the authorities that were trusted when aiohttp was imported.
+            context = ssl.create_default_context() if self.base_url.startswith("https:") else True
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=context)
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
