@@ -137,6 +137,7 @@ async def direct_websocket(
     longest_message: int,
     ping_s: float,
     silent_s: float,
+    goodbye_s: float,
 ) -> ClientConnection:
     """Return a WebSocket to a server of the run, connected directly.
 
@@ -146,6 +147,7 @@ async def direct_websocket(
         longest_message: the most bytes of a message that is received.
         ping_s, silent_s: a ping is sent every `ping_s`; the connection ends if none is answered for
             `silent_s`.
+        goodbye_s: longest wait for the server to confirm the end of the connection.
 
     Raises:
         OSError: there is no connection, or the server refuses it.
@@ -163,6 +165,7 @@ async def direct_websocket(
             max_size=longest_message,
             ping_interval=ping_s,
             ping_timeout=silent_s,
+            close_timeout=goodbye_s,
         )
     except InvalidHandshake as error:
         raise ConnectionRefusedError(str(error)) from error

@@ -166,7 +166,7 @@ def test_sandbox_pods_are_reached_by_rollouts_and_reach_proxies_and_the_store_on
     }
 
 
-def test_a_sandbox_pod_has_nothing_of_the_run_but_the_password_of_the_store() -> None:
+def test_a_sandbox_pod_has_no_folder_of_the_run_and_only_the_secrets_to_take_part_in_it() -> None:
     [pool] = [
         one
         for one in manifests(SANDBOXED, SANDBOX_SETTINGS)
@@ -178,7 +178,8 @@ def test_a_sandbox_pod_has_nothing_of_the_run_but_the_password_of_the_store() ->
     assert pod["volumes"] == [{"name": "files", "emptyDir": {"sizeLimit": "20Gi"}}]
     assert container["volumeMounts"] == [{"name": "files", "mountPath": "/tmp"}]
     secrets = [one for one in container["env"] if "secretKeyRef" in one.get("valueFrom", {})]
-    assert [one["name"] for one in secrets] == ["PGPASSWORD"] and "envFrom" not in container
+    assert [one["name"] for one in secrets] == ["PGPASSWORD", "AREAL_AGENTS_RUN_TOKEN"]
+    assert "envFrom" not in container
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},

@@ -93,6 +93,19 @@ async def test_nothing_is_left_of_a_sandbox_whose_owner_has_gone() -> None:
         await isolation.close()
 
 
+async def test_a_sandbox_can_be_ended_while_a_command_runs() -> None:
+    async with sandbox_host() as host:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [host]))
+        sandbox = await isolation.start(SPEC)
+        mark = f"{time.time_ns() % 10**9 + 10**9}"
+        running = asyncio.create_task(sandbox.run(["sleep", mark], timeout_s=None))
+        await _until(lambda: _sleeping(mark))
+        await isolation.close()
+        with pytest.raises(SandboxError, match="is lost"):
+            await running
+        await _until(lambda: not _sleeping(mark))
+
+
 async def test_a_lost_host_costs_its_sandboxes_and_no_others() -> None:
     async with sandbox_host(places=1) as lasting:
         host = SandboxHost("the token", places=9)

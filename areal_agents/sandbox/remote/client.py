@@ -169,6 +169,10 @@ class RemoteSandbox:
         if self._is_ended:
             return
         self._is_ended = True
+        if self._busy.locked():  # without its connection, the host ends the running command too
+            self._connection.transport.abort()
+            self._ended(self)
+            return
         try:
             async with asyncio.timeout(_END_S):
                 await self._connection.send(json.dumps({"do": "end"}))

@@ -32,6 +32,7 @@ from areal_agents.sandbox.isolations import IsolationOnFirstUse
 from areal_agents.sandbox.pool import SandboxPool
 from areal_agents.sandbox.remote.archives import Digests, KeptFolders, packed, unpack
 from areal_agents.sandbox.remote.messages import (
+    GOODBYE_S,
     LOG,
     LONGEST_MESSAGE,
     PATH,
@@ -91,6 +92,7 @@ class SandboxHost:
             max_size=LONGEST_MESSAGE,
             ping_interval=PING_S,
             ping_timeout=SILENT_S,
+            close_timeout=GOODBYE_S,
         )
 
     async def warm_up(self, isolation: str, spec: SandboxSpec, *, warm: int) -> None:

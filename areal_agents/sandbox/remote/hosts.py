@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_agents.direct_http import direct_websocket
 from areal_agents.errors import SandboxError
-from areal_agents.sandbox.remote.messages import LONGEST_MESSAGE, PATH, PING_S, SILENT_S
+from areal_agents.sandbox.remote.messages import GOODBYE_S, LONGEST_MESSAGE, PATH, PING_S, SILENT_S
 
 PLACE_S = 3600.0  # longest wait for a place
 _CONNECT_S = 5.0
@@ -121,6 +121,7 @@ class SandboxHosts:
                 longest_message=LONGEST_MESSAGE,
                 ping_s=PING_S,
                 silent_s=SILENT_S,
+                goodbye_s=GOODBYE_S,
             )
         except OSError as error:
             logger.warning("the sandbox host at %s cannot be reached: %s", host.url, error)

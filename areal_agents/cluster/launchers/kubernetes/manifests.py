@@ -5,8 +5,8 @@ sandbox hosts do not, so they are StatefulSets. The index of a pod is that of it
 that replaces another takes its place. Pods find each other in the store; the headless services give them
 names for people and for network policies. A manifest has no secret: pods get theirs as variables from the
 Secret that the configuration names, and a configuration that has keys or passwords is refused. Sandbox pods
-run the programs of agents: they have neither the folders of the run nor its Secret but the password of the
-store, and reach the proxies, the store and name resolution only.
+run the programs of agents: they have no folder of the run, of its Secret what a process needs to take part in
+it, and they reach the proxies, the store and name resolution only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import yaml
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
 from areal_agents.cluster.launchers.secrets import refuse_secrets
+from areal_agents.core.secret_variables import RUN_TOKEN
 from areal_agents.errors import ConfigError
 from areal_agents.store.postgres import host_of
 from areal_agents.store.roles import DEAD_AFTER_S, Role
@@ -301,8 +302,9 @@ class _Pods:
         if role in _SERVERS or role == "trainer":
             container["ports"] = [{"name": "http", "containerPort": PORT}]
         if settings.secret and is_sandbox:
-            password = {"name": settings.secret, "key": "PGPASSWORD", "optional": True}
-            container["env"].append({"name": "PGPASSWORD", "valueFrom": {"secretKeyRef": password}})
+            for key in ("PGPASSWORD", RUN_TOKEN):
+                entry = {"name": settings.secret, "key": key, "optional": True}
+                container["env"].append({"name": key, "valueFrom": {"secretKeyRef": entry}})
         elif settings.secret:
             container["envFrom"] = [{"secretRef": {"name": settings.secret}}]
         stop_s = self._run.trainer_stop_s if role == "trainer" else _STOP_S[role]
