@@ -129,6 +129,7 @@ bench: setup litellm ## Run every benchmark on this machine (about three quarter
 	$(BIN)/python -m benchmarks sandbox --json
 	$(BIN)/python -m benchmarks view --json
 	$(BIN)/python -m benchmarks retrieval --json
+	$(BIN)/python -m benchmarks weights --json
 
 litellm: $(LITELLM)/.installed ## Install LiteLLM's proxy, which ours is compared with, in its own environment.
 

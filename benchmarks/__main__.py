@@ -203,6 +203,21 @@ def retrieval(
     run(json=as_json, passages=passages, embedding_model=embedding_model)
 
 
+@app.command("weights")
+def weights(
+    as_json: AsJson = False,
+    location: Annotated[
+        str, typer.Option(help="The URL of a bucket or folder; default: a temporary folder.")
+    ] = "",
+    mb: Annotated[int, typer.Option(help="The size of a version in 10^6 bytes.")] = 1000,
+    changed: Annotated[float, typer.Option(help="The share of weights that a version changes.")] = 0.05,
+) -> None:
+    """Versions in an object storage: the time to write and to read one, whole and as changes."""
+    from benchmarks.object_storage import run
+
+    run(location, mb=mb, changed=changed, json=as_json)
+
+
 @app.command("sandbox")
 def sandbox(
     as_json: AsJson = False,

@@ -100,6 +100,10 @@ NOT_RUN = {
     ): "minutes",
     ("docs/benchmarks.md", "python -m benchmarks engine"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "python -m benchmarks retrieval"): "tests/benchmarks/test_bench_retrieval.py",
+    (
+        "docs/benchmarks.md",
+        "python -m benchmarks weights",
+    ): "tests/benchmarks/test_bench_object_storage.py",
     ("docs/benchmarks.md", "python -m benchmarks sandbox"): "tests/benchmarks/test_bench_sandbox.py",
     ("docs/benchmarks.md", "make litellm"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "make test-gpu"): "tests/benchmarks/test_bench_gpu.py",
