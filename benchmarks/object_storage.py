@@ -47,7 +47,7 @@ class Figures:
 
 
 def measure(location: str, folder: Path, *, mb: int, changed: float) -> Figures:
-    """Write and read a version of `mb` · 10^6 bytes and the next one, in which the share `changed` differs."""
+    """Write and read a version of `mb` million bytes and the next one, where the share `changed` differs."""
     there = Location.open(location).child(f"benchmark-{time.time_ns()}")
     uploads = Uploads(there, whole_every=2, keep=2)
     engine = FetchedVersions(folder / "engine", there, threading.Event())
