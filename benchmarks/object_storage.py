@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,16 +57,15 @@ def measure(location: str, folder: Path, *, mb: int, changed: float) -> Figures:
     weights = {
         f"w{n}": numbers.standard_normal(count, dtype=np.float32).astype(np.float16) for n in range(_TENSORS)
     }
-    seconds, sizes = [], []
+    seconds: list[float] = []
+    sizes: list[float] = []
     try:
         for version in (0, 1):
             path = folder / f"v{version}"
             path.mkdir()
             save_file(weights, path / "model.safetensors")
-            write_s, written = _timed(lambda path=path, version=version: uploads.write(path, version))
-            read_s, _ = _timed(
-                lambda version=version, checksum=written.checksum: engine.fetch(version, checksum)
-            )
+            write_s, written = _timed(partial(uploads.write, path, version))
+            read_s, _ = _timed(partial(engine.fetch, version, written.checksum))
             seconds += [write_s, read_s]
             sizes.append(written.manifest.stored_bytes / 1e6)
             for tensor in weights.values():
