@@ -107,9 +107,10 @@ class WeightFetcher:
         path, received = await asyncio.to_thread(self._fetch, goal)
         fetch_s = time.monotonic() - began
         pause_s, agreement = await self._load(path, goal.version)
+        busy_s = await self._engine.busy_s()
         self._shown = replace(
             self._shown, version=goal.version, problem=None, pause_s=pause_s, fetch_s=fetch_s,
-            received_bytes=received, agreement=agreement, busy_s=await self._engine.busy_s(),
+            received_bytes=received, agreement=agreement, busy_s=busy_s,
         )  # fmt: skip
         await self._show()
         logger.info(
@@ -174,7 +175,8 @@ class WeightFetcher:
         """Show again and again that this process is running, also while a version is read."""
         while True:
             with suppress(EngineError):
-                self._shown = replace(self._shown, busy_s=await self._engine.busy_s())
+                busy_s = await self._engine.busy_s()
+                self._shown = replace(self._shown, busy_s=busy_s)  # which may be another by now
             try:
                 await self._show()
             except StoreError as error:

@@ -198,8 +198,13 @@ async def test_a_replica_that_comes_back_is_brought_up_before_it_serves() -> Non
             assert servers[0].exchanges
 
 
-@pytest.mark.parametrize("then", ["the folder is written", "the trainer sends the next version"])
+@pytest.mark.parametrize(
+    "then", ["the folder is written", "the trainer sends the next version", "its own process loads it"]
+)
 async def test_a_late_replica_waits_for_a_folder_that_is_not_written_yet(then: str) -> None:
+    by_itself = then == "its own process loads it"
+    waits = {"in_storage": True} if by_itself else {"folder_pending": True}
+    what = "read from the object storage" if by_itself else "written"
     with servers_of(2) as servers:
         rows = Rows()
         rows.publish(0)
@@ -207,10 +212,10 @@ async def test_a_late_replica_waits_for_a_folder_that_is_not_written_yet(then: s
             await pool.model_info()
             servers[0].kill()
             await until(lambda: states(pool)[0] == "down")
-            rows.current = replace(rows.publish(5), folder_pending=True)
+            rows.current = replace(rows.publish(5), **waits)
             await load(servers[1].url, 5)
             servers[0].start()
-            await until(lambda: "the folder of that version is not written yet" in pool.replicas[0].reason)
+            await until(lambda: f"the folder of that version is not {what} yet" in pool.replicas[0].reason)
             calls = [pool.generate(f"r{n}", prompt_of(n), FORTY) for n in range(4)]
             for completion in await asyncio.gather(*calls):
                 assert set(completion.versions) == {5}
@@ -218,6 +223,8 @@ async def test_a_late_replica_waits_for_a_folder_that_is_not_written_yet(then: s
             assert (await pool.replicas[0].engine.model_info()).version == 0
             if then == "the folder is written":
                 rows.publish(5)
+            elif by_itself:
+                await load(servers[0].url, 5)
             else:
                 rows.current = replace(rows.publish(6), folder_pending=True)
                 await asyncio.gather(*(load(server.url, 6) for server in servers))
