@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
+import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_engine_process import gone
 
+from areal_agents.core.secret_variables import ENGINE_KEY
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EngineConfig
 from areal_agents.inference.engine_process import CommandProcess
@@ -27,6 +32,9 @@ from areal_agents.inference.sglang.server import (
     server_command,
     server_environment,
 )
+
+
+SERVE = Path(__file__).parents[2] / "areal_agents/inference/sglang/environment/serve.py"
 
 
 def script(path: Path, text: str) -> str:
@@ -97,6 +105,33 @@ def test_too_few_gpus_are_refused() -> None:
         place(engine(), 1, trainer_gpus=1)
     with pytest.raises(ConfigError, match="need 3 GPUs, and there are 2"):
         place(engine(colocate="split", replicas=3), 2, trainer_gpus=1)
+
+
+def test_the_log_of_a_server_has_its_key_neither_in_messages_nor_in_tracebacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(ENGINE_KEY, raising=False)
+    gpu_build = SimpleNamespace(version=SimpleNamespace(cuda="12.8"))
+    monkeypatch.setitem(sys.modules, "torch", gpu_build)  # its import takes seconds
+    without_key = runpy.run_path(str(SERVE))["_without_key"]
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    written = io.StringIO()
+    log = logging.Logger("sglang")
+    log.addHandler(logging.StreamHandler(written))
+    earlier = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(without_key(earlier, "hush"))
+    try:
+        log.info("key=%s", "hush")
+        log.info("%d", "not a number")  # the caller goes on
+        try:
+            raise ValueError("hush is wrong")
+        except ValueError:
+            log.exception("failed")
+    finally:
+        logging.setLogRecordFactory(earlier)
+    lines = written.getvalue().splitlines()
+    assert lines[:3] == ["key=***", "failed", "Traceback (most recent call last):"]
+    assert lines[-1] == "ValueError: *** is wrong" and "hush" not in written.getvalue()
 
 
 ONE_GPU = GpuPlacement((0,))

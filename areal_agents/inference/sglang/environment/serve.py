@@ -22,6 +22,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any
@@ -109,12 +110,20 @@ def _end_with_starter(kill_process_tree: Callable[..., None]) -> None:
 
 
 def _without_key(make: Callable[..., logging.LogRecord], key: str) -> Callable[..., logging.LogRecord]:
-    """Return a factory of log records that replaces the key in their messages."""
+    """Return a factory of log records that replaces the key in their messages and tracebacks."""
 
     def made(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = make(*arguments, **options)
-        if key in (message := record.getMessage()):
+        try:
+            message = record.getMessage()
+        except Exception:  # its arguments do not fit; whoever writes the record reports that and goes on
+            return record
+        if key in message:
             record.msg, record.args = message.replace(key, "***"), ()
+        if record.exc_info and key in (trace := "".join(traceback.format_exception(*record.exc_info))):
+            record.exc_text = trace.rstrip("\n").replace(
+                key, "***"
+            )  # formatters write it instead of their own
         return record
 
     return made
