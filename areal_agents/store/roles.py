@@ -30,7 +30,8 @@ class RoleRow:
 
     Attributes:
         url: where the others reach the process; None: it is not reached, or not yet.
-        age_s: seconds since its last heartbeat, by the clock of the database.
+        beat_at: the time of its last heartbeat in seconds since the epoch of Unix, by the database's clock.
+        age_s: seconds since then, by the same clock.
     """
 
     role: Role
@@ -40,6 +41,7 @@ class RoleRow:
     url: str | None
     host: str
     pid: int
+    beat_at: float
     age_s: float
 
     @property
@@ -62,10 +64,7 @@ def claim(
     """
     found = of(connection, role, index)
     if found is not None and found.is_alive and found.epoch != gone:
-        raise Conflict(
-            f"{role} {index} of this run is running: process {found.pid} on {found.host}, with a heartbeat "
-            f"{found.age_s:.0f} s ago"
-        )
+        raise _taken(found)
     now = database_now(connection)
     values = {
         "epoch": 1 if found is None else found.epoch + 1,
@@ -79,7 +78,12 @@ def claim(
     if found is None:
         connection.execute(sa.insert(roles).values(role=role, index=index, **values))
     else:
-        connection.execute(sa.update(roles).where(_is(role, index)).values(**values))
+        which = sa.and_(_is(role, index), roles.c.epoch == found.epoch)
+        if found.epoch != gone:  # a heartbeat, which waits for no claim, may have come since it was read
+            which = sa.and_(which, roles.c.beat_at == found.beat_at)
+        changed = connection.execute(sa.update(roles).where(which).values(**values))
+        if not changed.rowcount:
+            raise _taken(cast(RoleRow, of(connection, role, index)))
     return cast(RoleRow, of(connection, role, index))
 
 
@@ -129,6 +133,13 @@ def read_run(connection: sa.Connection) -> dict[str, Any]:
     return cast("dict[str, Any]", json.loads(value))
 
 
+def _taken(row: RoleRow) -> Conflict:
+    return Conflict(
+        f"{row.role} {row.index} of this run is running: process {row.pid} on {row.host}, with a heartbeat "
+        f"{row.age_s:.0f} s ago"
+    )
+
+
 def _is(role: Role, index: int) -> sa.ColumnElement[bool]:
     return sa.and_(roles.c.role == role, roles.c.index == index)
 
@@ -138,7 +149,7 @@ def _rows(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[Role
     columns = [roles.c[name] for name in ("role", "index", "epoch", "state", "url", "host", "pid", "beat_at")]
     found = connection.execute(sa.select(*columns).where(which).order_by(roles.c.role, roles.c.index)).all()
     return [
-        RoleRow(role, index, epoch, state, url, host, pid, max(0.0, now - beat_at))
+        RoleRow(role, index, epoch, state, url, host, pid, beat_at, max(0.0, now - beat_at))
         for role, index, epoch, state, url, host, pid, beat_at in found
     ]
 

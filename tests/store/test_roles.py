@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -64,6 +65,28 @@ def test_of_many_claims_at_once_one_succeeds(url: str) -> None:
     for thread in threads:
         thread.join(60)
     assert len(won) == 1
+
+
+@pytest.mark.parametrize("gone", [None, 1])
+def test_a_heartbeat_that_comes_while_a_place_is_claimed_keeps_it(url: str, gone: int | None) -> None:
+    """Unless its process is known to be gone, or must lose the place."""
+
+    def beat(_connection: sa.Connection, cursor: Any, statement: str, *_: object) -> None:
+        if statement.startswith("UPDATE roles"):
+            cursor.execute("UPDATE roles SET beat_at = beat_at + 30")
+
+    with Store.open(url) as store:
+        store.claim_role("engine", 0, host="a", pid=10)
+        _let_time_pass(url, DEAD_AFTER_S + 1)
+        sa.event.listen(sa.Engine, "before_cursor_execute", beat)
+        try:
+            if gone is None:
+                with pytest.raises(Conflict, match="engine 0 of this run is running: process 10 on a"):
+                    store.claim_role("engine", 0, host="b", pid=20)
+            else:
+                assert store.claim_role("engine", 0, host="b", pid=20, gone=gone).epoch == 2
+        finally:
+            sa.event.remove(sa.Engine, "before_cursor_execute", beat)
 
 
 def test_the_record_of_the_run_is_replaced(url: str) -> None:
