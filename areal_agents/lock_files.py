@@ -14,8 +14,10 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def holding(path: Path, content: str) -> Iterator[None]:
+def holding(path: Path, content: str) -> Iterator[int]:
     """Make a file and hold its lock within the with-block, then remove it.
+
+    Yields the descriptor. A child process that inherits it holds the lock too, until both have ended.
 
     Args:
         content: for people who inspect the folder.
@@ -28,7 +30,7 @@ def holding(path: Path, content: str) -> Iterator[None]:
         file.flush()
         unlocked.rename(path)  # the file never exists under this name without its lock
         try:
-            yield
+            yield file.fileno()
         finally:
             path.unlink(missing_ok=True)
 

@@ -31,6 +31,7 @@ class Place:
 
     Attributes:
         row: the place when it was claimed.
+        lock_fd: the descriptor of the lock of the place, for a child process whose end frees the place too.
     """
 
     def __init__(self, store: Store, row: RoleRow) -> None:
@@ -43,7 +44,7 @@ class Place:
         for earlier in lock.parent.glob(f"{row.role}-{row.index}-*.lock"):
             earlier.unlink(missing_ok=True)  # the store says that their processes have no place any more
         self._lock = contextlib.ExitStack()
-        self._lock.enter_context(holding(lock, f"{os.getpid()}\n"))
+        self.lock_fd = self._lock.enter_context(holding(lock, f"{os.getpid()}\n"))
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._beating.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sqlite3
 import subprocess
@@ -55,6 +56,24 @@ def test_the_place_of_a_process_of_this_machine_that_has_ended_is_free(store: St
         assert own.row.epoch == 2
         with pytest.raises(ConfigError, match="is running"):
             Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=0.0)
+
+
+def test_a_place_is_not_free_while_the_child_of_its_process_is_still_ending(store: Store) -> None:
+    code = (
+        "import os, subprocess, sys; from areal_agents.cluster.place import Place; "
+        "from areal_agents.store import Store; "
+        'own = Place.claim(Store.open(sys.argv[1]), "engine", 0, host="127.0.0.1"); '
+        "child = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL, pass_fds=(own.lock_fd,)); "
+        "print(child.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, store.url], timeout=60, stdout=subprocess.PIPE)
+    try:
+        with pytest.raises(ConfigError, match="is running"):
+            Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=0.0)
+    finally:
+        os.kill(int(killed.stdout), signal.SIGKILL)
+    with Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=10.0) as own:
+        assert own.row.epoch == 2
 
 
 def test_a_process_number_that_is_not_seen_here_says_nothing(store: Store) -> None:
