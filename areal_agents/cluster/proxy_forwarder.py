@@ -68,15 +68,19 @@ class ProxyForwarder:
             )
         )
         checking = loop.create_task(self._check())
-        thread = threading.Thread(target=loop.run_forever, name="proxy-forwarder", daemon=True)
+        thread = threading.Thread(target=_run, args=(loop,), name="proxy-forwarder", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            asyncio.run_coroutine_threadsafe(self._end(server, checking), loop).result(_END_S)
-            loop.call_soon_threadsafe(loop.stop)
-            thread.join(_END_S)
-            loop.close()
+            ending = asyncio.run_coroutine_threadsafe(self._end(server, checking), loop)
+            try:
+                ending.result(_END_S)
+            except TimeoutError:  # an error of the with-block says more
+                _logger.warning("connections to the proxies were not closed within %g s", _END_S)
+            finally:
+                loop.call_soon_threadsafe(loop.stop)
+                thread.join(_END_S)
 
     def _begin(self, client: _Client) -> None:
         self._clients.add(client)
@@ -150,6 +154,14 @@ def forwarding_to_proxies(
     forwarder = ProxyForwarder(table, count=count, preferred=preferred)
     with table.watching(), forwarder.running(host, port):
         yield
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped, and close it."""
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 class _Side(asyncio.Protocol):

@@ -160,6 +160,34 @@ def test_without_any_proxy_a_connection_is_closed(servers: Servers, monkeypatch:
         pass
 
 
+def test_a_forwarder_that_cannot_end_hides_no_error(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_forwarder, "_END_S", 0.1)
+    held, release = threading.Event(), threading.Event()
+
+    def address(index: int) -> None:
+        held.set()
+        release.wait(30)
+
+    table = ProxyTable(servers.store)
+    monkeypatch.setattr(table, "address", address)
+    forwarder = ProxyForwarder(table, count=1, preferred=0)
+    with (
+        pytest.raises(KeyError),
+        reserved_ports(1) as [port],
+        forwarder.running("127.0.0.1", port),
+        socket.create_connection(("127.0.0.1", port), 5),
+    ):
+        assert held.wait(30)
+        raise KeyError
+    release.set()
+    [thread] = [one for one in threading.enumerate() if one.name == "proxy-forwarder"] or [None]
+    if thread is not None:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
 def test_proxies_with_https_are_verified_and_what_they_are_sent_is_encrypted(
     servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
