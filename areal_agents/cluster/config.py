@@ -50,7 +50,9 @@ class ClusterConfig(Settings):
     gpus_per_node: int = Field(default=8, ge=0, le=16, description="GPUs of each machine; 0: there are none.")
     cpus: RoleCpus = Field(default_factory=RoleCpus)
     tls: TlsConfig | None = Field(
-        default=None, description="Proxies and engines serve HTTPS, and are verified; null: they serve HTTP."
+        default=None,
+        description="Proxies, engines and sandbox hosts serve HTTPS, and are verified; null: they serve "
+        "HTTP.",
     )
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig)
     ray: RayConfig = Field(default_factory=RayConfig)

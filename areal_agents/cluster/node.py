@@ -23,6 +23,7 @@ from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.placing import assigned_nodes
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.cluster.train import environment_of, processes_of, stop_s_of
+from areal_agents.core.secret_variables import hide_token
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.launch.children import Children
 from areal_agents.launch.run_folder import RunFolder
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("supervisor", nargs="*")
     parsed = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format=f"node {parsed.node}: %(message)s")
+    hide_token()
     end_with_supervisor()
     try:
         with interruptible(), _supervisor(parsed.supervisor) as supervisor, Store.open(parsed.run) as store:

@@ -25,7 +25,7 @@ from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
 from areal_agents.cluster.run_record import RunKeys, RunRecord
 from areal_agents.cluster.sandbox_role import serve_sandboxes
 from areal_agents.config import Config, save_config
-from areal_agents.core.secret_variables import RUN_TOKEN
+from areal_agents.core.secret_variables import take_token
 from areal_agents.core.tls import trusting
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.ports import reserved_ports
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _LONGEST_WAIT_S = 3600.0  # for the others, whose machines may have to wait in a queue
 _SERVER_STOP_S = 15.0
+_LOOPBACK = "127.0.0.1"
 
 
 def run_role(
@@ -62,7 +63,7 @@ def run_role(
         StoreError: the store cannot be opened, or has no run.
     """
     end_with_supervisor()
-    token = os.environ.pop(RUN_TOKEN, "")  # what this process starts does not need it
+    token = take_token()  # what this process starts does not need it
     with (
         _told_to_end() as told,
         Store.open(store_url) as store,
@@ -130,7 +131,9 @@ class _Process:
         self._config = config
         self._file = file
         self._place = place
-        self._role, self._index, self._host = place.row.role, place.row.index, place.row.host
+        self._role, self._index = place.row.role, place.row.index
+        # A rollout process is reached by the agents of its machine only, and in plain HTTP.
+        self._host = _LOOPBACK if self._role == "rollout" else place.row.host
         self._scheme = "http" if config.cluster.tls is None else "https"
         self._told = told
         self._count = count
@@ -192,6 +195,7 @@ class _Process:
                 stdin=subprocess.PIPE,
                 env={**os.environ, RUN_MARK: mark, SUPERVISED: f"{self._stop_timeout_s:g}"},
                 start_new_session=True,
+                pass_fds=(self._place.lock_fd,),  # if this process is killed, the child may still be ending
             )
             try:
                 return self._watch(child)

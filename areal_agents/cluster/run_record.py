@@ -45,7 +45,7 @@ class RunRecord:
         config: the resolved configuration, as YAML.
         nodes: the number of processes of the trainer, each of which has an equal share of its ranks.
         first_version: the version that the trainer starts with; earlier ones are from before a resume.
-        nonce: makes the keys of each start of the run other ones.
+        nonce: gives each start of the run new keys.
         proof: what a process computes from the right token.
         token: the token of the run; "": processes bring it.
         engine_key: the key of running engines; "": they want none, or processes bring it.

@@ -6,7 +6,6 @@ of its own: it can be ended and started again on any machine that sees the run f
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from areal_agents.cluster.place import Place, address_for_store
 from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
 from areal_agents.cluster.run_record import RunKeys, RunRecord, text_of
 from areal_agents.config import Config, save_config
-from areal_agents.core.secret_variables import RUN_TOKEN, given_engine_key
+from areal_agents.core.secret_variables import RUN_TOKEN, given_engine_key, take_token
 from areal_agents.core.tls import trusting
 from areal_agents.errors import ConfigError
 from areal_agents.launch.agent_sandbox import sandboxed_agent
@@ -71,6 +70,7 @@ def train_on_cluster(
         ChildDied: a process ended too often.
         Interrupted: the user stopped the run; all processes have been ended.
     """
+    token = take_token()
     end_with_supervisor()
     check_config(config, launcher)
     check_trackers(config.trainer.trackers)
@@ -103,7 +103,7 @@ def train_on_cluster(
             Place.claim(store, "supervisor", 0, host=address_for_store(url)) as place,
             trusting(config.cluster.tls),
         ):
-            run = _ClusterRun(config, folder, store, url, launcher, nodes, report, place.row.epoch)
+            run = _ClusterRun(config, folder, store, url, launcher, nodes, report, place.row.epoch, token)
             begun = time.monotonic()
             try:
                 idle = run.train()
@@ -165,6 +165,7 @@ class _ClusterRun:
         nodes: int,
         report: Report,
         epoch: int,
+        token: str,
     ) -> None:
         self._epoch = epoch
         self._config = config
@@ -176,7 +177,7 @@ class _ClusterRun:
         self._report = report
         # Only processes that something else starts have to be given a token.
         is_external = launcher.name == "external"
-        self._token = os.environ.get(RUN_TOKEN, "") or ("" if is_external else secrets.token_urlsafe(24))
+        self._token = token or ("" if is_external else secrets.token_urlsafe(24))
 
     def train(self) -> float | None:
         """Run every process until the last step is trained and evaluated; return the engines' idle share."""
@@ -254,7 +255,9 @@ class _ClusterRun:
         return names
 
     def _environment(self, process: RoleProcess) -> Mapping[str, str]:
-        own = {**environment_of(process), **({RUN_TOKEN: self._token} if self._token else {})}
+        is_started_here = self._launcher.name != "external"
+        token = {RUN_TOKEN: self._token} if self._token and is_started_here else {}
+        own = {**environment_of(process), **token}
         if self._launcher.name != "local":
             return own
         return {**own, **threads_for(process.role, engines=self._config.engine.replicas)}

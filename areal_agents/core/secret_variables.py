@@ -5,6 +5,7 @@ The processes of a run have these variables. Its agents, which handle untrusted 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 from collections.abc import Mapping
@@ -19,6 +20,27 @@ _ALL = (ENGINE_KEY, TEACHER_KEY, RUN_TOKEN, ADMIN_KEY)
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` without the secrets of a run, for a process that runs an agent."""
     return {name: value for name, value in environment.items() if name not in _ALL}
+
+
+def take_token() -> str:
+    """Remove the token of the run from the environment of this process, and return it; "" if it has none.
+
+    What /proc shows is the memory with which this process was started, so the token is overwritten there too:
+    agents of the same user can read it.
+    """
+    if RUN_TOKEN not in os.environ:
+        return ""
+    library = ctypes.CDLL(None)
+    library.getenv.restype = ctypes.c_void_p
+    if address := library.getenv(RUN_TOKEN.encode()):
+        ctypes.memset(address, 0, len(os.environb[RUN_TOKEN.encode()]))
+    return os.environ.pop(RUN_TOKEN)
+
+
+def hide_token() -> None:
+    """Keep the token of the run for processes that this one starts, but not where /proc shows it."""
+    if token := take_token():
+        os.environ[RUN_TOKEN] = token
 
 
 def given_engine_key() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from areal_agents.cluster.train import check_config, processes_of
 from areal_agents.config import Config, load_config
 from areal_agents.core.secret_variables import RUN_TOKEN
 from areal_agents.errors import ConfigError
+from areal_agents.process_control import RUN_MARK
 from areal_agents.store import Store
 
 QUICK_START = Path(__file__).parents[2] / "examples/search_agent/config.yaml"
@@ -100,6 +103,24 @@ def test_every_process_reads_the_configuration_from_the_store(tmp_path: Path) ->
         store.write_run({"config": "", "future": 1})
         with pytest.raises(ConfigError, match="another release"):
             RunRecord.read(store)
+
+
+def test_proc_does_not_show_the_token_of_a_process_that_passes_it_on() -> None:
+    """But it shows the mark by which processes that are left over are found."""
+    command = (
+        "import os; shown = open(f'/proc/{os.getppid()}/environ').read(); "
+        f"print(os.environ['{RUN_TOKEN}'], 'secret' in shown, '{RUN_MARK}=log' in shown)"
+    )
+    shim = (sys.executable, "-m", "areal_agents.cluster.launchers.ray.shim", "--grace-s=5", "--")
+    with subprocess.Popen(
+        [*shim, sys.executable, "-c", command],
+        env={**os.environ, RUN_TOKEN: "secret" * 5, RUN_MARK: "log"},
+        stdin=subprocess.PIPE,  # stays open until the command has ended
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read().split() == ["secret" * 5, "False", "True"]
 
 
 def test_only_a_process_with_the_token_gets_the_keys_of_a_run(

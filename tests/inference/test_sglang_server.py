@@ -33,7 +33,6 @@ from areal_agents.inference.sglang.server import (
     server_environment,
 )
 
-
 SERVE = Path(__file__).parents[2] / "areal_agents/inference/sglang/environment/serve.py"
 
 

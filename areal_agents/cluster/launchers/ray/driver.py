@@ -26,6 +26,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from areal_agents.core.secret_variables import hide_token
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import GRACE_S, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import end_as
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--wait-s", type=float, default=600.0)
     parser.add_argument("command", nargs="+")
     parsed = parser.parse_args(arguments)
+    hide_token()
     grace_s = end_with_supervisor() if SUPERVISED in os.environ else GRACE_S
     try:
         ray.init(parsed.address or "auto", log_to_driver=False, logging_level="warning")

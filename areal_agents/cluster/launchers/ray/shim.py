@@ -20,6 +20,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
+from areal_agents.core.secret_variables import hide_token
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import SUPERVISED
 from areal_agents.process_control import RUN_MARK, end_as, end_leftovers, signal_group
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--grace-s", type=float, required=True)
     parser.add_argument("command", nargs="+")
     parsed = parser.parse_args(arguments)
+    hide_token()
     child = os.fork()
     if child:
         end_as(_wait_only(child))

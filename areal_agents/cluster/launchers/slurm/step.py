@@ -28,6 +28,7 @@ from areal_agents.cluster.launchers.slurm.allocation import (
     slurm,
     srun_environment,
 )
+from areal_agents.core.secret_variables import hide_token
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import EXIT_STOPPED, GRACE_S, SUPERVISED
 from areal_agents.process_control import end_as
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--cpus", type=int, default=1)
     parser.add_argument("--wait-s", type=int, default=60)
     parser.add_argument("command", nargs="+")
+    hide_token()
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: told.append(number))
