@@ -65,13 +65,14 @@ def measure(location: str, folder: Path, *, mb: int, changed: float) -> Figures:
             path.mkdir()
             save_file(weights, path / "model.safetensors")
             write_s, written = _timed(partial(uploads.write, path, version))
-            read_s, _ = _timed(partial(engine.fetch, version, written.checksum))
+            read_s, _ = _timed(partial(engine.fetch, written.stored))
             seconds += [write_s, read_s]
             sizes.append(written.manifest.stored_bytes / 1e6)
             for tensor in weights.values():
                 tensor[numbers.random(count) < changed] += np.float16(0.5)
     finally:
-        uploads.forget_after(-1)
+        for name in there.names():
+            there.remove(name)
     return Figures(there.url.rpartition("/")[0], changed, *sizes, *seconds)
 
 

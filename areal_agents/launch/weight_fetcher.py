@@ -1,4 +1,4 @@
-"""Beside an engine: reads each version from the object storage, and has the engine load it.
+"""In the process of an engine: reads each version from the object storage, and has the engine load it.
 
 It needs the store, which says what the current version is, the storage, and its own engine. Its row in the
 store says what the engine has, which the trainer waits for. What fails is said there and in the log, and is
@@ -23,6 +23,7 @@ from areal_agents.inference.clients import EngineClient, connect, protocol_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.object_storage.fetched import FetchedVersions
 from areal_agents.object_storage.location import Location
+from areal_agents.object_storage.manifest import StoredVersion
 from areal_agents.store import Store, VersionRow
 from areal_agents.store.engine_weights import EngineWeights
 from areal_agents.store.roles import BEAT_S
@@ -43,10 +44,11 @@ class WeightFetcher:
     Args:
         engine: its client; the caller closes it.
         index: its index.
+        epoch: that of its process's place in the run; None: it has none.
         folder: where its versions are kept.
         model: the folder of the initial model if versions are adapters; None: they are whole weights.
         keep: the number of versions that are kept.
-        stop: ends `run`.
+        stop: ends `run`; it is also set from here when another process has the place of this one.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class WeightFetcher:
         location: Location,
         *,
         index: int,
+        epoch: int | None,
         folder: Path,
         model: Path | None,
         keep: int,
@@ -64,7 +67,7 @@ class WeightFetcher:
     ) -> None:
         self._config, self._store, self._engine, self._location = config, store, engine, location
         self._folder, self._model, self._keep, self._stop = folder, model, keep, stop
-        self._shown = EngineWeights(index, secrets.token_hex(6))
+        self._shown = EngineWeights(index, secrets.token_hex(6), epoch=epoch)
         self._fetched: FetchedVersions | None = None
         self._is_compared = False
         self._old_adapters = adapters.OldAdapters([engine])
@@ -83,16 +86,18 @@ class WeightFetcher:
                 except Exception as error:  # a bug: log it and go on, or the engine would never be updated
                     logger.exception("the weights of the engine could not be updated")
                     pause_s = self._failed(repr(error), pause_s)
-                if beating is None and await self._answers():
+                if beating is None:
                     beating = asyncio.create_task(self._beat())
                 await self._sleep(pause_s)
         finally:
-            if beating is not None:
-                beating.cancel()
-                with suppress(asyncio.CancelledError):
-                    await beating
-            await self._old_adapters.aclose()
-            self._leave()
+            try:
+                if beating is not None:
+                    beating.cancel()
+                    with suppress(asyncio.CancelledError):
+                        await beating
+                await self._old_adapters.aclose()
+            finally:
+                self._leave()
 
     async def _look(self) -> None:
         """Have the engine load the current version, unless it has it."""
@@ -123,7 +128,7 @@ class WeightFetcher:
 
     def _fetch(self, goal: VersionRow) -> tuple[Path, int]:
         """Return the folder of a version, and how many bytes of the storage were read for it."""
-        if goal.checksum is None:
+        if goal.checksum is None or goal.object_folder is None:
             raise EngineError(
                 f"version {goal.version} was published by another transport than object_storage, so it "
                 "cannot be read here; the next version can"
@@ -132,7 +137,7 @@ class WeightFetcher:
             location = self._location.child(self._store.run_id())
             self._fetched = FetchedVersions(self._folder, location, self._stop)
         before = self._fetched.received_bytes
-        path = self._fetched.fetch(goal.version, goal.checksum)
+        path = self._fetched.fetch(StoredVersion(goal.version, goal.object_folder, goal.checksum))
         return path, self._fetched.received_bytes - before
 
     async def _load(self, path: Path, version: int) -> tuple[float, float | None]:
@@ -172,19 +177,27 @@ class WeightFetcher:
         return min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _beat(self) -> None:
-        """Show again and again that this process is running, also while a version is read."""
+        """From the engine's first answer on, show again and again that this process is running, also while a
+        version is read."""
+        has_answered = False
         while True:
-            with suppress(EngineError):
-                busy_s = await self._engine.busy_s()
-                self._shown = replace(self._shown, busy_s=busy_s)  # which may be another by now
             try:
-                await self._show()
+                has_answered = has_answered or await self._answers()
+                if has_answered:
+                    with suppress(EngineError):
+                        busy_s = await self._engine.busy_s()
+                        self._shown = replace(self._shown, busy_s=busy_s)  # which may be another by now
+                    await self._show()
             except StoreError as error:
                 logger.warning("what the engine serves could not be written to the store: %s", error)
-            await asyncio.sleep(BEAT_S)
+            except Exception:  # a bug: log it and go on, or the trainer would take the engine for dead
+                logger.exception("what the engine serves could not be written to the store")
+            await asyncio.sleep(BEAT_S if has_answered else _LOOK_S)
 
     async def _show(self) -> None:
-        await asyncio.to_thread(self._store.show_engine_weights, self._shown)
+        if not await asyncio.to_thread(self._store.show_engine_weights, self._shown):
+            logger.error("another process is engine %d of the run now; this one ends", self._shown.index)
+            self._stop.set()
 
     async def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -228,6 +241,7 @@ def fetching_weights(
                 engine,
                 location,
                 index=index,
+                epoch=None if endpoints.place is None else endpoints.place.epoch,
                 folder=versions_folder(publish.folder, folder.root) / f"engine-{index}",
                 model=Path(config.model) if config.trainer.publishes_adapters else None,
                 keep=config.trainer.keep_weights,
@@ -236,8 +250,18 @@ def fetching_weights(
             await fetcher.run()
 
     def run() -> None:
-        with Store.open(folder.store_at(config.store.url), config.store.durability) as store:
-            asyncio.run(fetch(store))
+        pause_s = _LOOK_S
+        while not stop.is_set():
+            try:
+                with Store.open(folder.store_at(config.store.url), config.store.durability) as store:
+                    asyncio.run(fetch(store))
+            except Exception as error:  # go on, or the engine would serve and never be updated
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                logger.warning(
+                    "the weights of the engine are not kept current; another attempt begins in %.0f s: %s",
+                    pause_s, error, exc_info=not isinstance(error, ArealAgentsError),
+                )  # fmt: skip
+                stop.wait(pause_s)
 
     thread = threading.Thread(target=run, name="weights", daemon=True)
     thread.start()
@@ -261,7 +285,7 @@ def check_location(publish: PublishConfig) -> None:
 def wait_for_fetchers(
     store: Store, count: int, *, timeout_s: float, check: Callable[[], object], say: Callable[[str], None]
 ) -> None:
-    """Return when `count` engines have said in the store that they answer.
+    """Return when `count` engines have written to the store that they answer.
 
     Args:
         check: called again and again; an exception from it ends the wait.
@@ -281,8 +305,8 @@ def wait_for_fetchers(
         text = f"waiting for the inference engine{'s' * (len(missing) > 1)} {', '.join(missing)}"
         if time.monotonic() > deadline:
             raise ArealAgentsError(
-                f"{text}: none of them said in the store within {timeout_s:g} s that it answers; see the "
-                "logs of the engines"
+                f"{text}: none of them has written to the store within {timeout_s:g} s that it answers; see "
+                "the logs of the engines"
             )
         if text != said:
             say(text)

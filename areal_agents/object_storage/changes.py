@@ -71,7 +71,10 @@ def write_changes(before: Path, after: Path, target: Path, *, word: int) -> int 
 
 
 def apply_changes(before: Path, changes: Path, target: Path, *, word: int) -> None:
-    """Write the file that `changes` make of `before`. StorageError if they are not changes of it."""
+    """Write the file that results from applying `changes` to `before`.
+
+    Raises StorageError if they are not changes of it.
+    """
     remaining = before.stat().st_size
     with before.open("rb") as old, changes.open("rb") as source, target.open("wb") as out:
         while remaining:

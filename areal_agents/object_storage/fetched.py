@@ -22,6 +22,7 @@ from areal_agents.object_storage.manifest import (
     MANIFEST,
     Manifest,
     StoredFile,
+    StoredVersion,
     checksum_of,
     file_checksum,
 )
@@ -47,25 +48,25 @@ class FetchedVersions:
             for left in folder.glob(".*.part"):
                 shutil.rmtree(left)
 
-    def fetch(self, version: int, checksum: str) -> Path:
-        """Return the folder of a version, whose manifest has `checksum`, and fetch what is missing.
+    def fetch(self, stored: StoredVersion) -> Path:
+        """Return the folder of a version on this machine, and fetch what is missing.
 
         Raises:
             StorageError: it cannot be read, differs from what was published, or does not fit on the disk.
         """
-        missing: list[tuple[Manifest, bytes]] = []
-        wanted: tuple[int, str] | None = (version, checksum)
-        while wanted is not None and not self._has(*wanted):
-            manifest, content = self._manifest(*wanted)
-            missing.append((manifest, content))
+        missing: list[tuple[StoredVersion, Manifest, bytes]] = []
+        wanted: StoredVersion | None = stored
+        while wanted is not None and not self._has(wanted.version, wanted.checksum):
+            manifest, content = self._manifest(wanted)
+            missing.append((wanted, manifest, content))
             wanted = manifest.before
             if len(missing) > _LONGEST_CHAIN:
                 raise StorageError(
-                    f"{self._location.url}: the changes of version {version} have no beginning"
+                    f"{self._location.url}: the changes of version {stored.version} have no beginning"
                 )
-        for manifest, content in reversed(missing):
-            self._build(manifest, content)
-        return self._path(version)
+        for one, manifest, content in reversed(missing):
+            self._build(one, manifest, content)
+        return self._path(stored.version)
 
     def forget_before(self, version: int, *, keep: int) -> list[int]:
         """Remove all versions up to `version` but the last `keep`, and return those removed."""
@@ -102,22 +103,22 @@ class FetchedVersions:
         self._complete[version] = checksum
         return True
 
-    def _manifest(self, version: int, checksum: str) -> tuple[Manifest, bytes]:
-        there = self._location.child(f"v{version}")
+    def _manifest(self, stored: StoredVersion) -> tuple[Manifest, bytes]:
+        there = self._location.child(stored.folder)
         content = there.read(MANIFEST)
-        if checksum_of(content) != checksum:
+        if checksum_of(content) != stored.checksum:
             raise StorageError(
                 f"{there.url}/{MANIFEST} is not what the trainer published: its checksum is "
-                f"{checksum_of(content)[:12]}…, expected {checksum[:12]}…"
+                f"{checksum_of(content)[:12]}…, expected {stored.checksum[:12]}…"
             )
         return Manifest.decoded(content, f"{there.url}/{MANIFEST}"), content
 
-    def _build(self, manifest: Manifest, content: bytes) -> None:
+    def _build(self, stored: StoredVersion, manifest: Manifest, content: bytes) -> None:
         """Make the folder of a version; the one before it, if it needs it, is here."""
-        part = self._folder / f".v{manifest.version}.{os.getpid()}.part"
-        path, kept = self._path(manifest.version), self._kept_manifest(manifest.version)
-        there = self._location.child(f"v{manifest.version}")
-        before = self._path(manifest.before[0]) if manifest.before is not None else None
+        part = self._folder / f".v{stored.version}.{os.getpid()}.part"
+        path, kept = self._path(stored.version), self._kept_manifest(stored.version)
+        there = self._location.child(stored.folder)
+        before = self._path(manifest.before.version) if manifest.before is not None else None
         try:
             with _local(part):
                 shutil.rmtree(part, ignore_errors=True)
@@ -131,8 +132,10 @@ class FetchedVersions:
                 kept.write_bytes(content)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)  # frees the space, since the disk may be full
+            if manifest.before is not None:  # its files may be damaged, so they are read again next time
+                self._complete.pop(manifest.before.version, None)
             raise
-        self._complete[manifest.version] = checksum_of(content)
+        self._complete[stored.version] = stored.checksum
 
     def _build_file(self, there: Location, file: StoredFile, part: Path, before: Path | None) -> None:
         target = part / _safe(file.name)

@@ -49,17 +49,30 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """Where a version is in the storage, as its row in the store says.
+
+    Attributes:
+        folder: the name of its folder, in which nothing else is ever written.
+        checksum: that of its manifest.
+    """
+
+    version: int
+    folder: str
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What a version consists of.
 
     Attributes:
-        before: the version that its files are partly those of, and the checksum of that manifest; None: the
-            version is whole.
+        before: the version that its files are partly those of; None: the version is whole.
     """
 
     version: int
     files: tuple[StoredFile, ...]
-    before: tuple[int, str] | None = None
+    before: StoredVersion | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -68,7 +81,8 @@ class Manifest:
 
     def encoded(self) -> bytes:
         """Return the content of the object."""
-        fields = {"format": _FORMAT, "version": self.version, "before": self.before}
+        before = None if self.before is None else asdict(self.before)
+        fields = {"format": _FORMAT, "version": self.version, "before": before}
         return json.dumps({**fields, "files": [asdict(file) for file in self.files]}, indent=1).encode()
 
     @classmethod
@@ -83,7 +97,7 @@ class Manifest:
                 )
             before = found["before"]
             files = tuple(StoredFile(**file) for file in found["files"])
-            return cls(found["version"], files, None if before is None else (before[0], before[1]))
+            return cls(found["version"], files, None if before is None else StoredVersion(**before))
         except (ValueError, KeyError, TypeError) as error:
             raise StorageError(f"{where} is not the manifest of a version: {error!r}") from error
 

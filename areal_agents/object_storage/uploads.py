@@ -1,15 +1,18 @@
 """Writes versions of one run to a storage, and removes old ones.
 
-Each is in a folder v{version}; its manifest is written last. Some versions are whole, and the others consist
-of changes from the version before, so a whole one is kept as long as one that needs it.
+Each upload has a folder of its own, v{version}-{random}, and its manifest is written last. A trainer that was
+cut off from the store may go on beside its successor, so a trainer removes only folders that it wrote itself,
+or that it found while it was the trainer: never one of its successor. Some versions are whole, and the others
+consist of changes from the version before, so a whole one is kept as long as one that needs it.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +23,14 @@ from areal_agents.object_storage.manifest import (
     MANIFEST,
     Manifest,
     StoredFile,
+    StoredVersion,
     checksum_of,
     file_checksum,
 )
 
 logger = logging.getLogger(__name__)
 
-_VERSION = re.compile(r"v(\d+)")
+_FOLDER = re.compile(r"v(\d+)-[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,17 @@ class Uploaded:
     """A version in the storage.
 
     Attributes:
-        checksum: that of its manifest.
+        stored: what its row in the store says.
         folder: its folder on this machine.
     """
 
     manifest: Manifest
-    checksum: str
+    stored: StoredVersion
     folder: Path
 
 
 class Uploads:
-    """The versions that one trainer writes; only one trainer of a run is running at a time.
+    """The versions that one trainer writes.
 
     Args:
         location: the folder of the run.
@@ -57,12 +61,12 @@ class Uploads:
         self._whole_every, self._keep = whole_every, keep
         self._last: Uploaded | None = None
         self._since_whole = 0
-        self._is_whole: dict[int, bool] | None = None  # of each version in the storage; None: not read yet
+        self._known: dict[str, _Known] = {}  # the folders of versions that this trainer may remove
+        self._unfinished: set[str] = set()  # folders of uploads that no row will ever name
+        self._was_listed = False
 
     def write(self, folder: Path, version: int) -> Uploaded:
         """Write a version's folder of this machine to the storage.
-
-        Whatever an earlier trainer has left there under this number, which was never published, is removed.
 
         Raises:
             StorageError: the storage does not take it, or the folder cannot be read.
@@ -70,8 +74,10 @@ class Uploads:
         last = self._last
         is_next = last is not None and last.folder.is_dir() and self._since_whole + 1 < self._whole_every
         before = last if is_next else None
-        there = self._location.child(f"v{version}")
-        self._location.remove(f"v{version}")
+        name = f"v{version}-{secrets.token_hex(6)}"
+        there = self._location.child(name)
+        self._remove(self._unfinished)  # which may have filled the storage
+        self._unfinished.add(name)
         try:
             with tempfile.TemporaryDirectory(prefix=".changes-", dir=folder.parent) as own:
                 manifest = _put_files(there, folder, version, before, Path(own))
@@ -79,9 +85,10 @@ class Uploads:
             raise StorageError(f"cannot read {folder} to write it to {there.url}: {error}") from error
         content = manifest.encoded()
         there.write(MANIFEST, content)
-        self._last = Uploaded(manifest, checksum_of(content), folder)
+        self._last = Uploaded(manifest, StoredVersion(version, name, checksum_of(content)), folder)
         self._since_whole = 0 if before is None else self._since_whole + 1
-        self._versions()[version] = before is None
+        self._known[name] = _Known(version, is_whole=before is None)
+        self._unfinished.remove(name)
         return self._last
 
     def forget_before(self, version: int) -> None:
@@ -89,30 +96,48 @@ class Uploads:
 
         What cannot be removed now is tried again next time.
         """
-        known = self._versions()
-        kept = sorted(one for one in known if one <= version)[-self._keep :]
-        needed = max((one for one in known if known[one] and one <= kept[0]), default=-1) if kept else -1
-        for old in sorted(one for one in known if one < needed):
+        known = self._known.values()
+        kept = sorted({one.version for one in known if one.version <= version})[-self._keep :]
+        needed = max(
+            (one.version for one in known if one.is_whole and kept and one.version <= kept[0]), default=-1
+        )
+        self._remove({name for name, one in self._known.items() if one.version < needed} | self._unfinished)
+
+    def _remove(self, names: Collection[str]) -> None:
+        for name in sorted(names):
             try:
-                self._location.remove(f"v{old}")
+                self._location.remove(name)
             except StorageError as error:
-                logger.warning("version %d could not be removed from the storage yet: %s", old, error)
+                logger.warning("%s could not be removed from the storage yet: %s", name, error)
             else:
-                del known[old]
+                self._known.pop(name, None)
+                self._unfinished.discard(name)
 
-    def forget_after(self, version: int) -> None:
-        """Remove what a trainer that died wrote and never published: all above `version`."""
-        known = self._versions()
-        for unpublished in [one for one in known if one > version]:
-            self._location.remove(f"v{unpublished}")
-            del known[unpublished]
+    def find_earlier(self, published: Callable[[], Collection[str]]) -> None:
+        """Find once what earlier trainers have written; `write` removes what of it was never published.
 
-    def _versions(self) -> dict[int, bool]:
-        if self._is_whole is None:
-            names = (_VERSION.fullmatch(name) for name in self._location.names())
-            # Whether a version of an earlier trainer is whole does not matter: the first one here is.
-            self._is_whole = {int(match[1]): False for match in names if match is not None}
-        return self._is_whole
+        Args:
+            published: returns the folders that rows of versions name; it raises an error if this process is
+                not the trainer any more. It is called after the storage was listed, so that nothing in the
+                list can be a successor's.
+        """
+        if self._was_listed:
+            return
+        found = {name: match for name in self._location.names() if (match := _FOLDER.fullmatch(name))}
+        named = published()
+        for name, match in found.items():
+            if name in named:
+                # Whether a version of an earlier trainer is whole does not matter: the first one here is.
+                self._known[name] = _Known(int(match[1]), is_whole=False)
+            else:
+                self._unfinished.add(name)
+        self._was_listed = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    version: int
+    is_whole: bool
 
 
 def _put_files(there: Location, folder: Path, version: int, before: Uploaded | None, own: Path) -> Manifest:
@@ -122,8 +147,7 @@ def _put_files(there: Location, folder: Path, version: int, before: Uploaded | N
         name = path.relative_to(folder).as_posix()
         files.append(_put_file(there, path, name, earlier, before, own))
     needed = any(file.stored != "whole" for file in files)
-    link = (before.manifest.version, before.checksum) if before is not None and needed else None
-    return Manifest(version, tuple(files), link)
+    return Manifest(version, tuple(files), before.stored if before is not None and needed else None)
 
 
 def _put_file(

@@ -1,7 +1,9 @@
-"""What each engine has fetched that reads its weights from an object storage.
+"""What each engine that reads its weights from an object storage has loaded.
 
-The process beside an engine writes the engine's row, and the trainer waits for the rows: it reaches the
-engines in no other way. All times are those of the database, so the clocks of the machines need not agree.
+The engine's process writes its row, and the trainer waits for the rows: it reaches the engines in no other
+way. A process that was cut off may go on beside its successor, which has the place in a later epoch
+(`roles.py`), and never overwrites the successor's row. All times are those of the database, so the clocks of
+the machines need not agree.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from areal_agents.store.roles import DEAD_AFTER_S, database_now
 from areal_agents.store.schema import engine_weights
@@ -16,7 +19,7 @@ from areal_agents.store.schema import engine_weights
 
 @dataclass(frozen=True, slots=True)
 class EngineWeights:
-    """What an engine serves, as the process beside it says.
+    """What an engine serves, as its process says.
 
     Attributes:
         index: the index of the engine.
@@ -27,6 +30,7 @@ class EngineWeights:
             fetch the version. received_bytes: how many bytes of the storage were read for it.
         agreement: the share of its weights that equal those published; None: not compared.
         busy_s: the seconds that it has spent sampling; None if it does not count them.
+        epoch: that of the process's place in the run; None: it has none, as in a run on one machine.
     """
 
     index: int
@@ -38,6 +42,7 @@ class EngineWeights:
     received_bytes: int = 0
     agreement: float | None = None
     busy_s: float | None = None
+    epoch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +54,26 @@ class EngineWeightsRow:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process beside the engine is running, as far as the row tells."""
+        """Whether the engine's process is running, as far as the row tells."""
         return self.age_s < DEAD_AFTER_S
 
 
-def show(connection: sa.Connection, weights: EngineWeights) -> None:
-    """Write the row of an engine."""
+def show(connection: sa.Connection, weights: EngineWeights) -> bool:
+    """Write the row of an engine; return False, and write nothing, if it has that of a later epoch.
+
+    A process without a place replaces every row.
+    """
     values = {**asdict(weights), "beat_at": database_now(connection)}
-    changed = connection.execute(
-        sa.update(engine_weights).where(engine_weights.c.index == weights.index).values(**values)
+    insert = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    epoch = engine_weights.c.epoch
+    is_ours = sa.true() if weights.epoch is None else sa.or_(epoch.is_(None), epoch <= weights.epoch)
+    written = connection.execute(
+        insert(engine_weights)
+        .values(**values)
+        .on_conflict_do_update(index_elements=[engine_weights.c.index], set_=values, where=is_ours)
+        .returning(engine_weights.c.index)
     )
-    if not changed.rowcount:
-        connection.execute(sa.insert(engine_weights).values(**values))
+    return written.one_or_none() is not None
 
 
 def leave(connection: sa.Connection, index: int, process: str) -> None:

@@ -334,8 +334,9 @@ class VersionRow:
     """A published policy version; `step` is the number of batches that were trained into it.
 
     `folder_pending` is set while the folder at `path` is not complete: the weights were sent to the engines
-    first, and the folder is written behind them, or not at all. `checksum` is that of the version's manifest
-    in an object storage, from which engines get it; None: they get it in another way.
+    first, and the folder is written behind them, or not at all. `object_folder` is the version's folder in an
+    object storage, from which engines get it, and `checksum` that of its manifest; None: they get it in
+    another way.
 
     With `rollout.canary`, `canary` is the state of a version that was published for a `share` of the
     conversations. Those opened after the one with number `canary_after` are compared, and `verdict` says why
@@ -348,6 +349,7 @@ class VersionRow:
     checksum: str | None
     published_at: float
     folder_pending: bool = False
+    object_folder: str | None = None
     canary: CanaryState | None = None
     share: float | None = None
     canary_after: int | None = None

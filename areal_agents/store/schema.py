@@ -147,6 +147,7 @@ versions = sa.Table(
     sa.Column("step", sa.Integer, nullable=False),
     sa.Column("path", sa.Text, nullable=False),
     sa.Column("checksum", sa.Text),  # of its manifest in an object storage; null: it is in none
+    sa.Column("object_folder", sa.Text),  # its folder in the object storage
     sa.Column("published_at", sa.Float, nullable=False),
     sa.Column("folder_pending", sa.Integer),  # 1: the folder at `path` is not complete yet; null: it is
     # candidate | promoted | rolled_back; null: it was never a candidate, and is for every replica
@@ -184,6 +185,7 @@ engine_weights = sa.Table(
     metadata,
     sa.Column("index", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("process", sa.Text, nullable=False),  # that writes the row
+    sa.Column("epoch", sa.Integer),  # of the place of the process, see roles.py; null: it has no place
     sa.Column("version", sa.Integer),  # that it has loaded since it was started; null: none
     sa.Column("problem", sa.Text),  # why it has no newer version; null: nothing is wrong
     sa.Column("pause_s", sa.Float, nullable=False),

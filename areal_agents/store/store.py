@@ -354,17 +354,28 @@ class Store:
         step: int,
         path: str | Path,
         checksum: str | None = None,
+        object_folder: str | None = None,
         folder_pending: bool = False,
     ) -> None:
         """Make `version` the current policy. Conflict unless its number is above all earlier ones.
 
-        With `folder_pending` the folder at `path` need not exist before `mark_folder_written`.
+        With `folder_pending` the folder at `path` need not exist before `mark_folder_written`. A version in
+        an object storage has an `object_folder` there, and the `checksum` of its manifest.
         """
         self._as_trainer(
             lambda c: versions.insert_version(
-                c, version, step=step, path=str(path), checksum=checksum, folder_pending=folder_pending
+                c, version, step=step, path=str(path), checksum=checksum, object_folder=object_folder,
+                folder_pending=folder_pending,
             )
-        )
+        )  # fmt: skip
+
+    def check_trainer(self) -> None:
+        """Raise Conflict if this process was the trainer of the store, and another one is now."""
+        self._as_trainer(lambda c: None)
+
+    def object_folders(self) -> set[str]:
+        """Return the folders of published versions in the object storage. Conflict as `check_trainer`."""
+        return self._as_trainer(versions.object_folders)
 
     def mark_folder_written(self, version: int) -> None:
         """Record that the folder of a published version is complete."""
@@ -434,9 +445,12 @@ class Store:
         """Leave a place in the run; no effect if another process has it."""
         self._database.submit(partial(roles.leave, role=role, index=index, epoch=epoch)).result()
 
-    def show_engine_weights(self, weights: EngineWeights) -> None:
-        """Write what an engine has that reads its weights from an object storage."""
-        self._database.submit(lambda c: engine_weights.show(c, weights)).result()
+    def show_engine_weights(self, weights: EngineWeights) -> bool:
+        """Write what an engine has that reads its weights from an object storage.
+
+        Return whether its place is still that of this process; if not, nothing is written.
+        """
+        return self._database.write_beside(lambda c: engine_weights.show(c, weights))
 
     def leave_engine_weights(self, index: int, process: str) -> None:
         """Remove what `process` wrote about an engine."""

@@ -23,6 +23,7 @@ def insert_version(
     path: str,
     checksum: str | None,
     folder_pending: bool,
+    object_folder: str | None = None,
     canary: CanaryState | None = None,
     share: float | None = None,
 ) -> None:
@@ -38,6 +39,7 @@ def insert_version(
             step=step,
             path=path,
             checksum=checksum,
+            object_folder=object_folder,
             published_at=time.time(),
             folder_pending=1 if folder_pending else None,
             canary=canary,
@@ -66,6 +68,15 @@ def published_versions(connection: sa.Connection) -> list[VersionRow]:
     """Return every published version, oldest first."""
     rows = connection.execute(sa.select(versions).order_by(versions.c.version))
     return [version_row(row) for row in rows]
+
+
+def object_folders(connection: sa.Connection) -> set[str]:
+    """Return the folders that published versions have in an object storage."""
+    return set(
+        connection.execute(
+            sa.select(versions.c.object_folder).where(versions.c.object_folder.is_not(None))
+        ).scalars()
+    )
 
 
 def max_version(connection: sa.Connection) -> int:

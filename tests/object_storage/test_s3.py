@@ -47,6 +47,7 @@ def test_what_is_fetched_is_what_was_written(tmp_path: Path) -> None:
     there = location.child("run-1")
     uploads = Uploads(there, whole_every=2, keep=2)
     engine = FetchedVersions(tmp_path / "engine", there, threading.Event())
+    published: list[str] = []
     values = np.arange(SIZE, dtype=np.float32)
     for version in range(4):
         values[version * 1000 : version * 1000 + 500] += 1
@@ -55,14 +56,17 @@ def test_what_is_fetched_is_what_was_written(tmp_path: Path) -> None:
         save_file({"w": values}, folder / "model.safetensors")
         (folder / "config.json").write_text("{}")
         written = uploads.write(folder, version)
+        published.append(written.stored.folder)
         assert (written.manifest.before is None) == (version in (0, 2))
-        path = engine.fetch(version, written.checksum)
+        path = engine.fetch(written.stored)
         assert (path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
         uploads.forget_before(version)
-    assert there.names() == ["v2", "v3"]
+    assert there.names() == published[2:]
     assert engine.received_bytes < 2 * 1.01 * 4 * SIZE
-    uploads.forget_after(2)
-    assert there.names() == ["v2"]
+    again = Uploads(there, whole_every=2, keep=2)
+    again.find_earlier(lambda: published[:3])
+    again.forget_before(2)
+    assert there.names() == published[2:3]  # the row of 3 was never written
 
 
 def test_a_bucket_that_is_not_there_is_refused() -> None:

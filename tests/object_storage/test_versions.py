@@ -16,7 +16,7 @@ from areal_agents.errors import ConfigError, StorageError
 from areal_agents.object_storage.changes import apply_changes, write_changes
 from areal_agents.object_storage.fetched import FetchedVersions
 from areal_agents.object_storage.location import Location
-from areal_agents.object_storage.manifest import Manifest, StoredFile, checksum_of
+from areal_agents.object_storage.manifest import Manifest, StoredFile, StoredVersion, checksum_of
 from areal_agents.object_storage.uploads import Uploaded, Uploads
 
 SIZE = 200_000  # weights, in several blocks of changes
@@ -46,6 +46,11 @@ def write_all(uploads: Uploads, weights: Path, changed: Mapping[int, int]) -> li
     return [uploads.write(write_folder(weights, version, few), version) for version, few in changed.items()]
 
 
+def versions(there: Location) -> list[int]:
+    """The versions in the storage; each is in one folder."""
+    return sorted(int(name[1:].partition("-")[0]) for name in there.names())
+
+
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -63,29 +68,63 @@ def test_a_late_engine_gets_the_last_whole_version_and_the_changes_since(
 
     early, late = (fetched(there, tmp_path / name) for name in ("early", "late"))
     for one in written[:3]:
-        path = early.fetch(one.manifest.version, one.checksum)
+        path = early.fetch(one.stored)
         assert content(path) == content(one.folder)
     assert early.received_bytes == sum(one.manifest.stored_bytes for one in written[:3])
-    assert content(late.fetch(4, written[4].checksum)) == content(written[4].folder)
+    assert content(late.fetch(written[4].stored)) == content(written[4].folder)
     assert late.received_bytes == written[3].manifest.stored_bytes + written[4].manifest.stored_bytes
 
     uploads.forget_before(4)  # both are kept, and 4 needs 3
-    assert there.names() == ["v3", "v4"]
+    assert versions(there) == [3, 4]
     assert early.forget_before(2, keep=1) == [0, 1]
     assert sorted(path.name for path in (tmp_path / "early").iterdir()) == ["v2", "v2.json"]
 
 
 def test_changes_that_are_needed_are_kept(there: Location, tmp_path: Path) -> None:
     uploads = Uploads(there, whole_every=4, keep=2)
-    write_all(uploads, tmp_path / "weights", {0: 0, 1: 1, 2: 2})
+    written = write_all(uploads, tmp_path / "weights", {0: 0, 1: 1, 2: 2})
     uploads.forget_before(2)
-    assert there.names() == ["v0", "v1", "v2"]
+    assert there.names() == [one.stored.folder for one in written]
+    published = {one.stored.folder for one in written[:2]}  # the row of 2 was never written
     again = Uploads(there, whole_every=4, keep=2)  # of a trainer that was started again
-    again.forget_after(1)  # the row of 2 was never written
-    assert there.names() == ["v0", "v1"]
-    write_all(again, tmp_path / "other", {2: 5, 3: 5})
+    again.find_earlier(lambda: published)
+    assert {one.stored.folder for one in write_all(again, tmp_path / "other", {2: 5})} | published == {
+        *there.names()
+    }
+    write_all(again, tmp_path / "other", {3: 5})
     again.forget_before(3)
-    assert there.names() == ["v2", "v3"]
+    assert versions(there) == [2, 3]
+
+
+def test_a_trainer_that_was_cut_off_leaves_what_its_successor_published(
+    there: Location, tmp_path: Path
+) -> None:
+    cut_off, successor = (Uploads(there, whole_every=4, keep=1) for _ in range(2))
+    cut_off.find_earlier(set)
+    [first] = write_all(cut_off, tmp_path / "weights", {0: 0})
+    successor.find_earlier(lambda: {first.stored.folder})
+    published = write_all(successor, tmp_path / "successor", {1: 10, 2: 20})
+    # It noticed nothing yet, and writes the same versions; their rows are refused.
+    late = write_all(cut_off, tmp_path / "weights", {1: 30, 2: 40})
+    cut_off.find_earlier(set)
+    cut_off.forget_before(2)
+    engine = fetched(there, tmp_path / "engine")
+    assert content(engine.fetch(published[1].stored)) == content(published[1].folder)
+    assert content(engine.fetch(late[1].stored)) == content(late[1].folder)  # by its own chain
+
+
+def test_a_trainer_that_lost_its_place_removes_nothing(there: Location, tmp_path: Path) -> None:
+    [other] = write_all(Uploads(there, whole_every=1, keep=1), tmp_path / "weights", {0: 0})
+
+    def refuse() -> set[str]:
+        raise RuntimeError("another process is the trainer")
+
+    uploads = Uploads(there, whole_every=1, keep=1)
+    with pytest.raises(RuntimeError):
+        uploads.find_earlier(refuse)
+    write_all(uploads, tmp_path / "late", {1: 0, 2: 0})
+    uploads.forget_before(2)
+    assert versions(there) == [0, 2] and there.names()[0] == other.stored.folder
 
 
 Damage = Callable[[Path], None]
@@ -123,30 +162,30 @@ def test_a_version_that_is_not_what_was_published_is_not_kept(
     there: Location, tmp_path: Path, damage: Damage, said: str
 ) -> None:
     [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
-    stored = Path(there.path) / "v0"
+    stored = Path(there.path) / one.stored.folder
     good = content(stored)
     damage(stored)
     engine = fetched(there, tmp_path / "engine")
     with pytest.raises(StorageError, match=said):
-        engine.fetch(0, one.checksum)
+        engine.fetch(one.stored)
     assert list((tmp_path / "engine").iterdir()) == []
     for name, found in good.items():
         (stored / name).write_bytes(found)
-    assert content(engine.fetch(0, one.checksum)) == content(one.folder)
+    assert content(engine.fetch(one.stored)) == content(one.folder)
 
 
 def test_a_folder_of_an_earlier_process_is_used_if_it_is_still_complete(
     there: Location, tmp_path: Path
 ) -> None:
     [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
-    path = fetched(there, tmp_path / "engine").fetch(0, one.checksum)
+    path = fetched(there, tmp_path / "engine").fetch(one.stored)
     (tmp_path / "engine" / ".v1.1.part").mkdir()  # it was killed while it fetched the next one
     second = fetched(there, tmp_path / "engine")
-    assert second.fetch(0, one.checksum) == path and second.received_bytes == 0
+    assert second.fetch(one.stored) == path and second.received_bytes == 0
     assert not (tmp_path / "engine" / ".v1.1.part").exists()
     flip(path)
     third = fetched(there, tmp_path / "engine")
-    assert content(third.fetch(0, one.checksum)) == content(one.folder) and third.received_bytes > 0
+    assert content(third.fetch(one.stored)) == content(one.folder) and third.received_bytes > 0
 
 
 def test_a_disk_that_takes_no_more_is_said(there: Location, tmp_path: Path) -> None:
@@ -156,7 +195,7 @@ def test_a_disk_that_takes_no_more_is_said(there: Location, tmp_path: Path) -> N
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))  # the weights have four times as many bytes
     try:
         with pytest.raises(StorageError, match=r"cannot keep weights in .*model.safetensors: File too large"):
-            engine.fetch(0, one.checksum)
+            engine.fetch(one.stored)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "engine").iterdir()) == []
@@ -168,7 +207,7 @@ def test_a_manifest_names_no_file_outside_its_folder(there: Location, tmp_path: 
     there.child("v0").write("manifest.json", written)
     there.child("v0").write("../../x", b"x")
     with pytest.raises(StorageError, match="not in the folder of its version"):
-        fetched(there, tmp_path / "engine").fetch(0, checksum_of(written))
+        fetched(there, tmp_path / "engine").fetch(StoredVersion(0, "v0", checksum_of(written)))
 
 
 @pytest.mark.parametrize("word", [2, 4, 8])

@@ -29,6 +29,19 @@ def test_an_engine_has_one_row_until_its_process_leaves(url: str) -> None:
         assert not store.engine_weights()[0].is_alive
 
 
+def test_a_process_that_lost_its_place_overwrites_nothing(url: str) -> None:
+    with Store.open(url) as store:
+        assert store.show_engine_weights(EngineWeights(0, "old", 10, epoch=1))
+        assert store.show_engine_weights(EngineWeights(0, "new", epoch=2))
+        assert not store.show_engine_weights(EngineWeights(0, "old", 11, epoch=1))
+        store.leave_engine_weights(0, "old")
+        assert [row.weights for row in store.engine_weights()] == [EngineWeights(0, "new", epoch=2)]
+        assert store.show_engine_weights(EngineWeights(0, "new", 11, epoch=2))
+        # a later run on one machine, in which places have no epochs, and then one on several
+        assert store.show_engine_weights(EngineWeights(0, "alone", 12))
+        assert store.show_engine_weights(EngineWeights(0, "newer", epoch=3))
+
+
 def test_a_store_has_one_name(url: str) -> None:
     with Store.open(url) as store:
         first = store.run_id()

@@ -352,6 +352,7 @@ def test_a_store_in_postgresql_that_another_process_has_open_is_not_migrated_und
     with Store.open(url) as user:
         with connected(url) as connection:  # what an earlier release would have left
             connection.exec_driver_sql("DROP TABLE alembic_version, roles, writers, engine_weights")
+            connection.exec_driver_sql("ALTER TABLE versions DROP COLUMN object_folder")
             connection.exec_driver_sql("UPDATE store_meta SET value = '4' WHERE key = 'schema_version'")
         with pytest.raises(StoreError, match="another process has it open; end every process"):
             Store.open(url)

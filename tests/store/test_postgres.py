@@ -216,6 +216,8 @@ def test_a_trainer_that_lost_its_session_to_another_writes_nothing_more(server: 
             lambda: first.publish_version(0, step=0, path="v0"),
             lambda: first.lease_group_ids(1, step=1),
             lambda: first.commit_checkpoint(1),
+            first.check_trainer,
+            first.object_folders,
         ):
             with pytest.raises(Conflict, match="is (training on|the trainer of)"):
                 write()

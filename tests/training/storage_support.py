@@ -22,6 +22,14 @@ from areal_agents.training.publish.storage_publisher import StoragePublisher
 WAIT_S = 60.0
 
 
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so, for at most `WAIT_S`."""
+    deadline = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 class Site:
     """A storage, a store, and the two sides that meet in them."""
 
@@ -39,7 +47,7 @@ class Site:
 
     @contextmanager
     def fetcher(self, url: str) -> Iterator[None]:
-        """Run what runs beside an engine; when it has ended, its row is gone."""
+        """Run what runs in the process of an engine; when it has ended, its row is gone."""
         stop = threading.Event()
 
         async def fetch() -> None:
@@ -47,8 +55,8 @@ class Site:
             async with SGLangEngine(url, control_timeout_s=60) as engine:
                 await WeightFetcher(
                     config, self.store, engine, Location.open(config.location),
-                    index=0, folder=self.engine_folder, model=self.model if self.adapters else None,
-                    keep=2, stop=stop,
+                    index=0, epoch=None, folder=self.engine_folder,
+                    model=self.model if self.adapters else None, keep=2, stop=stop,
                 ).run()  # fmt: skip
 
         thread = threading.Thread(target=lambda: asyncio.run(fetch()))
@@ -72,7 +80,12 @@ class Site:
 
     def stored(self, version: int) -> Path:
         """The folder of a version in the storage."""
-        return self.bucket / self.store.run_id() / f"v{version}"
+        [found] = (self.bucket / self.store.run_id()).glob(f"v{version}-*")
+        return found
+
+    def stored_versions(self) -> list[str]:
+        """The versions in the storage, each of which has one folder."""
+        return sorted(path.name.partition("-")[0] for path in (self.bucket / self.store.run_id()).iterdir())
 
     def config(self, **config: float) -> PublishConfig:
         return PublishConfig.model_validate(

@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from publish_support import assert_serves, disturb, sample
-from storage_support import Site
+from storage_support import Site, until
 
+from areal_agents.config import load_config
 from areal_agents.errors import EngineUnavailable, TrainingError
+from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
+from areal_agents.launch.weight_fetcher import fetching_weights
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.lora import LoraOptions
 from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent" / "config.yaml"
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def test_the_engine_serves_what_was_published(
     with site.fetcher(engine_url):
         out.publish(version=4, step=4)
         out.publish(version=5, step=5)
-    assert sorted(path.name for path in site.stored(5).parent.iterdir()) == ["v4", "v5"]
+    assert site.stored_versions() == ["v4", "v5"]
 
 
 def test_adapters(tmp_path: Path, store: Store, model_folder: Path, group: Ranks, engine_url: str) -> None:
@@ -57,7 +62,7 @@ def test_adapters(tmp_path: Path, store: Store, model_folder: Path, group: Ranks
             published = out.publish(version=version, step=version)
             assert published is not None and published.nbytes < published.sent_bytes < 2 * published.nbytes
             assert_serves(engine_url, policy, version, adapters=True)
-    assert sorted(path.name for path in site.stored(3).parent.iterdir()) == ["v2", "v3"]
+    assert site.stored_versions() == ["v2", "v3"]
     assert store.latest_version().path == str(site.trainer_folder / "weights" / "v3")  # type: ignore[union-attr]
 
 
@@ -78,6 +83,21 @@ def test_a_version_that_is_damaged_is_not_served_and_is_read_again(
         file.write_bytes(good)
         assert site.wait(lambda weights: weights.version == 1).problem is None
         assert_serves(engine_url, policy, 1)
+
+
+def test_an_engine_goes_on_when_its_store_cannot_be_opened_at_first(
+    tmp_path: Path, engine_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path)
+    options = [f"run_dir={tmp_path}", "trainer.publish.transport=object_storage"]
+    config = load_config(EXAMPLE, [*options, f"trainer.publish.location=file://{tmp_path}/bucket"])
+    endpoints = Endpoints((engine_url,), "127.0.0.1", 0, "", place=ClusterPlace(0, 1, 7, ""))
+    folder.store.write_text("not a database yet")
+    with fetching_weights(config, folder, endpoints, index=0):
+        until(lambda: "file is not a database" in caplog.text)
+        folder.store.unlink()
+        with Store.open(folder.store) as store:
+            until(lambda: [row.weights.epoch for row in store.engine_weights()] == [7])
 
 
 def test_a_storage_that_takes_nothing_leaves_the_old_version(

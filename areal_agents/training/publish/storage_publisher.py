@@ -1,7 +1,7 @@
 """Publishes versions through an object storage, for engines that the trainer does not reach.
 
-The folder of a version is complete in the storage before its row is recorded, and the row has the checksum of
-its manifest. The process beside each engine then reads it and has the engine load it
+The folder of a version is complete in the storage before its row is recorded, and the row has its name and
+the checksum of its manifest. Each engine's process then reads it and has the engine load it
 (`launch/weight_fetcher.py`); the trainer waits until the engines' rows in the store say that they have it.
 """
 
@@ -82,6 +82,7 @@ class StoragePublisher:
             EngineError: no engine has the version in time. It stays recorded; a resumed run publishes the
                 weights again under a later version.
             TrainingError: the version cannot be written; nothing is recorded.
+            Conflict: another process is the trainer now; nothing is recorded.
         """
         started = time.monotonic()
         path = version_folder(self._weights, version)
@@ -91,7 +92,10 @@ class StoragePublisher:
 
         def record() -> None:
             if self._store is not None and uploaded is not None:
-                self._store.publish_version(version, step=step, path=str(path), checksum=uploaded.checksum)
+                stored = uploaded.stored
+                self._store.publish_version(
+                    version, step=step, path=str(path), checksum=stored.checksum, object_folder=stored.folder
+                )
 
         on_every_rank(self._ranks, record)
         have = on_every_rank(self._ranks, lambda: self._wait(version))
@@ -133,14 +137,18 @@ class StoragePublisher:
         )
 
     def _upload(self, path: Path, version: int) -> Uploaded | None:
-        """Write a version to the storage, again and again until it takes it or the time is over."""
-        if self._uploads is None:
+        """Write a version to the storage, again and again until it takes it or the time is over.
+
+        Before each attempt the store says whether this process is still the trainer.
+        """
+        if self._uploads is None or self._store is None:
             return None
         deadline, pause_s = time.monotonic() + self._config.timeout_s, _FIRST_PAUSE_S
         while True:
             began = time.monotonic()
+            self._store.check_trainer()
             try:
-                self._uploads.forget_after(version)
+                self._uploads.find_earlier(self._store.object_folders)
                 uploaded = self._uploads.write(path, version)
             except StorageError as error:
                 if time.monotonic() + pause_s > deadline:
