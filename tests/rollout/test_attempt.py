@@ -16,7 +16,7 @@ from areal_agents.core.rollout import RecordedEpisode, Task
 from areal_agents.episode import Episode as Handle
 from areal_agents.errors import AgentError, RequestError
 from areal_agents.rollout.agents import attempt as rollout_attempt
-from areal_agents.rollout.agents.agent import Agent, load_agent
+from areal_agents.rollout.agents.agent import Agent, WaitsForPlace, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.sandbox.remote.hosts import SandboxHosts
@@ -313,6 +313,8 @@ class Waits:
     async def run(self, task: Any, ep: Handle) -> float:
         return 1.0
 
+    async def release(self, episode: str) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -330,6 +332,17 @@ async def test_a_command_finds_its_episode_on_a_sandbox_host(attempts: Attempts,
         outcome, episode = await attempts(agent, {"reward": 0.75})
     assert outcome == Outcome("finished", rewarded=True)
     assert rewards(episode) == {"return": 0.75} and len(episode.turns) == 1
+
+
+async def test_a_prepared_sandbox_that_no_run_takes_gives_its_place_back() -> None:
+    async with sandbox_host(places=1) as address:
+        hosts = SandboxHosts(lambda: [address], place_s=10)
+        agent = load_agent({"command": "true", "isolation": "process"}, hosts=hosts)
+        assert isinstance(agent, WaitsForPlace)
+        for episode in ("first", "second"):
+            await agent.prepare({}, episode)
+            await agent.release(episode)
+        await agent.close()
 
 
 async def test_a_decorated_agent_works_as_a_command(attempts: Attempts, tmp_path: Path) -> None:

@@ -453,6 +453,22 @@ async def test_how_a_command_line_agent_ends(served: Any, tiny: dict[str, Any], 
     assert os.listdir(tmp_path / "tmp") == []
 
 
+async def test_an_episode_that_fails_before_its_program_gives_its_place_back(
+    served: Any, tiny: dict[str, Any]
+) -> None:
+    task, limits = Task("t", {"instruction": "Go."}), LimitsConfig()
+    async with sandbox_host(places=1) as address, AsyncClient(served.url, ADMIN_KEY) as client:
+        agent = load_agent(
+            tiny | {"workdir": "", "prompt": "{task.question}", "isolation": "process"},
+            hosts=SandboxHosts(lambda: [address], place_s=10),
+        )
+        for _ in range(2):
+            opened = await open_attempt(client, Attempt(task, "train"), limits=limits)
+            outcome = await run_rollout(client, agent, task, opened, limits=limits)
+            assert outcome.error == "agent.prompt: the task has no {task.question}; there is instruction"
+        await agent.close()
+
+
 async def test_a_cancelled_episode_leaves_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
     agent = load_agent(tiny | {"workdir": ""})
     (tmp_path / "agent.py").write_text(

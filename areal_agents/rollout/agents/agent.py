@@ -70,6 +70,10 @@ class WaitsForPlace(Protocol):
         """Get what the episode needs to begin. Raises AgentError if there is no room in time."""
         ...
 
+    async def release(self, episode: str) -> None:
+        """Give back what `prepare` got, if `run` has not used it."""
+        ...
+
 
 def load_agent(
     spec: AgentSpec,

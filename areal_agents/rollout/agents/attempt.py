@@ -150,7 +150,7 @@ async def run_rollout(
             client, agent, task, opened, limits, must_reward, agent_error_reward, function, fork
         )
     finally:
-        if isinstance(agent, LeavesFiles):
+        if isinstance(agent, LeavesFiles | WaitsForPlace):
             await asyncio.shield(agent.release(opened.id))
 
 

@@ -17,12 +17,13 @@ from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, SandboxError
 from areal_agents.rollout.agents.command import command_variables
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
+from areal_agents.rollout.agents.prepared_sandboxes import PreparedSandboxes
 from areal_agents.sandbox.config import SandboxConfig
 from areal_agents.sandbox.isolations import IsolationOnFirstUse
 from areal_agents.sandbox.pool import SandboxPool
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.hosts import SandboxHosts
-from areal_agents.sandbox.sandbox import Isolation, Sandbox
+from areal_agents.sandbox.sandbox import Isolation
 
 _TAIL = 4096  # bytes of standard error in a message
 
@@ -64,21 +65,22 @@ class SandboxedCommandAgent:
             self._isolation = RemoteIsolation(sandbox.isolation, hosts, warm=sandbox.warm)
         # Those on hosts are kept warm there.
         self._pool = SandboxPool(self._isolation, self._spec, warm=0 if hosts else sandbox.warm)
-        self._prepared: dict[str, Sandbox] = {}  # by episode
+        self._prepared = PreparedSandboxes()
 
     async def prepare(self, task: Mapping[str, Any], episode: str) -> None:
         """Take the sandbox of an episode, or wait for one. Raises AgentError if it cannot be started."""
-        try:
-            self._prepared[episode] = await self._pool.take()
-        except SandboxError as error:
-            raise AgentError(f"the agent's sandbox: {error}") from error
+        await self._prepared.prepare(episode, self._pool.take())
+
+    async def release(self, episode: str) -> None:
+        """End the sandbox of an episode, if its run has not taken it."""
+        await self._prepared.release(episode)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of standard error, if the exit status is not 0."""
         text = json.dumps(dict(task))
         passed = {name: os.environ[name] for name in self._config.pass_environment if name in os.environ}
         try:
-            sandbox = self._prepared.pop(ep.id, None) or await self._pool.take()
+            sandbox = self._prepared.take(ep.id) or await self._pool.take()
             try:
                 with self._logs.opened(ep.id) as log:
                     inner = dataclasses.replace(ep, base_url=sandbox.inner_url(ep.base_url))

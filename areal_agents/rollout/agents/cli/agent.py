@@ -147,7 +147,9 @@ class CliAgent:
         return folder / WORK if folder is not None else None
 
     async def release(self, episode: str) -> None:
-        """Remove the folder of an episode, if there is one."""
+        """Remove the folder of an episode, and end its sandbox if its run has not taken it."""
+        if self._sandboxes is not None:
+            await self._sandboxes.release(episode)
         folder = self._folders.pop(episode, None)
         if folder is not None:
             await asyncio.to_thread(remove_logged, folder)

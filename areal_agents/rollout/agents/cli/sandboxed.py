@@ -20,6 +20,7 @@ from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, SandboxError
 from areal_agents.rollout.agents.agent_process import LONGEST_LINE
 from areal_agents.rollout.agents.cli.prepare import Launch
+from areal_agents.rollout.agents.prepared_sandboxes import PreparedSandboxes
 from areal_agents.sandbox.isolations import IsolationOnFirstUse
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.hosts import SandboxHosts
@@ -44,14 +45,15 @@ class SandboxedPrograms:
             self._isolation = IsolationOnFirstUse(isolation)
         else:
             self._isolation = RemoteIsolation(isolation, hosts)
-        self._waiting: dict[str, Sandbox] = {}  # started sandboxes by episode
+        self._prepared = PreparedSandboxes()
 
     async def prepare(self, episode: str, spec: SandboxSpec) -> None:
         """Start the sandbox of an episode before its program. Raises AgentError if it cannot be started."""
-        try:
-            self._waiting[episode] = await self._isolation.start(spec)
-        except SandboxError as error:
-            raise AgentError(f"the agent's sandbox: {error}") from error
+        await self._prepared.prepare(episode, self._isolation.start(spec))
+
+    async def release(self, episode: str) -> None:
+        """End the sandbox of an episode, if no program has taken it."""
+        await self._prepared.release(episode)
 
     async def run(
         self,
@@ -74,7 +76,7 @@ class SandboxedPrograms:
             AgentError: the sandbox cannot be started or has ended, or the folder is too large.
         """
         try:
-            async with self._prepared(launch, ep, spec) as (sandbox, how):
+            async with self._launched(launch, ep, spec) as (sandbox, how):
                 try:
                     finished = await sandbox.run(
                         [str(program), *how.arguments],
@@ -116,7 +118,7 @@ class SandboxedPrograms:
             AgentError: the sandbox cannot be started or ended.
         """
         try:
-            async with self._prepared(launch, ep, spec) as (sandbox, how):
+            async with self._launched(launch, ep, spec) as (sandbox, how):
                 conversation = await SandboxedConversation.start(
                     sandbox, [str(program), *how.arguments], how, ep, log
                 )
@@ -128,11 +130,11 @@ class SandboxedPrograms:
             raise AgentError(f"the agent's sandbox: {error}") from error
 
     @asynccontextmanager
-    async def _prepared(
+    async def _launched(
         self, launch: Callable[[Episode, Path, Path], Launch], ep: Episode, spec: SandboxSpec
     ) -> AsyncIterator[tuple[Sandbox, Launch]]:
         """Give a sandbox the files of a launch, and end it after the block."""
-        sandbox = self._waiting.pop(ep.id, None) or await self._isolation.start(spec)
+        sandbox = self._prepared.take(ep.id) or await self._isolation.start(spec)
         try:
             inner = dataclasses.replace(ep, base_url=sandbox.inner_url(ep.base_url))
             home = await _home_of(sandbox)
