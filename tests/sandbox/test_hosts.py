@@ -10,6 +10,7 @@ import psutil
 import pytest
 from tls_files import made_tls_files
 from websockets.asyncio.client import connect
+from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import InvalidStatus
 
 from areal_agents.core.tls import trusting
@@ -55,6 +56,17 @@ async def test_a_caller_waits_in_line_for_a_place() -> None:
         async with asyncio.timeout(20):
             await (await waiting[1]).end()
         await isolation.close()
+
+
+async def test_a_host_that_ends_before_its_answer_is_one_that_cannot_be_reached() -> None:
+    async def end(_: ServerConnection) -> None:
+        """Answer nothing, as a host that is closed just then."""
+
+    listener = listen("127.0.0.1", 0)
+    async with serve(end, sock=listener):
+        ending = HostAddress(url_of(listener), "the token")
+        with pytest.raises(SandboxError, match="no sandbox host had a place"):
+            await RemoteIsolation("process", SandboxHosts(lambda: [ending], place_s=0)).start(SPEC)
 
 
 async def test_the_host_with_the_most_free_places_is_chosen() -> None:

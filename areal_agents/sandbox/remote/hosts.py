@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_agents.direct_http import direct_websocket
+from areal_agents.direct_http import direct_websocket, websocket_errors
 from areal_agents.errors import SandboxError
 from areal_agents.sandbox.remote.messages import GOODBYE_S, LONGEST_MESSAGE, PATH, PING_S, SILENT_S
 
@@ -23,7 +23,7 @@ _CONNECT_S = 5.0
 _LOOK_S = 2.0  # between two looks at the addresses
 _AGAIN_S = 0.5  # until a host that had no place is asked again, unless one of this process's places got free
 _LOST_S = 5.0  # the same for one that could not be reached
-_SAY_S = 10.0  # a wait that is said
+_SAY_S = 10.0  # a longer wait is logged
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class SandboxHosts:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 answer = json.loads(await connection.recv())
-        except OSError as error:
+        except (OSError, *websocket_errors()) as error:
             connection.transport.abort()
             logger.warning("the sandbox host at %s gives no answer: %s", host.url, error)
             known.again = time.monotonic() + _LOST_S
