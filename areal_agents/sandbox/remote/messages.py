@@ -26,7 +26,7 @@ PIECE = 65_536  # bytes
 LONGEST_MESSAGE = 1 << 24  # bytes, of a request with its arguments and variables
 MOST_DATA = 1 << 30  # bytes, that a request or an answer announces
 PING_S = 10.0  # between two pings, which both sides send
-SILENT_S = 20.0  # a side that does not answer a ping for so long is held for dead
+SILENT_S = 20.0  # a side that does not answer a ping for so long is considered dead
 GOODBYE_S = 1.0  # longest wait for the other side to confirm the end of a connection
 
 DATA, LOG, STREAM = b"d", b"l", b"s"
