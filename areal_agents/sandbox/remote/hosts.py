@@ -127,10 +127,11 @@ class SandboxHosts:
             logger.warning("the sandbox host at %s cannot be reached: %s", host.url, error)
             known.again = time.monotonic() + _LOST_S
             return None
+        lost: tuple[type[Exception], ...] = (OSError, *websocket_errors())
         try:
             async with asyncio.timeout(_CONNECT_S):
                 answer = json.loads(await connection.recv())
-        except (OSError, *websocket_errors()) as error:
+        except lost as error:
             connection.transport.abort()
             logger.warning("the sandbox host at %s gives no answer: %s", host.url, error)
             known.again = time.monotonic() + _LOST_S
