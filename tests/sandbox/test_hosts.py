@@ -20,10 +20,12 @@ from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
 from areal_agents.sandbox.remote.hosts import HostAddress, SandboxHosts
 from areal_agents.sandbox.remote.messages import PATH
+from areal_agents.sandbox.sandbox import Mount
 from areal_agents.sockets import listen, url_of
-from tests.sandbox.conftest import sandbox_host, spec_for
+from tests.sandbox.conftest import needs, sandbox_host, spec_for
 
 SPEC = spec_for("process")
+_LONGEST_PATH = 4095  # bytes, of Linux
 NOWHERE = HostAddress("http://127.0.0.1:9", "the token")  # the discard port, on which nothing listens
 
 
@@ -160,6 +162,42 @@ async def test_a_folder_travels_once_and_again_when_it_has_changed(tmp_path: Pat
         assert len([*base.glob("*/folders/*")]) == 2
         await isolation.close()
     assert not [*base.iterdir()]
+
+
+async def test_a_folder_that_a_host_cannot_write_leaves_nothing_there(tmp_path: Path) -> None:
+    """Its longest path is as long as the system allows, and the host keeps it below a longer one."""
+    base, deep = tmp_path / "base", tmp_path / "folder"
+    while len(str(deep)) < 3900:
+        deep = deep / ("d" * 90)
+    deep.mkdir(parents=True)
+    deep = deep / ("e" * (_LONGEST_PATH - 1 - len(str(deep))))
+    deep.mkdir()
+    async with sandbox_host(base=base) as host:
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [host]))
+        with pytest.raises(SandboxError, match=r"cannot be copied to another machine: .*File name too long"):
+            await isolation.start(spec_for("process", folder=tmp_path / "folder"))
+        assert not [*base.glob("*/folders/*")]
+        await (await isolation.start(SPEC)).end()
+        await isolation.close()
+
+
+async def test_a_writable_folder_is_as_the_command_left_it(tmp_path: Path) -> None:
+    needs("bubblewrap")
+    for name in ("kept", "gone", "deep/gone", "replaced/gone"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("before")
+    command = "cd /logs && rm -r gone deep/gone replaced && echo after > replaced && mkdir new"
+    async with sandbox_host() as host:
+        isolation = RemoteIsolation("bubblewrap", SandboxHosts(lambda: [host]))
+        sandbox = await isolation.start(spec_for("bubblewrap"))
+        done = await sandbox.run(
+            ["/bin/sh", "-c", command], timeout_s=20, mounts=[Mount("/logs", tmp_path, is_writable=True)]
+        )
+        assert (done.status, done.stderr.text()) == (0, "")
+        await isolation.close()
+    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert found == ["deep", "kept", "new", "replaced"]
+    assert ((tmp_path / "kept").read_text(), (tmp_path / "replaced").read_text()) == ("before", "after\n")
 
 
 async def test_a_warm_sandbox_is_started_before_its_caller_comes(tmp_path: Path) -> None:

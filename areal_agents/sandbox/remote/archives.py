@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import io
 import os
 import secrets
 import tarfile
+import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +21,9 @@ KEPT_FOLDERS = 64  # of which no sandbox works in a copy; the least recently use
 
 
 def packed(folder: Path) -> bytes:
-    """Return a folder as an archive."""
+    """Return a folder as an archive. Raises SandboxError if it cannot be read."""
     data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as archive:
+    with _errors_translated(), tarfile.open(fileobj=data, mode="w") as archive:
         archive.add(folder, arcname=".")
     return data.getvalue()
 
@@ -32,13 +35,30 @@ def unpack(data: bytes, folder: Path, *, is_trusted: bool) -> None:
         is_trusted: whether links may lead out of the folder; not so if a sandbox could write the files.
 
     Raises:
-        SandboxError: the archive has a member that would lie outside, or such a link.
+        SandboxError: the archive has a member that would lie outside, or such a link, or a file cannot be
+            written.
     """
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            archive.extractall(folder, filter="tar" if is_trusted else "data")
-    except tarfile.TarError as error:
-        raise SandboxError(f"a folder cannot be copied to another machine: {error}") from error
+    with _errors_translated(), tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        archive.extractall(folder, filter="tar" if is_trusted else "data")
+
+
+def replace_content(folder: Path, data: bytes) -> None:
+    """Replace what a folder contains by an archive that a sandbox could write.
+
+    Raises:
+        SandboxError: see `unpack`; the folder is then as it was, unless the disk has failed in between.
+    """
+    with _errors_translated(), tempfile.TemporaryDirectory(dir=folder, prefix=".areal-agents-") as new:
+        unpack(data, Path(new), is_trusted=False)
+        for old in list(folder.iterdir()):
+            if old == Path(new):
+                continue
+            if old.is_dir() and not old.is_symlink():
+                remove_folder(old)
+            else:
+                old.unlink()
+        for path in list(Path(new).iterdir()):
+            path.rename(folder / path.name)
 
 
 class Digests:
@@ -61,7 +81,10 @@ class Digests:
 
 
 class KeptFolders:
-    """The unpacked folders of a host by their digests."""
+    """The unpacked folders of a host by their digests.
+
+    Only the event loop changes what is recorded; threads unpack and remove.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -80,24 +103,47 @@ class KeptFolders:
         """Let a held folder go."""
         self._users[digest] -= 1
 
-    def add(self, digest: str, archive: bytes) -> None:
-        """Unpack a folder. It is called on any thread, and twice at the same time for one digest too.
+    async def add(self, digest: str, archive: bytes) -> None:
+        """Unpack a folder; two callers may do so for one digest at the same time.
 
         Raises:
-            SandboxError: see `unpack`.
+            SandboxError: see `unpack`; nothing is left of the folder.
         """
         folder = self._root / f"{digest[:16]}-{secrets.token_hex(4)}"
-        folder.mkdir(parents=True)
-        unpack(archive, folder, is_trusted=True)
-        self._folders.setdefault(digest, folder)
-        if self._folders[digest] != folder:
-            remove_folder(folder)
+        await asyncio.to_thread(_unpack_whole, archive, folder)
+        if self._folders.setdefault(digest, folder) != folder:
+            await asyncio.to_thread(remove_folder, folder)
 
-    def remove_unused(self) -> None:
+    async def remove_unused(self) -> None:
         """Remove the folders beyond KEPT_FOLDERS that nobody holds."""
         unused = [digest for digest in self._folders if not self._users[digest]]
-        for digest in unused[: max(0, len(unused) - KEPT_FOLDERS)]:
-            remove_folder(self._folders.pop(digest))
+        removed = [self._folders.pop(digest) for digest in unused[: max(0, len(unused) - KEPT_FOLDERS)]]
+        if removed:
+            await asyncio.to_thread(_remove, removed)
+
+
+@contextlib.contextmanager
+def _errors_translated() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, tarfile.TarError) as error:
+        raise SandboxError(f"a folder cannot be copied to another machine: {error}") from error
+
+
+def _unpack_whole(archive: bytes, folder: Path) -> None:
+    """Unpack an archive into a new folder, of which nothing is left if that fails."""
+    try:
+        with _errors_translated():
+            folder.mkdir(parents=True)
+        unpack(archive, folder, is_trusted=True)
+    except SandboxError:
+        remove_folder(folder)
+        raise
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        remove_folder(folder)
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:

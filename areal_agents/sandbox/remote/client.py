@@ -18,7 +18,7 @@ from areal_agents.errors import SandboxError, SandboxUnavailable
 from areal_agents.process_control import KILL_S
 from areal_agents.sandbox.files import read_file, write_file
 from areal_agents.sandbox.relay import relayed_url
-from areal_agents.sandbox.remote.archives import Digests, packed, unpack
+from areal_agents.sandbox.remote.archives import Digests, packed, replace_content
 from areal_agents.sandbox.remote.hosts import PlaceOnHost, SandboxHosts
 from areal_agents.sandbox.remote.messages import (
     DATA,
@@ -156,7 +156,7 @@ class RemoteSandbox:
                 raise
             finished, written = running.result()
             for mount, archive in zip((mount for mount in mounts if mount.is_writable), written, strict=True):
-                await asyncio.to_thread(unpack, archive, mount.host, is_trusted=False)
+                await asyncio.to_thread(replace_content, mount.host, archive)
             return finished
 
     async def read(self, path: str, *, most_bytes: int = 1 << 20) -> bytes:

@@ -104,7 +104,7 @@ class SandboxHost:
         digest = None
         if spec.folder is not None:
             digest = await asyncio.to_thread(Digests().of, spec.folder)
-            await asyncio.to_thread(self._folders.add, digest, await asyncio.to_thread(packed, spec.folder))
+            await self._folders.add(digest, await asyncio.to_thread(packed, spec.folder))
         pool = await self._pool(isolation, spec_as_json(spec), digest, warm)
         assert pool is not None, "the folder is here"
         await pool.sandboxes.fill()
@@ -172,7 +172,7 @@ class SandboxHost:
         if pool is None:
             await send(connection, {"is": "folder wanted"})
             [archive] = await receive_data(connection, json.loads(await connection.recv()))
-            await asyncio.to_thread(self._folders.add, cast(str, digest), archive)
+            await self._folders.add(cast(str, digest), archive)
             del archive
             pool = await self._pool(isolation, tree, digest, request["warm"])
             assert pool is not None, "the folder is here"
@@ -187,7 +187,7 @@ class SandboxHost:
         finally:
             if digest is not None:
                 self._folders.release(digest)
-                await asyncio.to_thread(self._folders.remove_unused)
+                await self._folders.remove_unused()
 
     async def _pool(
         self, isolation: str, tree: Mapping[str, Any], digest: str | None, warm: int
@@ -315,13 +315,13 @@ class _Command:
             try:
                 mounts = await asyncio.to_thread(self._mounted, stack) if self._mounts else []
                 finished = await self._finished(mounts)
+                written = [await asyncio.to_thread(packed, one.host) for one in mounts if one.is_writable]
             except (SandboxError, OSError) as error:
                 await send(self._connection, {"is": "error", "message": str(error)})
                 return
             if finished is None:
                 await send(self._connection, {"is": "killed"})
                 return
-            written = [await asyncio.to_thread(packed, mount.host) for mount in mounts if mount.is_writable]
         await send(
             self._connection,
             {
@@ -350,8 +350,8 @@ class _Command:
     async def _finished(self, mounts: list[Mount]) -> Finished | None:
         """Run the command; None if it was killed on request."""
         request = self._request
-        logging_ = asyncio.create_task(self._send_log())
         streams = await _Streams.open(self) if request["has_streams"] else None
+        logging_ = asyncio.create_task(self._send_log())
         running = self._running = asyncio.create_task(
             self._sandbox.run(
                 request["argv"],
@@ -410,10 +410,17 @@ class _Streams:
 
     @classmethod
     async def open(cls, command: _Command) -> _Streams:
-        inputs, outputs = os.pipe(), os.pipe()
+        """Open both pipes, or leave none open. Raises OSError."""
+        with contextlib.ExitStack() as opened:
+            inputs = os.pipe()
+            opened.callback(os.close, inputs[0])
+            writer = await open_writer(inputs[1])
+            opened.callback(writer.transport.close)
+            outputs = os.pipe()
+            opened.callback(os.close, outputs[1])
+            reader, receiving = await open_reader(outputs[0])
+            opened.pop_all()  # `close` closes them
         streams = cls(command, (inputs[0], outputs[1]))
-        writer = await open_writer(inputs[1])
-        reader, receiving = await open_reader(outputs[0])
         streams._transports = [writer.transport, receiving]
         streams._tasks = [
             asyncio.create_task(streams._feed(writer)),
