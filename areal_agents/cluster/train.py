@@ -213,7 +213,8 @@ class _ClusterRun:
             ending = [name for name in names if name.partition("-")[0] in ("trainer", "rollout")]
             endpoints = self._addresses(children, keys)
             folder.write_endpoints(endpoints)
-            if config.trainer.publish.transport == "object_storage":  # engines may be out of reach here
+            in_storage = config.trainer.publish.transport == "object_storage"
+            if in_storage:  # engines may be out of reach here
                 wait_for_fetchers(
                     store,
                     config.engine.replicas,
@@ -233,6 +234,7 @@ class _ClusterRun:
                 children,
                 report,
                 store,
+                engines=() if in_storage else endpoints.engine_urls,
                 ending=ending,
                 has_ended=lambda: all(children.finished(name) for name in ending),
             )

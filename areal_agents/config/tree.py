@@ -533,7 +533,7 @@ def _object_storage_faults(config: Config) -> Iterator[str]:
     """Yield why engines cannot read versions from an object storage."""
     if config.engine.urls:
         yield (
-            "engine.urls: with trainer.publish.transport: object_storage a process beside each engine reads "
+            "engine.urls: with trainer.publish.transport: object_storage each engine's process reads "
             "the versions, so the run has to start the engines; leave engine.urls out, or use disk or "
             "broadcast"
         )

@@ -23,7 +23,7 @@ class Waiting:
     """Looks at a run that makes no progress.
 
     Args:
-        engines: the URLs of the engines.
+        engines: the URLs of the engines; (): they are not asked whether they answer.
         proxy: the URL of the proxy.
         groups: the number of groups of a batch.
         now: the time in seconds.
@@ -68,7 +68,7 @@ class Waiting:
             started: whether there has been a step.
         """
         dead = [url for url in self._engines if not _answers(url)]
-        if len(dead) == len(self._engines):
+        if dead and len(dead) == len(self._engines):
             return f"no engine answers ({', '.join(dead)}); see the log of the engine"
         if not _answers(self._proxy):
             return f"the proxy does not answer ({self._proxy}); see logs/proxy.log"

@@ -16,7 +16,7 @@ class EngineBusy:
     The counter of a restarted engine starts at zero. An engine that does not answer is queried again later.
 
     Args:
-        urls: the URLs of the engines.
+        urls: the URLs of the engines; (): none is asked, and the share is not known.
         key: the key of the engines; "" if they have none.
         timeout_s: longest wait in seconds for one answer.
     """
@@ -33,7 +33,7 @@ class EngineBusy:
 
     def follow(self, done: int, steps: int) -> None:
         """Read the counters while the trainer is between its first and its last step."""
-        if not (1 <= done < steps and self._counted):
+        if not (self._urls and 1 <= done < steps and self._counted):
             return
         for url in self._urls:
             self._read_counter(url)

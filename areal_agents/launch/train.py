@@ -354,6 +354,7 @@ def _run(
             children,
             report,
             store,
+            engines=endpoints.engine_urls,
             ending=("rollout", "trainer"),
             has_ended=lambda: children.finished("rollout") and ended(),
             look=look_for_trainer,
@@ -368,6 +369,7 @@ def watch_training(
     report: Report,
     store: Store,
     *,
+    engines: tuple[str, ...],
     ending: Sequence[str],
     has_ended: Callable[[], bool],
     look: Callable[[], None] = lambda: None,
@@ -375,6 +377,7 @@ def watch_training(
     """Show a run while it trains, until it has ended; return the engines' idle share.
 
     Args:
+        engines: the URLs of the engines; () if they may be out of reach here, so that none is asked.
         ending: the names of the processes that end with the run; the death of others is an error.
         look: called again and again; an exception from it ends the run.
     """
@@ -382,8 +385,8 @@ def watch_training(
     reader = ProgressReader(store)
     disk_space = disk_space_of(config, folder)
     memory = MemoryUse(children.pids)
-    busy = EngineBusy(endpoints.engine_urls, key=endpoints.engine_key)
-    waiting = Waiting(endpoints.engine_urls, endpoints.proxy_url, groups=config.rollout.groups)
+    busy = EngineBusy(engines, key=endpoints.engine_key)
+    waiting = Waiting(engines, endpoints.proxy_url, groups=config.rollout.groups)
     while not has_ended():
         children.check(may_finish=ending)
         look()

@@ -41,6 +41,8 @@ def test_servers_that_do_not_answer_are_named(server: str) -> None:
     assert "the proxy does not answer" in Waiting([server], NOWHERE, groups=8).reason(
         {}, NOTHING, started=True
     )
+    unasked = Waiting((), server, groups=8).reason({}, NOTHING, started=True)
+    assert unasked.endswith("of a batch, and no episode is running; see logs/rollout.log")
     half = Waiting([server, NOWHERE], server, groups=8).reason({}, NOTHING, started=True)
     assert "1 of 2 engines do not answer" in half and "no episode is running" in half
 

@@ -400,6 +400,21 @@ async def test_a_refused_request_is_the_callers_fault_and_goes_nowhere_else() ->
             assert states(pool) == ["serving"] * 2 and pool.counts.failovers == 0
 
 
+async def test_a_replica_that_its_own_process_left_paused_is_not_resumed() -> None:
+    with servers_of(1) as servers:
+        rows = Rows()
+        rows.trainer_lives = False
+        rows.current = replace(rows.publish(0), in_storage=True)
+        async with SGLangEngine(servers[0].url) as own:
+            await own.pause("retract")
+            async with serving(servers, rows) as pool:
+                call = asyncio.create_task(pool.generate("r", prompt_of(0), FORTY))
+                await asyncio.sleep(0.3)  # six health checks
+                assert not call.done()
+                await own.resume()
+                assert set((await call).versions) == {0}
+
+
 async def test_the_pause_mode_abort_loses_nothing() -> None:
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         rows = Rows()

@@ -188,6 +188,17 @@ def test_a_folder_of_an_earlier_process_is_used_if_it_is_still_complete(
     assert content(third.fetch(one.stored)) == content(one.folder) and third.received_bytes > 0
 
 
+def test_a_file_that_is_damaged_on_the_machine_of_the_engine_is_read_again(
+    there: Location, tmp_path: Path
+) -> None:
+    first, second = write_all(Uploads(there, whole_every=3, keep=2), tmp_path / "weights", {0: 0, 1: 5})
+    engine = fetched(there, tmp_path / "engine")
+    flip(engine.fetch(first.stored))
+    with pytest.raises(StorageError, match=r"model.safetensors is not what was published after its changes"):
+        engine.fetch(second.stored)
+    assert content(engine.fetch(second.stored)) == content(second.folder)
+
+
 def test_a_disk_that_takes_no_more_is_said(there: Location, tmp_path: Path) -> None:
     [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
     engine = fetched(there, tmp_path / "engine")

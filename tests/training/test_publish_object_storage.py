@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
 from areal_agents.launch.weight_fetcher import fetching_weights
 from areal_agents.store import Store
+from areal_agents.store.engine_weights import EngineWeights
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.lora import LoraOptions
 from areal_agents.training.model.model import ModelOptions, Policy, load_policy
@@ -71,7 +74,7 @@ def test_a_version_that_is_damaged_is_not_served_and_is_read_again(
 ) -> None:
     disturb(policy, 1)
     out = site.publisher(policy, group, engine_wait_s=0.0)
-    with pytest.raises(EngineUnavailable, match="no engine has said in the store"):
+    with pytest.raises(EngineUnavailable, match="no engine has written to the store"):
         out.publish(version=1, step=1)
     file = site.stored(1) / "model.safetensors"
     good = file.read_bytes()
@@ -98,6 +101,23 @@ def test_an_engine_goes_on_when_its_store_cannot_be_opened_at_first(
         folder.store.unlink()
         with Store.open(folder.store) as store:
             until(lambda: [row.weights.epoch for row in store.engine_weights()] == [7])
+
+
+def test_the_time_for_a_version_begins_when_an_engine_is_running(
+    site: Site, policy: Policy, group: Ranks
+) -> None:
+    limit_s = 0.5
+
+    def appear() -> None:
+        until(lambda: site.store.max_version() == 1)
+        time.sleep(2 * limit_s)  # the limit is over if it began with the row
+        site.store.show_engine_weights(EngineWeights(0, "late", 1))
+
+    with ThreadPoolExecutor(1) as engine:
+        appearing = engine.submit(appear)
+        published = site.publisher(policy, group, timeout_s=limit_s).publish(version=1, step=1)
+        appearing.result()
+    assert published is not None and published.left_out == 0
 
 
 def test_a_storage_that_takes_nothing_leaves_the_old_version(

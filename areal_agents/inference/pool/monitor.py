@@ -8,12 +8,13 @@ the candidate, as long as there is one.
 
 Engines do not report whether they are paused. While a trainer runs, only the trainer resumes engines, at the
 end of each publication. If no trainer runs or can start meanwhile, a replica that may have been left paused
-is resumed from here once it has the current version.
+is resumed from here once it has the current version. One that has it from an object storage is not: its own
+process pauses and resumes it, and leaves it paused if its weights differ from those published.
 
 A replica that started late or was restarted loads the current version from the folder in the version's row,
 without the trainer. While that folder is still being written the replica waits, and serves nothing; if the
 trainer publishes another version meanwhile, the replica gets that one like every other. It also waits for a
-version in an object storage, which the process beside it reads. Several processes may find the same replica:
+version in an object storage, which its own process reads. Several processes may find the same replica:
 each checks it again before it loads, and loading twice is harmless. The replica is not paused for the load,
 because resuming it could interfere with a swap by the trainer.
 """
@@ -239,6 +240,8 @@ class ReplicaMonitor:
         """Resume a replica that was left paused, if no trainer is running that would resume it."""
         goal = replica.goal(self.current)
         if not (replica.may_be_paused and replica.is_serving and goal and replica.version == goal.version):
+            return
+        if goal.in_storage:
             return
         async with self._without_trainer() as alone:
             if not alone:

@@ -27,7 +27,7 @@ class CurrentVersion:
     """The latest published version, and the folder of its weights or adapter.
 
     `folder_pending`: the folder is not complete yet, so that a replica without the version waits for it, or
-    for the trainer, which may send it the next version directly. `in_storage`: the process beside each engine
+    for the trainer, which may send it the next version directly. `in_storage`: each engine's process
     reads the version from an object storage and has its engine load it. `candidate`: the version that the
     replicas of the canary serve instead; None: they serve this one, too.
     """

@@ -31,7 +31,7 @@ class PublishConfig(Settings):
         "on a CPU those on its machine. delta: only weights that changed are sent, in HTTP requests, to "
         "embedded engines. lora: engines read only the adapter's folder; the "
         "default with trainer.lora. object_storage: versions (with trainer.lora, adapters) are written to "
-        "`location`, and a process beside each engine reads them there; the trainer reaches no engine.",
+        "`location`, and each engine's process reads them there; the trainer reaches no engine.",
     )
     location: str = Field(
         default="",
@@ -55,7 +55,7 @@ class PublishConfig(Settings):
     folder: str = Field(
         default="",
         description="Where version folders are written, such as /dev/shm/areal; empty: in the run's folder. "
-        "With object_storage, also where the process beside an engine keeps those that it has read.",
+        "With object_storage, also where an engine's process keeps those that it has read.",
     )
     folder_every: int = Field(
         default=1,

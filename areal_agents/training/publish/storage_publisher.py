@@ -168,8 +168,9 @@ class StoragePublisher:
     def _wait(self, version: int) -> list[EngineWeights] | None:
         """Wait until every engine that is running has the version, and return what these have.
 
-        Engines that have it not within `timeout_s` are left out; the proxies send them nothing until they
-        have it.
+        Engines that do not have it within `timeout_s`, from when the first one is running, are left out. One
+        that served before goes on with its old version until the next one is published; from then on the
+        proxies send it nothing until it has that one.
 
         Raises:
             EngineUnavailable: no engine is running for `engine_wait_s`.
@@ -177,7 +178,8 @@ class StoragePublisher:
         """
         if self._store is None:
             return None
-        began = alone_since = time.monotonic()
+        alone_since = time.monotonic()
+        began: float | None = None  # when the first engine was running
         said: dict[int, str] = {}
         while True:
             alive = [row.weights for row in self._store.engine_weights() if row.is_alive]
@@ -186,17 +188,18 @@ class StoragePublisher:
             now = time.monotonic()
             if have and not late:
                 return have
-            alone_since = alone_since if not alive else now
+            if alive:
+                alone_since, began = now, now if began is None else began
             for one in late:
                 if one.problem is not None and said.get(one.index) != one.problem:
                     said[one.index] = one.problem
                     logger.warning("engine %d has not loaded version %d: %s", one.index, version, one.problem)
             if now - alone_since >= self._config.engine_wait_s:
                 raise EngineUnavailable(
-                    f"no engine has said in the store what it serves for {self._config.engine_wait_s:g} s, "
-                    f"so none took version {version}"
+                    f"no engine has written to the store what it serves for {self._config.engine_wait_s:g} "
+                    f"s, so none took version {version}"
                 )
-            if now - began >= self._config.timeout_s:
+            if alive and began is not None and now - began >= self._config.timeout_s:
                 why = "; ".join(f"engine {one.index}: {one.problem or 'it is not done'}" for one in late)
                 if not have:
                     raise EngineError(
