@@ -37,6 +37,7 @@ class HeldOut:
 
 _ALWAYS = ("step", "time")  # what readers of any row rely on
 _SHARE = 1 / 40  # of the time that passes, for which a reader may read
+_LONGEST_PAUSE_S = 30.0  # between readings, for a store that is large, or was away for a while
 _HELD_OUT_S = 10.0  # after which evaluations are read again although no episode of them has begun or ended
 
 
@@ -146,7 +147,7 @@ class ProgressReader:
         began = time.monotonic()
         self._progress = _progress_of(self._store, self._evaluations())
         ended = time.monotonic()
-        self._next_s = ended + (ended - began) / _SHARE
+        self._next_s = ended + min((ended - began) / _SHARE, _LONGEST_PAUSE_S)
         return self._progress
 
     def _evaluations(self) -> list[HeldOut]:
