@@ -31,6 +31,7 @@ from areal_agents.training.config import Offload, TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.loop import TrainingLoop
 from areal_agents.training.model.run_models import Models, load_models
+from areal_agents.training.publish.publisher import Publisher
 from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.step import StepOptions, Stopped, train_batch
 
@@ -197,7 +198,9 @@ def test_models_parked_on_a_cpu_are_saved_and_published_as_they_are(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_models_are_fetched_when_engines_sleep_and_parked_before_they_wake(fails: bool) -> None:
+def test_models_are_fetched_when_engines_sleep_and_parked_before_they_wake(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
     events: list[str] = []
 
     @contextmanager
@@ -209,7 +212,8 @@ def test_models_are_fetched_when_engines_sleep_and_parked_before_they_wake(fails
             events.append("awake")
 
     loop = object.__new__(TrainingLoop)
-    loop.publisher = cast(Any, SimpleNamespace(engines_asleep=asleep))
+    loop.publisher = object.__new__(Publisher)
+    monkeypatch.setattr(loop.publisher, "engines_asleep", asleep)
     loop.released = ("kv_cache",)
     loop.ranks = cast(Any, SimpleNamespace(device=torch.device("cpu")))
     loop.parking = cast(
