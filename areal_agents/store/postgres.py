@@ -64,6 +64,12 @@ _SETTINGS = {
     "idle_in_transaction_session_timeout": "60s",
 }
 
+# What a server says to a client that it does not let in, however often the client asks.
+_REFUSALS = (
+    "no password supplied", "password authentication failed", "no pg_hba.conf entry", "does not exist",
+)  # fmt: skip
+_ACCESS = "give the password in ~/.pgpass or as PGPASSWORD, and a role and a database that exist"
+
 
 class PostgresBackend:
     """The connections to a schema of a PostgreSQL database."""
@@ -104,7 +110,9 @@ class PostgresBackend:
                 )
                 connection.exec_driver_sql(self._new_writer)
         except sa.exc.DBAPIError as error:
-            raise StoreError(f"cannot open the store {self._shown}: {error.orig}") from error
+            reason = str(error.orig).strip()
+            remedy = f"; {_ACCESS}" if any(refusal in reason for refusal in _REFUSALS) else ""
+            raise StoreError(f"cannot open the store {self._shown}: {reason}{remedy}") from error
         self._listener.start()
 
     @contextlib.contextmanager
@@ -252,16 +260,23 @@ class Retry:
         self._began, self._pause_s = None, _FIRST_RETRY_S
 
     def after(self, error: Exception) -> None:
-        """Wait before the next attempt. Raises StoreError if the server has been away for too long."""
+        """Wait before the next attempt.
+
+        Raises:
+            StoreError: the server has been away for too long, or it answers and refuses the connection.
+        """
         now = time.monotonic()
+        reason = str(error.orig if isinstance(error, sa.exc.DBAPIError) else error).strip()
+        if any(refusal in reason for refusal in _REFUSALS):
+            raise StoreError(f"the store {self._shown} cannot be opened: {reason}; {_ACCESS}") from error
         if self._began is None:
             self._began = now
             logger.warning(
-                "the connection to the store %s was lost, and is opened again: %s", self._shown, error
+                "the connection to the store %s was lost, and is opened again: %s", self._shown, reason
             )
         if now - self._began > _LOST_S:
             raise StoreError(
-                f"the store {self._shown} could not be reached for {_LOST_S:.0f} s: {error}; is its server "
+                f"the store {self._shown} could not be reached for {_LOST_S:.0f} s: {reason}; is its server "
                 "running?"
             ) from error
         time.sleep(self._pause_s)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +15,8 @@ import pytest
 
 from areal_agents.rollout.agents.blocking import BlockingWatch
 
-MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+REPOSITORY = Path(__file__).parents[2]
+MODEL = REPOSITORY / "examples" / "search_agent" / "model"
 AGENTS = """
     import json, os, time
     from openai import AsyncOpenAI, OpenAI
@@ -177,3 +180,31 @@ async def test_a_blocked_event_loop_is_reported_once_for_each_time() -> None:
             await asyncio.sleep(1.5)
     assert len(reports) == 2
     assert f"{Path(__file__).name}, line" in reports[0] and "time.sleep(3.0)" in reports[0]
+
+
+SILENT = """
+import asyncio, sys, time
+from areal_agents.rollout.agents.blocking import BlockingWatch
+async def main():
+    with BlockingWatch(lambda said: print(said, flush=True), blocked_s=1.0):
+        await asyncio.sleep(0.5)
+        print("running", flush=True)
+        await asyncio.sleep(1.0)
+        import slow_module
+        await asyncio.sleep(0.5)
+asyncio.run(main())
+"""
+
+
+def test_neither_other_processes_nor_imports_count_as_a_block(tmp_path: Path) -> None:
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(2.5)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SILENT], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None and process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGSTOP)  # as if others had the processors
+    time.sleep(2.5)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=60)[0] == ""
+    assert process.returncode == 0

@@ -66,6 +66,14 @@ def test_a_restart_of_the_server_loses_and_repeats_nothing(
             raise AssertionError("a commit of another process was not noticed")
 
 
+def test_a_client_that_is_not_let_in_does_not_wait(server: PostgresServer) -> None:
+    url = server.new_store().replace("//areal@", "//stranger@")
+    began = time.monotonic()
+    with pytest.raises(StoreError, match=r'"stranger" does not exist; give the password .* PGPASSWORD'):
+        Store.open(url)
+    assert time.monotonic() - began < postgres._LOST_S / 2
+
+
 def test_a_commit_whose_answer_was_lost_is_not_repeated(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

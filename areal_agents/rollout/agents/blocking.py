@@ -3,7 +3,8 @@
 A thread looks at the loop's stack while the loop does not run. The time that one call of the user's code
 takes between two turns of the loop is counted by its line, so that many short blocks at one line, such as
 calls of a client that is not async, are found like one long block. A loop that is late because many tasks
-have much to do is in another call at each look, and nothing is counted.
+have much to do is in another call at each look, and nothing is counted. Neither is time in which other
+processes had the processors, nor the import of a module.
 """
 
 from __future__ import annotations
@@ -80,13 +81,18 @@ class BlockingWatch:
         allowed: dict[str, float] = {}  # the sum at which a line is reported
         seen: tuple[float, int] | None = None  # the last beat, and the call that was then found to run
         counted_to = 0.0
+        turns = _OwnTurns()
         while not self._ended.wait(_CHECK_S):
             ran_at, now = self._ran_at, time.monotonic()
-            if now - ran_at <= _CHECK_S:
+            silent_s = now - ran_at - turns.waited_s(ran_at, now)
+            if silent_s <= _CHECK_S:
                 continue
-            call, line = self._call()
+            found = self._call()
+            if found is None:
+                continue
+            call, line = found
             at = f" at {line}" if line else ""
-            if now - ran_at > self._blocked_s:
+            if silent_s > self._blocked_s:
                 if reported_at != ran_at:
                     reported_at = ran_at
                     self._report(
@@ -106,20 +112,44 @@ class BlockingWatch:
                     f"{now - begun:.0f} s{at}. {_REMEDY}"
                 )
 
-    def _call(self) -> tuple[int, str]:
+    def _call(self) -> tuple[int, str] | None:
         """Return the innermost call of the user's code that the loop's thread executes, and its line.
 
         Returns:
-            A number that differs from call to call, and a description for users; (0, "") if it executes none.
+            A number that differs from call to call, and a description for users; (0, "") if it executes none,
+            and None if that call is the import of a module, which happens once and takes as long as it takes.
         """
         frame = sys._current_frames().get(self._loop_thread)
         while frame is not None and not is_user_code(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None:
             return 0, ""
+        if frame.f_code.co_name == "<module>":
+            return None
         file, number = frame.f_code.co_filename, frame.f_lineno
         text = linecache.getline(file, number).strip()
         return id(frame), f"{file}, line {number}, in {frame.f_code.co_qualname}: {text}"
+
+
+class _OwnTurns:
+    """For how long a thread that wakes every `_CHECK_S` seconds got no processor, while the loop was silent.
+
+    It wakes late when other processes have the processors, and also when this one computes without letting
+    another of its threads run. The processor time that this process used tells the two apart.
+    """
+
+    def __init__(self) -> None:
+        self._woke_at, self._computed_s = time.monotonic(), time.process_time()
+        self._beat, self._waited_s = 0.0, 0.0
+
+    def waited_s(self, ran_at: float, now: float) -> float:
+        """Return the seconds since the loop's last beat at `ran_at`. The thread calls this when it wakes."""
+        computed_s = time.process_time()
+        late_s = now - self._woke_at - _CHECK_S - (computed_s - self._computed_s)
+        earlier_s = self._waited_s if ran_at == self._beat else 0.0
+        self._waited_s = min(earlier_s + max(late_s, 0.0), now - ran_at)
+        self._beat, self._woke_at, self._computed_s = ran_at, now, computed_s
+        return self._waited_s
 
 
 @contextmanager
