@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from websockets.exceptions import InvalidStatus
 from areal_agents.core.tls import trusting
 from areal_agents.direct_http import direct_async_client
 from areal_agents.errors import SandboxError
+from areal_agents.sandbox.remote.archives import packed, unpack
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
 from areal_agents.sandbox.remote.hosts import HostAddress, SandboxHosts
@@ -29,7 +31,7 @@ _LONGEST_PATH = 4095  # bytes, of Linux
 NOWHERE = HostAddress("http://127.0.0.1:9", "the token")  # the discard port, on which nothing listens
 
 
-@pytest.mark.parametrize("token", ["", "the tokem"])
+@pytest.mark.parametrize("token", ["", "the tokem", "the tok\u00e9n"])
 async def test_a_caller_without_the_token_is_refused(token: str) -> None:
     async with sandbox_host() as host:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -44,6 +46,32 @@ async def test_a_caller_without_the_token_is_refused(token: str) -> None:
         )
         with pytest.raises(SandboxError, match="no sandbox host had a place"):
             await isolation.start(SPEC)
+
+
+async def test_a_caller_with_two_tokens_is_refused() -> None:
+    async with sandbox_host() as host:
+        twice = [("Authorization", f"Bearer {token}") for token in ("another", "the token")]
+        with pytest.raises(InvalidStatus) as refused:
+            await connect("ws" + host.url.removeprefix("http") + PATH, additional_headers=twice, proxy=None)
+        assert refused.value.response.status_code == 401
+
+
+async def test_a_host_that_ends_before_it_gives_a_place_is_passed_over() -> None:
+    async def end(connection: ServerConnection) -> None:
+        connection.transport.abort()
+
+    async with serve(end, "127.0.0.1", 0) as ending, sandbox_host() as host:
+        url = f"http://127.0.0.1:{next(iter(ending.sockets)).getsockname()[1]}"
+        isolation = RemoteIsolation("process", SandboxHosts(lambda: [HostAddress(url, "the token"), host]))
+        sandbox = await isolation.start(SPEC)
+        assert sandbox.place.url == host.url
+        await isolation.close()
+
+
+def test_an_archive_is_not_decompressed(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    with pytest.raises(SandboxError, match="cannot be copied"):
+        unpack(gzip.compress(packed(tmp_path / "from")), tmp_path, is_trusted=False)
 
 
 async def test_a_caller_waits_in_line_for_a_place() -> None:

@@ -38,7 +38,19 @@ def test_a_bare_off_of_yaml_is_off() -> None:
         ({"publish": {"transport": "object_storage", "location": "bucket/x"}}, "needs a location"),
         (
             {"publish": {"transport": "object_storage", "location": "sftp://me:secret@host/x"}},
-            "a URL with a password would be in logs",
+            "a URL with a password or a key would be in logs",
+        ),
+        *(
+            ({"publish": {"transport": "object_storage", "location": url}}, "would be in logs")
+            for url in (
+                "s3://id:se/cret@bucket/x",
+                "simplecache::s3://id:secret@bucket/x",
+                "https://host/x?X-Amz-Signature=secret",
+            )
+        ),
+        *(
+            ({"publish": {"transport": "object_storage", "location": url}}, "another folder for each process")
+            for url in ("memory://x", "file://mnt/shared")
         ),
         ({"publish": {"location": "s3://bucket"}}, "applies only to transport: object_storage"),
         (

@@ -38,7 +38,7 @@ def unpack(data: bytes, folder: Path, *, is_trusted: bool) -> None:
         SandboxError: the archive has a member that would lie outside, or such a link, or a file cannot be
             written.
     """
-    with _errors_translated(), tarfile.open(fileobj=io.BytesIO(data)) as archive:
+    with _errors_translated(), tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
         archive.extractall(folder, filter="tar" if is_trusted else "data")
 
 

@@ -126,8 +126,9 @@ class SandboxHost:
             return connection.respond(HTTPStatus.OK, "ok\n")
         if request.path != PATH:
             return connection.respond(HTTPStatus.NOT_FOUND, "there is nothing here\n")
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._token.encode()):
+        # As websockets decodes it; it may be there several times, which `get` does not bear.
+        given = "".join(request.headers.get_all("Authorization")).encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, b"Bearer " + self._token.encode()):
             return connection.respond(HTTPStatus.UNAUTHORIZED, "the token of this sandbox host is needed\n")
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,9 @@ Transport = Literal["disk", "tensor", "broadcast", "ipc", "delta", "lora", "obje
 Pause = Literal["retract", "in_place", "abort", "drain"]
 Verify = Literal["first", "every", "off"]
 Backend = Literal["auto", "gloo", "nccl"]
+
+# name:password@, also where the password has a slash and urlsplit does not find it; and a signed URL
+_SECRET = re.compile(r"://[^@]*:[^@]*@|[?&][^=&]*(key|sig|signature|token|password|secret)=", re.IGNORECASE)
 
 # These send the weights bucket by bucket; an engine that does not stage them overwrites the served ones.
 _PIECEWISE = ("tensor", "broadcast", "ipc", "delta")
@@ -125,10 +129,15 @@ class PublishConfig(Settings):
                     "publish: transport: object_storage needs a location, the URL of a folder such as "
                     f"s3://bucket/prefix or file:///mnt/shared, got {self.location!r}"
                 )
-            if parts.password is not None:
+            if _SECRET.search(self.location):
                 raise ValueError(
-                    "publish: location: a URL with a password would be in logs and in the store; leave it "
-                    "out, and give keys in the environment of the processes"
+                    "publish: location: a URL with a password or a key would be in logs and in the "
+                    "store; leave it out, and give keys in the environment of the processes"
+                )
+            if parts.scheme == "memory" or (parts.scheme in ("file", "local") and parts.netloc):
+                raise ValueError(
+                    f"publish: location: {self.location} is another folder for each process; a folder that "
+                    "all of them see is file:///path, with three slashes"
                 )
         elif self.location:
             raise ValueError(
