@@ -39,7 +39,7 @@ class TlsConfig(Settings):
 def server_context(tls: TlsConfig) -> ssl.SSLContext:
     """Return the context of a server with the certificate of this machine."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(tls.certificate, tls.key)
+    context.load_cert_chain(tls.certificate, tls.key, password="")  # otherwise OpenSSL asks at the terminal
     return context
 
 

@@ -76,8 +76,12 @@ def wait_until_any_ready(
 def _answers(client: httpx.Client, url: str) -> bool:
     try:
         status = client.get(url).status_code
-    except httpx.TransportError:  # not listening yet
-        return False
+    except httpx.TransportError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):  # which no waiting mends
+            raise ConfigError(
+                f"{url} has no valid certificate for its address from cluster.tls.authority: {error}"
+            ) from None
+        return False  # not listening yet
     if status in (401, 403):
         raise ConfigError(
             f"{url} refused the request, which had another key than the server or none ({status}); give the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tls_files import made_tls_files
 from areal_agents.core.tls import trusting
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError
+from areal_agents.launch.ready import wait_until_ready
 from areal_agents.proxy.server import build_server
 from areal_agents.sockets import listen, url_of
 
@@ -56,6 +58,8 @@ def test_a_server_is_verified_by_the_authority_of_the_run(
                     pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
                 ):
                     client.get(url)
+                with trusting(foreign), pytest.raises(ConfigError, match="no valid certificate"):
+                    wait_until_ready(url)
         finally:
             server.should_exit = True
             thread.join(30)
@@ -71,5 +75,9 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         return str(raised.value)
 
     assert "the certificate" in refusal(key=other.key)
+    locked = str(tmp_path / "locked.key")
+    command = ["openssl", "rsa", "-in", tls.key, "-aes128", "-passout", "pass:word", "-out", locked]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert locked in refusal(key=locked)
     assert str(tmp_path / "none.pem") in refusal(certificate=str(tmp_path / "none.pem"))
     assert "cluster.tls.authority" in refusal(authority=str(tmp_path / "none.pem"))
