@@ -35,7 +35,8 @@ class SkyPilotConfig(Settings):
     )
     setup: str = Field(
         default="pip install 'areal-agents[train,postgres]'",
-        description="What installs the package on a node.",
+        description="What installs the package on a node. There is no release yet: name a checkout that "
+        "workdir or file_mounts bring there.",
     )
     secrets: tuple[str, ...] = Field(
         default=(),
