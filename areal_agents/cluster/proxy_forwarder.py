@@ -37,6 +37,7 @@ _RETRY_S = 0.2
 _CHECK_S = 1.0  # between two looks at which proxies are still running
 _AVOIDED_S = 5.0  # how long a proxy that could not be reached is the last that is tried
 _END_S = 10.0
+_FLUSH_S = 60.0  # for what a closed connection still has to write
 
 
 class ProxyForwarder:
@@ -167,7 +168,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 class _Side(asyncio.Protocol):
     """One of two connections: what it receives is written to the other, no faster than that one takes it.
 
-    When one is closed, the other is closed after it has written everything.
+    When one is closed, the other is closed after it has written everything, or at the latest `_FLUSH_S` later,
+    because a client may never read.
     """
 
     def __init__(self) -> None:
@@ -193,6 +195,7 @@ class _Side(asyncio.Protocol):
         self.transport = None
         if self.other is not None:
             self.other.close()
+            asyncio.get_running_loop().call_later(_FLUSH_S, self.other.abort)
 
 
 class _Client(_Side):

@@ -73,7 +73,7 @@ def run_role(
         config, _ = record.resolved(Path(own))
         record.keys(token, config)  # refuses a process that has no part in the run
         count = counts(config, record.nodes)[role]
-        if index >= count:
+        if not 0 <= index < count:
             raise ConfigError(
                 f"the run has {count} processes of the role {role}, numbered from 0: no {index}"
             )

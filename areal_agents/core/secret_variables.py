@@ -10,6 +10,8 @@ import os
 import secrets
 from collections.abc import Mapping
 
+from areal_agents.errors import ConfigError
+
 ENGINE_KEY = "AREAL_AGENTS_ENGINE_KEY"  # the key that requests to the engines must have
 TEACHER_KEY = "AREAL_AGENTS_TEACHER_KEY"  # the same for the engine of a teacher
 RUN_TOKEN = "AREAL_AGENTS_RUN_TOKEN"  # from which the processes of a cluster compute the keys of their run
@@ -44,13 +46,28 @@ def hide_token() -> None:
 
 
 def given_engine_key() -> str:
-    """Return the key of running engines that this process's environment has, or ""."""
-    return os.environ.get(ENGINE_KEY, "")
+    """Return the key of running engines that this process's environment has, or "".
+
+    Raises:
+        ConfigError: a header cannot have it.
+    """
+    return _key_in(ENGINE_KEY)
 
 
 def given_teacher_key() -> str:
-    """Return the key of the teacher's engine that this process's environment has, or ""."""
-    return os.environ.get(TEACHER_KEY, "")
+    """Return the key of the teacher's engine that this process's environment has, or "".
+
+    Raises:
+        ConfigError: a header cannot have it.
+    """
+    return _key_in(TEACHER_KEY)
+
+
+def _key_in(variable: str) -> str:
+    key = os.environ.get(variable, "")
+    if not key.isascii() or not (key.isprintable() and key == key.strip()):
+        raise ConfigError(f"{variable} must be printable ASCII without spaces around it, as a header has it")
+    return key
 
 
 def new_engine_key() -> str:

@@ -109,7 +109,7 @@ class KeptFolders:
         Raises:
             SandboxError: see `unpack`; nothing is left of the folder.
         """
-        folder = self._root / f"{digest[:16]}-{secrets.token_hex(4)}"
+        folder = self._root / secrets.token_hex(8)  # a digest, which another machine gives, names no file
         await asyncio.to_thread(_unpack_whole, archive, folder)
         if self._folders.setdefault(digest, folder) != folder:
             await asyncio.to_thread(remove_folder, folder)
