@@ -168,8 +168,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 class _Side(asyncio.Protocol):
     """One of two connections: what it receives is written to the other, no faster than that one takes it.
 
-    When one is closed, the other is closed after it has written everything, or at the latest `_FLUSH_S` later,
-    because a client may never read.
+    When one is closed, the other is closed after it has written everything, or at the latest `_FLUSH_S`
+    later, because a client may never read.
     """
 
     def __init__(self) -> None:
