@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from areal_agents.core.tls import TlsConfig
+from areal_agents.tls import TlsConfig
 
 PAGE = Path(__file__).parents[1] / "docs/security.md"
 

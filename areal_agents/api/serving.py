@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areal_agents.client import Client, OpenedEpisode
-from areal_agents.core.secret_variables import ADMIN_KEY
 from areal_agents.direct_http import openai_client_sync
 from areal_agents.episode import Episode
 from areal_agents.errors import RunFailed
 from areal_agents.launch.ready import wait_until_ready
+from areal_agents.secret_variables import ADMIN_KEY
 
 if TYPE_CHECKING:
     from areal_agents.direct_http import OpenAI

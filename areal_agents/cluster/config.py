@@ -9,7 +9,7 @@ from areal_agents.cluster.launchers.ray.config import RayConfig
 from areal_agents.cluster.launchers.skypilot.config import SkyPilotConfig
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
 from areal_agents.core.settings import Settings
-from areal_agents.core.tls import TlsConfig
+from areal_agents.tls import TlsConfig
 
 
 class RoleCpus(Settings):

@@ -23,13 +23,13 @@ from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.placing import assigned_nodes
 from areal_agents.cluster.run_record import RunRecord
 from areal_agents.cluster.train import environment_of, processes_of, stop_s_of
-from areal_agents.core.secret_variables import hide_token
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.launch.children import Children
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.signals import Interrupted, interruptible
 from areal_agents.launch.supervision import EXIT_STOPPED, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import end_process
+from areal_agents.secret_variables import hide_token
 from areal_agents.store import Store
 
 POLL_S = 1.0

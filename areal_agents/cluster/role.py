@@ -25,18 +25,18 @@ from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
 from areal_agents.cluster.run_record import RunKeys, RunRecord
 from areal_agents.cluster.sandbox_role import serve_sandboxes
 from areal_agents.config import Config, save_config
-from areal_agents.core.secret_variables import take_token
-from areal_agents.core.tls import trusting
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.run_folder import ClusterPlace, Endpoints, RunFolder
 from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.supervision import EXIT_STOPPED, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import RUN_MARK, end_leftovers, end_process, signal_group
+from areal_agents.secret_variables import take_token
 from areal_agents.sockets import address_of
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
 from areal_agents.store.urls import shown_store
+from areal_agents.tls import trusting
 
 logger = logging.getLogger(__name__)
 

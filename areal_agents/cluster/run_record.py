@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_agents.config import Config, load_config, save_config
-from areal_agents.core.secret_variables import RUN_TOKEN, given_engine_key
 from areal_agents.errors import ConfigError
+from areal_agents.secret_variables import RUN_TOKEN, given_engine_key
 from areal_agents.store import NotFound, Store
 
 SHORTEST_TOKEN = 20  # characters; a shorter one could be found by trying

@@ -15,7 +15,6 @@ from pathlib import Path
 from areal_agents.cluster.place import Place
 from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
 from areal_agents.config import Config
-from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError, SandboxError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.agent_sandbox import sandboxed_agent
@@ -28,6 +27,7 @@ from areal_agents.sandbox.remote.host import SandboxHost
 from areal_agents.sandbox.remote.messages import token_of
 from areal_agents.sockets import allow_many_connections, listen, url_of
 from areal_agents.store import Store
+from areal_agents.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 

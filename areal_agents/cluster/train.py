@@ -23,8 +23,6 @@ from areal_agents.cluster.place import Place, address_for_store
 from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
 from areal_agents.cluster.run_record import RunKeys, RunRecord, text_of
 from areal_agents.config import Config, save_config
-from areal_agents.core.secret_variables import RUN_TOKEN, given_engine_key, take_token
-from areal_agents.core.tls import trusting
 from areal_agents.errors import ConfigError
 from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.children import Children
@@ -47,10 +45,12 @@ from areal_agents.launch.trial import run_trial
 from areal_agents.launch.weight_fetcher import check_location, wait_for_fetchers
 from areal_agents.proxy.page import link_of_page
 from areal_agents.rollout.seeds import FIXED_HASHES
+from areal_agents.secret_variables import RUN_TOKEN, given_engine_key, take_token
 from areal_agents.store import Store
 from areal_agents.store.postgres import has_password, is_postgres
 from areal_agents.store.roles import DEAD_AFTER_S
 from areal_agents.store.urls import shown_store
+from areal_agents.tls import trusting
 from areal_agents.training.metrics.trackers import check_trackers
 
 _ROLE_STOP_S = DEAD_AFTER_S  # on top of what its child may take

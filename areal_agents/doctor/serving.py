@@ -15,7 +15,6 @@ from pathlib import Path
 import uvloop
 from starlette.types import ASGIApp
 
-from areal_agents.core.secret_variables import given_engine_key
 from areal_agents.doctor.observed import RequestRecorder, Seen
 from areal_agents.doctor.scripted_model import ScriptedModel
 from areal_agents.errors import EngineUnavailable
@@ -25,6 +24,7 @@ from areal_agents.proxy.calls.record import CallRecord
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.server import build_server
 from areal_agents.rendering import ChatRenderer
+from areal_agents.secret_variables import given_engine_key
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, running

@@ -21,11 +21,11 @@ from typing import Any, Self
 
 import httpx
 
-from areal_agents.core.secret_variables import ENGINE_KEY
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.process_control import end_process, signal_group
+from areal_agents.secret_variables import ENGINE_KEY
 from areal_agents.sockets import address_of, listen
 
 POLL_S = 0.05

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 from rich.console import Console
 
-from areal_agents.core.secret_variables import ADMIN_KEY
 from areal_agents.errors import ConfigError
 from areal_agents.inspection.fork_command import fork
+from areal_agents.secret_variables import ADMIN_KEY
 
 if TYPE_CHECKING:
     from areal_agents.inspection.export import Format

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents import __version__
-from areal_agents.core.tls import trusting_authority
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.health.rules import findings
 from areal_agents.health.waiting import Waiting
@@ -30,6 +29,7 @@ from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.sockets import address_of
 from areal_agents.stacks import collect_stacks, innermost
+from areal_agents.tls import trusting_authority
 from areal_agents.whole_files import replacing
 
 LOG_BYTES = 500_000  # of the end of each log
@@ -84,7 +84,7 @@ def diagnose(root: Path, out: Path | None = None, *, say: Callable[[str], None] 
         say(clean(line))
     parts: list[tuple[str, str]] = [
         ("summary.txt", "\n".join(summary) + "\n"),
-        ("config.json", json.dumps(without_secrets(config), indent=2)),
+        ("config.json", json.dumps(with_secrets_hidden(config), indent=2)),
         ("machine.txt", "\n\n".join(_machine())),
         ("packages.txt", "\n".join(sorted(f"{d.name}=={d.version}" for d in distributions()))),
         *((f"stacks/{process}.txt", text) for process, text in stacks.items()),
@@ -119,15 +119,15 @@ class Secrets:
         return text
 
 
-def without_secrets(tree: Any) -> Any:
+def with_secrets_hidden(tree: Any) -> Any:
     """Return a configuration with the values of keys, tokens, secrets and passwords replaced."""
     if isinstance(tree, Mapping):
         return {
-            name: HIDDEN if _is_secret(str(name)) and value else without_secrets(value)
+            name: HIDDEN if _is_secret(str(name)) and value else with_secrets_hidden(value)
             for name, value in tree.items()
         }
     if isinstance(tree, list):
-        return [without_secrets(value) for value in tree]
+        return [with_secrets_hidden(value) for value in tree]
     return tree
 
 

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from areal_agents.client import Client
 from areal_agents.core.reward_values import RewardValue
 from areal_agents.core.rollout import Reward
-from areal_agents.core.tls import trusting_authority
 from areal_agents.errors import ConfigError, RequestError, shown
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.proxy.config import ProxyConfig
@@ -20,6 +19,7 @@ from areal_agents.proxy.episodes.control_forms import describe
 from areal_agents.store import Store
 from areal_agents.store.postgres import is_postgres, schema_exists
 from areal_agents.store.urls import shown_store
+from areal_agents.tls import trusting_authority
 
 _OF_A_RERUN = ("run", "store", "step", "until", "changes", "new_rewards")
 HERE = "give a run's folder, a store file, the URL of a store in PostgreSQL, or that of a proxy"

@@ -6,8 +6,8 @@ import time
 
 import httpx
 
-from areal_agents.core.secret_variables import bearer
 from areal_agents.direct_http import direct_client
+from areal_agents.secret_variables import bearer
 
 
 class EngineBusy:

@@ -17,8 +17,6 @@ from urllib.parse import urlsplit
 import httpx
 
 from areal_agents.config import Config
-from areal_agents.core.secret_variables import bearer
-from areal_agents.core.tls import TlsConfig
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import SERVERS, EmbeddedEngineConfig
@@ -41,7 +39,9 @@ from areal_agents.launch.nodes import nodes_of, ranks_beside_engines
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.weight_fetcher import fetching_weights
+from areal_agents.secret_variables import bearer
 from areal_agents.sockets import is_this_machine
+from areal_agents.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from areal_agents.core.secret_variables import ENGINE_KEY, bearer
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.secret_variables import ENGINE_KEY, bearer
 
 READY_TIMEOUT_S = 180.0
 ANSWER_S = 5.0  # longest wait for one answer

@@ -19,7 +19,6 @@ from typing import Literal
 from rich.console import Console
 
 from areal_agents.config import Config, is_saved, save_config
-from areal_agents.core.secret_variables import given_engine_key, new_engine_key
 from areal_agents.errors import ConfigError
 from areal_agents.health.waiting import Waiting
 from areal_agents.inference.config import SERVERS
@@ -48,6 +47,7 @@ from areal_agents.proxy.config import available_cores
 from areal_agents.proxy.page import link_of_page, new_view_key
 from areal_agents.rollout.config import EvalConfig
 from areal_agents.rollout.seeds import FIXED_HASHES
+from areal_agents.secret_variables import given_engine_key, new_engine_key
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
 

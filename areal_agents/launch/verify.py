@@ -8,11 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from areal_agents.config import load_config
-from areal_agents.core.tls import trusting_authority
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference.clients import Protocol, connect, protocol_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.store import Store
+from areal_agents.tls import trusting_authority
 from areal_agents.training.publish.verifying import verify
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import httpx
 
 from areal_agents.config import Config
-from areal_agents.core.tls import trusting_authority
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, StoreError
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
+from areal_agents.tls import trusting_authority
 
 _TIMEOUT_S = 120.0  # of one request
 USER = "user"  # the key of the user's name in the metadata of an episode, see proxy/calls/labels.py

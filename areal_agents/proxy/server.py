@@ -21,8 +21,6 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_agents.core.secret_variables import new_engine_key
-from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.inference.clients import EngineClient, Protocol
@@ -42,10 +40,12 @@ from areal_agents.proxy.workers.identity import listen_after, locks_of, wait_for
 from areal_agents.proxy.workers.peers import Peers
 from areal_agents.proxy.workers.places import Places, ProxyPlace, refuse_beside_places
 from areal_agents.rendering import ChatRenderer
+from areal_agents.secret_variables import new_engine_key
 from areal_agents.sockets import BACKLOG, allow_many_connections, url_of
 from areal_agents.store import Retention, Store, StoreConfig
 from areal_agents.store.urls import shown_store
 from areal_agents.telemetry import TelemetryConfig, exporting
+from areal_agents.tls import TlsConfig
 
 __all__ = [
     "build_server",

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from areal_agents.core.secret_variables import ADMIN_KEY
 from areal_agents.extras import require
+from areal_agents.secret_variables import ADMIN_KEY
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -15,9 +15,9 @@ from areal_agents.cluster.role import engine_gpus, run_role
 from areal_agents.cluster.run_record import RunRecord, text_of
 from areal_agents.cluster.train import check_config, processes_of
 from areal_agents.config import Config, load_config
-from areal_agents.core.secret_variables import RUN_TOKEN
 from areal_agents.errors import ConfigError
 from areal_agents.process_control import RUN_MARK
+from areal_agents.secret_variables import RUN_TOKEN
 from areal_agents.store import Store
 
 QUICK_START = Path(__file__).parents[2] / "examples/search_agent/config.yaml"

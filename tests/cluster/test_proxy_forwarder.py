@@ -17,13 +17,13 @@ from tls_files import made_tls_files
 
 from areal_agents.cluster import proxy_forwarder
 from areal_agents.cluster.proxy_forwarder import ProxyForwarder
-from areal_agents.core.tls import TlsConfig, trusting
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.proxy.workers import places
 from areal_agents.proxy.workers.places import ProxyTable
 from areal_agents.store import Store
 from areal_agents.store.roles import DEAD_AFTER_S
 from areal_agents.store.schema import roles
+from areal_agents.tls import TlsConfig, trusting
 
 BODY = b"x" * 3_000_000  # more than the buffers of sockets
 

@@ -19,10 +19,10 @@ import pytest
 from tls_files import made_tls_files
 
 from areal_agents.cluster.run_record import RunKeys, RunRecord
-from areal_agents.core.secret_variables import RUN_TOKEN, bearer
-from areal_agents.core.tls import TlsConfig, trusting
 from areal_agents.direct_http import direct_client
+from areal_agents.secret_variables import RUN_TOKEN, bearer
 from areal_agents.store import Store
+from areal_agents.tls import TlsConfig, trusting
 
 pytestmark = pytest.mark.cluster
 

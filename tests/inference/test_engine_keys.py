@@ -15,11 +15,11 @@ from real_sglang import running_sglang
 from real_vllm import running_vllm
 
 from areal_agents.core.completion import SamplingParams
-from areal_agents.core.secret_variables import ENGINE_KEY
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EmbeddedEngineConfig, EngineProcess
 from areal_agents.inference.clients import Protocol, connect
 from areal_agents.launch.ready import wait_until_any_ready
+from areal_agents.secret_variables import ENGINE_KEY
 
 KEY = "-" + secrets.token_urlsafe(24)  # keys may begin like an option
 GUARDED = {

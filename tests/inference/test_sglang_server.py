@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from test_engine_process import gone
 
-from areal_agents.core.secret_variables import ENGINE_KEY
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EngineConfig
 from areal_agents.inference.engine_process import CommandProcess
@@ -32,6 +31,7 @@ from areal_agents.inference.sglang.server import (
     server_command,
     server_environment,
 )
+from areal_agents.secret_variables import ENGINE_KEY
 
 SERVE = Path(__file__).parents[2] / "areal_agents/inference/sglang/environment/serve.py"
 

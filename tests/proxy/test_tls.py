@@ -14,12 +14,12 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 from tls_files import made_tls_files
 
-from areal_agents.core.tls import trusting
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.proxy.server import build_server
 from areal_agents.sockets import listen, url_of
+from areal_agents.tls import trusting
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:

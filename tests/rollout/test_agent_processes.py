@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_agents.core.secret_variables import ADMIN_KEY, ENGINE_KEY, TEACHER_KEY
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
 from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
@@ -21,6 +20,7 @@ from areal_agents.rollout.agents import episode_logs
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
+from areal_agents.secret_variables import ADMIN_KEY, ENGINE_KEY, TEACHER_KEY
 
 EPISODE = Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
 # A process in a session of its own, which holds the pipes that it inherited and takes no signal but SIGKILL.

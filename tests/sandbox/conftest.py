@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_agents.core.tls import TlsConfig
 from areal_agents.sandbox.isolations import open_isolation
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
 from areal_agents.sandbox.remote.hosts import HostAddress, SandboxHosts
 from areal_agents.sandbox.sandbox import Isolation, Limits, SandboxSpec
 from areal_agents.sockets import listen, url_of
+from areal_agents.tls import TlsConfig
 
 # Small limits: what escapes from them must not harm the machine that runs the tests.
 LIMITS = Limits(memory_mb=256, processes=64, disk_mb=64)

@@ -14,7 +14,6 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import InvalidStatus
 
-from areal_agents.core.tls import trusting
 from areal_agents.direct_http import direct_async_client
 from areal_agents.errors import SandboxError
 from areal_agents.sandbox.remote.archives import packed, unpack
@@ -24,6 +23,7 @@ from areal_agents.sandbox.remote.hosts import HostAddress, SandboxHosts
 from areal_agents.sandbox.remote.messages import PATH
 from areal_agents.sandbox.sandbox import Mount
 from areal_agents.sockets import listen, url_of
+from areal_agents.tls import trusting
 from tests.sandbox.conftest import needs, sandbox_host, spec_for
 
 SPEC = spec_for("process")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from areal_agents.core.secret_variables import given_engine_key
 from areal_agents.errors import ArealAgentsError
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.embedded.server import serve
+from areal_agents.secret_variables import given_engine_key
 
 if __name__ == "__main__":
     try:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import uvicorn
 
-from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError, EngineError
 from areal_agents.inference.config import DEFAULT_MAX_CONTEXT, EmbeddedEngineConfig
 from areal_agents.inference.embedded.http.app import create_app
@@ -36,6 +35,7 @@ from areal_agents.inference.embedded.scheduling.service import EngineService
 from areal_agents.inference.embedded.scheduling.text import Detokenizer
 from areal_agents.inference.embedded.updates.joined_groups import WeightGroups
 from areal_agents.sockets import allow_many_connections, listen
+from areal_agents.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 

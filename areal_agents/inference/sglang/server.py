@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agents.core.secret_variables import ENGINE_KEY
-from areal_agents.core.tls import TlsConfig
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
+from areal_agents.secret_variables import ENGINE_KEY
+from areal_agents.tls import TlsConfig
 
 SCRIPTS = Path(__file__).parent / "environment"
 OLDEST, TRIED = (0, 5, 21), "0.5.21"

@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import orjson
 
-from areal_agents.core.secret_variables import bearer
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.sglang.wire import error_of
+from areal_agents.secret_variables import bearer
 
 JSON = {"Content-Type": "application/json"}
 # Below the 5 s after which SGLang closes idle connections, so that no call uses a connection being closed.

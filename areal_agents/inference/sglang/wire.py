@@ -20,11 +20,11 @@ from areal_agents.core.completion import (
     TokenChunk,
     TopLogprobs,
 )
-from areal_agents.core.secret_variables import ENGINE_KEY, TEACHER_KEY
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.answers import SentRequest, check_logprobs, checked_spans
 from areal_agents.inference.engine import version_from_wire
 from areal_agents.inference.expert_routing import RequestedRouting, routing_from_wire
+from areal_agents.secret_variables import ENGINE_KEY, TEACHER_KEY
 
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 MESSAGE_LIMIT = 300  # characters of a server's error text that are kept in messages

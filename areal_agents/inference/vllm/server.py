@@ -11,7 +11,6 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.sglang.server import (
@@ -20,6 +19,7 @@ from areal_agents.inference.sglang.server import (
     server_environment,
     serving_dtype,
 )
+from areal_agents.tls import TlsConfig
 
 SCRIPTS = Path(__file__).parent / "environment"
 OLDEST, TRIED = (0, 32, 0), "0.32.0"

@@ -23,8 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from areal_agents.core.secret_variables import new_engine_key
-from areal_agents.core.tls import TlsConfig
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.inference.clients import Protocol
@@ -47,9 +45,11 @@ from areal_agents.proxy.workers.identity import (
 )
 from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.proxy.workers.places import ProxyPlace, refuse_beside_places
+from areal_agents.secret_variables import new_engine_key
 from areal_agents.sockets import listen, url_of
 from areal_agents.store import RetainConfig, Store, StoreConfig
 from areal_agents.telemetry import TelemetryConfig
+from areal_agents.tls import TlsConfig
 
 _logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import BinaryIO, Self, cast
 from uuid import uuid4
 
-from areal_agents.core.secret_variables import without_secrets
 from areal_agents.process_control import (
     AGENT_MARK,
     INNER_AGENT_MARK,
@@ -26,6 +25,7 @@ from areal_agents.process_control import (
     signal_group,
     warn_unkillable,
 )
+from areal_agents.secret_variables import without_secrets
 
 TERMINATE_GRACE_S = 2.0
 PIPE_GRACE_S = 0.5  # time after the exit to read what is still in the pipes

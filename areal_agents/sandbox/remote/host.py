@@ -25,7 +25,6 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from areal_agents.core.tls import TlsConfig, server_context
 from areal_agents.errors import SandboxError, SandboxUnavailable
 from areal_agents.sandbox.home import SandboxHome
 from areal_agents.sandbox.isolations import IsolationOnFirstUse
@@ -48,6 +47,7 @@ from areal_agents.sandbox.remote.messages import (
 )
 from areal_agents.sandbox.remote.pipes import open_reader, open_writer
 from areal_agents.sandbox.sandbox import Finished, Mount, Sandbox, SandboxSpec
+from areal_agents.tls import TlsConfig, server_context
 
 KEPT_POOLS = 8  # kinds of warm sandboxes; the least recently used kind ends
 _START_S = 30.0  # longest wait for the first request of a connection

@@ -12,9 +12,9 @@ import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.losses.distillation import DistillationLoss
-from areal_agents.core.secret_variables import given_teacher_key
 from areal_agents.errors import TrainingError
 from areal_agents.inference import SGLangEngine
+from areal_agents.secret_variables import given_teacher_key
 from areal_agents.training.checkpoint.checkpoint import Parts
 from areal_agents.training.checkpoint.export import DTYPES, lora_options
 from areal_agents.training.config import TrainerConfig

@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.config_secrets import refuse_secrets
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
-from areal_agents.cluster.launchers.secrets import refuse_secrets
-from areal_agents.core.secret_variables import RUN_TOKEN
 from areal_agents.errors import ConfigError
+from areal_agents.secret_variables import RUN_TOKEN
 from areal_agents.store.postgres import host_of
 from areal_agents.store.roles import DEAD_AFTER_S, Role
 

@@ -26,10 +26,10 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from areal_agents.core.secret_variables import hide_token
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import GRACE_S, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import end_as
+from areal_agents.secret_variables import hide_token
 
 POLL_S = 5.0  # the longest that a call for further output stays open
 SOON_S = 10.0  # a place that is not there after this is reported

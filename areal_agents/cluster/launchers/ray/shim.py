@@ -20,10 +20,10 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from areal_agents.core.secret_variables import hide_token
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import SUPERVISED
 from areal_agents.process_control import RUN_MARK, end_as, end_leftovers, signal_group
+from areal_agents.secret_variables import hide_token
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 

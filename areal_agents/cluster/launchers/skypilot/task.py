@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.config_secrets import refuse_secrets
 from areal_agents.cluster.launchers.placing import nodes_for
-from areal_agents.cluster.launchers.secrets import refuse_secrets
 from areal_agents.cluster.launchers.skypilot.config import SkyPilotConfig
 from areal_agents.errors import ConfigError
 

@@ -28,10 +28,10 @@ from areal_agents.cluster.launchers.slurm.allocation import (
     slurm,
     srun_environment,
 )
-from areal_agents.core.secret_variables import hide_token
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.supervision import EXIT_STOPPED, GRACE_S, SUPERVISED
 from areal_agents.process_control import end_as
+from areal_agents.secret_variables import hide_token
 
 LOOK_S = 1.0  # how often the controller is asked for the step until it has one
 ANSWER_S = 30  # longest time in seconds in which a node that answers starts a step
