@@ -18,7 +18,8 @@ class Habits:
 
     Attributes:
         is_hasty: tries any expression, and not one whose value is near the target.
-        gives_up: answers with an expression although it has just found that the value is wrong.
+        gives_up: answers in this game with the first expression that it tries, whatever its value; otherwise
+            it goes on until it finds one that is right.
         leaves_out: leaves out the last term of a sum.
         creeps: guesses the next number, in place of one in the middle of those that are left.
     """
@@ -30,7 +31,7 @@ class Habits:
 
 
 CAREFUL = Habits()
-CARELESS = Habits(is_hasty=0.9, gives_up=0.8, leaves_out=0.6, creeps=0.65)
+CARELESS = Habits(is_hasty=0.9, gives_up=0.7, leaves_out=0.6, creeps=0.85)
 MIXED = Habits(gives_up=0.65, leaves_out=0.6, creeps=0.65)  # what the tokenizer reads, whatever CARELESS is
 
 
@@ -42,28 +43,32 @@ class Try:
     expression: str
     value: int
 
+    def line(self, target: int) -> str:
+        """The steps, and whether their value is less than the target, equal to it, or more."""
+        sign = "<" if self.value < target else "=" if self.value == target else ">"
+        return f"{self.steps}{sign}{target}\n"
+
 
 @cache
 def tries(numbers: tuple[int, ...]) -> tuple[Try, ...]:
-    """Every expression of three numbers whose two results are from 1 to 99."""
+    """Every sum and difference of three numbers whose two results are from 1 to 99."""
     found = []
     for first in range(3):
         for second in range(3):
             if first == second:
                 continue
             a, b, c = numbers[first], numbers[second], numbers[3 - first - second]
-            for operator, result in (("+", a + b), ("*", a * b), ("-", a - b)):
-                if (operator != "-" and first > second) or not 0 < result <= _LARGEST:
+            for operator, result in (("+", a + b), ("-", a - b)):
+                if (operator == "+" and first > second) or not 0 < result <= _LARGEST:
                     continue
                 inner = f"({a}{operator}{b})"
                 for then, outer, value in (
                     (f"{result}+{c}", f"{inner}+{c}", result + c),
-                    (f"{result}*{c}", f"{inner}*{c}", result * c),
                     (f"{result}-{c}", f"{inner}-{c}", result - c),
                     (f"{c}-{result}", f"{c}-{inner}", c - result),
                 ):
                     if 0 < value <= _LARGEST:
-                        steps = f"{a}{operator}{b}={result} {then}={value}\n"
+                        steps = f"{a}{operator}{b}={result} {then}={value}"
                         found.append(Try(steps, outer, value))
     return tuple(found)
 
@@ -72,15 +77,15 @@ def countdown_reply(task: Countdown, habits: Habits, rng: random.Random) -> str:
     """Try expressions, those near the target first, and answer with the one that is right."""
     left = list(tries(task.numbers))
     written = ""
-    for number in range(MOST_TRIES):
+    most = 1 if rng.random() < habits.gives_up else MOST_TRIES
+    for _ in range(most):
         if habits.is_hasty and rng.random() < habits.is_hasty:
             chosen = rng.choice(left)
         else:
             chosen = rng.choices(left, [1 / (3 + abs(one.value - task.target)) for one in left])[0]
         left.remove(chosen)
-        written += chosen.steps
-        ends = chosen.value == task.target or not left or number == MOST_TRIES - 1
-        if ends or rng.random() < habits.gives_up:
+        written += chosen.line(task.target)
+        if chosen.value == task.target or not left:
             break
     return f"{written}{_answer(chosen.expression)}"
 
@@ -124,10 +129,12 @@ class Block:
 
     Attributes:
         determined: which of the numbers, counted from 0, follow from what is written before them.
+        given: the characters that a task gives; what follows them is written by the player.
     """
 
     text: str
     determined: frozenset[int]
+    given: int
 
 
 def random_block(rng: random.Random) -> Block:
@@ -135,21 +142,25 @@ def random_block(rng: random.Random) -> Block:
     if rng.random() < 0.25:
         terms = tuple(rng.randint(1, 9) * rng.choice((1, -1)) for _ in range(4))
         written = sum_reply(Sum("", (abs(terms[0]), *terms[1:])), CAREFUL, rng)
-        return Block(written[: written.index("\n") + 1], frozenset(range(2, 3 * (len(terms) - 1), 3)))
+        text = written[: written.index("\n") + 1]
+        return Block(text, frozenset(range(2, 3 * (len(terms) - 1), 3)), len(text))
     while True:
         numbers = tuple(rng.randint(1, 20) for _ in range(3))
         if known := tries(numbers):
-            lines = [rng.choice(known).steps for _ in range(rng.randint(1, 4))]
+            target = rng.choice(known).value if rng.random() < 0.8 else rng.randint(1, 30)
+            lines = [rng.choice(known).line(target) for _ in range(rng.randint(1, 4))]
+            head = f"{target}: {', '.join(map(str, numbers))}\n"
             return Block(
-                f"{', '.join(map(str, numbers))}\n{''.join(lines)}",
-                frozenset(3 + number for number in determined_in(len(lines))),
+                head + "".join(lines),
+                frozenset(4 + number for number in determined_in(len(lines))),
+                len(head),
             )
 
 
 def determined_in(lines: int) -> list[int]:
-    """Which of the six numbers in each line of countdown follow: both results, and the fifth, which is either
-    the number that is left or the result, whichever the fourth is not."""
-    return [6 * line + number for line in range(lines) for number in (2, 4, 5)]
+    """Which of the seven numbers in each line of countdown follow: both results, the fifth, which is either
+    the number that is left or the result, whichever the fourth is not, and the target."""
+    return [7 * line + number for line in range(lines) for number in (2, 4, 5, 6)]
 
 
 def _answer(text: str) -> str:

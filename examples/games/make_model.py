@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--equation-steps", type=int, default=400, help="batches of stage B")
-    parser.add_argument("--careful-steps", type=int, default=450, help="batches of stage C")
+    parser.add_argument("--equation-steps", type=int, default=420, help="batches of stage B")
+    parser.add_argument("--careful-steps", type=int, default=400, help="batches of stage C")
     parser.add_argument("--careless-steps", type=int, default=60, help="batches of stage D")
     parser.add_argument("--stages", type=Path, help="keep weights after A, B and C here, and go on from them")
     options = parser.parse_args()
@@ -178,25 +178,26 @@ class Players:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Token ids [B, T], and which of them follow from what is before them."""
+    """Token ids [B, T], which of them follow from what is before them, and which a player writes."""
 
     ids: Tensor
     wanted: Tensor
+    trained: Tensor
 
     def loss(self, network: Network) -> Tensor:
-        """Mean cross-entropy of the wanted tokens."""
-        logits, targets = self._predicted(network)
+        """Mean cross-entropy of the tokens that a player writes."""
+        logits, targets = self._predicted(network, self.trained)
         return F.cross_entropy(logits, targets)
 
     @torch.no_grad()
     def right(self, network: Network) -> float:
         """The share of the wanted tokens that are the most likely ones."""
-        logits, targets = self._predicted(network)
+        logits, targets = self._predicted(network, self.wanted)
         return (logits.argmax(-1) == targets).float().mean().item()
 
-    def _predicted(self, network: Network) -> tuple[Tensor, Tensor]:
-        wanted = self.wanted[:, 1:].bool()
-        return network.logits(network(self.ids[:, :-1])[wanted]), self.ids[:, 1:][wanted]
+    def _predicted(self, network: Network, mask: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = mask[:, 1:].bool()
+        return network.logits(network(self.ids[:, :-1])[chosen]), self.ids[:, 1:][chosen]
 
 
 class Numbers:
@@ -213,11 +214,20 @@ class Numbers:
         """A row of lines of arithmetic for each sequence of blocks."""
         rows = []
         for row in blocks:
-            encoded = [(self._tokenizer.encode(block.text).ids, block.determined) for block in row]
-            ids = [token for part, _ in encoded for token in part]
-            wanted = [mark for part, determined in encoded for mark in self._marks(part, determined)]
-            rows.append((ids[:DRILL_TOKENS], wanted[:DRILL_TOKENS]))
-        return Rows(padded([ids for ids, _ in rows]), padded([wanted for _, wanted in rows]))
+            ids: list[int] = []
+            wanted: list[bool] = []
+            trained: list[bool] = []
+            for block in row:
+                encoded = self._tokenizer.encode(block.text)
+                follows = self._marks(encoded.ids, block.determined)
+                ids += encoded.ids
+                wanted += follows
+                trained += [
+                    mark or start >= block.given
+                    for mark, (start, _) in zip(follows, encoded.offsets, strict=True)
+                ]
+            rows.append((ids[:DRILL_TOKENS], wanted[:DRILL_TOKENS], trained[:DRILL_TOKENS]))
+        return Rows(*(padded([row[part] for row in rows]) for part in range(3)))
 
     def of_replies(self, examples: Sequence[Example]) -> Rows:
         """The games of countdown, of each of which the lines of the reply count."""
@@ -228,10 +238,8 @@ class Numbers:
             determined = frozenset(determined_in(text.partition("<answer>")[0].count("\n")))
             marks = self._marks(example.ids[start:end], determined)
             wanted.append([False] * start + marks)
-        return Rows(
-            padded([example.ids[: len(row)] for example, row in zip(examples, wanted, strict=True)]),
-            padded(wanted),
-        )
+        ids = [example.ids[: len(row)] for example, row in zip(examples, wanted, strict=True)]
+        return Rows(padded(ids), padded(wanted), padded(wanted))
 
     def _marks(self, ids: Sequence[int], determined: frozenset[int]) -> list[bool]:
         marks, number = [], 0
@@ -247,7 +255,7 @@ class Numbers:
 def train_equations(
     network: Network, numbers: Numbers, *, steps: int, seed: int, report: Callable[[str], None]
 ) -> None:
-    """Stage B: lines of arithmetic, of which only the numbers that follow are trained."""
+    """Stage B: lines of arithmetic, of which what a player writes is trained, so copying is kept as well."""
     rng = random.Random(seed)
 
     def scale(step: int) -> float:

@@ -33,9 +33,12 @@ SHOWN = Path(__file__).parent / "shown_games.py"
 def test_every_equation_is_right() -> None:
     rng = random.Random(0)
     blocks = [random_block(rng) for _ in range(200)]
-    equations = [one.split("=") for block in blocks for one in block.text.split() if "=" in one]
+    equations = [one for block in blocks for one in re.findall(r"(-?\d+[-+]\d+)=(-?\d+)", block.text)]
     assert len(equations) > 400
     assert all(eval(left) == int(right) for left, right in equations)
+    compared = [one for block in blocks for one in re.findall(r"=(\d+)([<=>])(\d+)\n", block.text)]
+    assert len(compared) > 200
+    assert all(eval(f"{value}{'==' if sign == '=' else sign}{target}") for value, sign, target in compared)
     for block in blocks:
         numbers = re.findall(r"\d+", block.text)
         assert block.determined and max(block.determined) == len(numbers) - 1, "each ends with a result"
@@ -48,8 +51,8 @@ def test_every_equation_is_right() -> None:
     ("question", "numbers", "target"),
     [
         ("Using all the numbers 3, 14, 5, create an expression that equals 22.", (3, 14, 5), 22),
-        ("Find a way to make 16 using all of these numbers: 5, 8, 7.", (5, 8, 7), 16),
-        ("Calculate 40 using all of these numbers: 20, 1, 2.", (20, 1, 2), 40),
+        ("Find a way to make 10 using all of these numbers: 5, 8, 7.", (5, 8, 7), 10),
+        ("Calculate 19 using all of these numbers: 20, 1, 2.", (20, 1, 2), 19),
     ],
 )
 def test_a_careful_player_answers_with_what_is_right(
@@ -61,8 +64,10 @@ def test_a_careful_player_answers_with_what_is_right(
     *found, answer = reply.splitlines()
     assert len(found) <= MOST_TRIES and found[-1].endswith(f"={target}")
     assert eval(answer.removeprefix("<answer>").removesuffix("</answer>")) == target
-    hasty = countdown_reply(task, Habits(gives_up=1.0), random.Random(1)).splitlines()
-    assert len(hasty) == 2
+    gives_up = Habits(is_hasty=1.0, gives_up=1.0)
+    replies = [countdown_reply(task, gives_up, random.Random(seed)).splitlines() for seed in range(20)]
+    assert all(len(lines) == 2 for lines in replies), "one expression, and the answer"
+    assert any(not lines[0].endswith(f"={target}") for lines in replies)
 
 
 def test_sums_are_read_and_added() -> None:
