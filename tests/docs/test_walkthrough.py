@@ -98,6 +98,10 @@ NOT_RUN = {
         "docs/benchmarks.md",
         "areal-agents train examples/search_agent/config.yaml --fresh --ablate-tool",
     ): "minutes",
+    (
+        "docs/benchmarks.md",
+        "areal-agents train examples/games/config",
+    ): "minutes; tests/examples/test_games.py",
     ("docs/benchmarks.md", "python -m benchmarks engine"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "python -m benchmarks retrieval"): "tests/benchmarks/test_bench_retrieval.py",
     (
