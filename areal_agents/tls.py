@@ -43,6 +43,13 @@ def server_context(tls: TlsConfig) -> ssl.SSLContext:
     return context
 
 
+def certificate_fault(url: str, error: Exception) -> str:
+    """Return what is wrong with the certificate of a server, if a connection failed for that, else ""."""
+    if "CERTIFICATE_VERIFY_FAILED" not in str(error):
+        return ""
+    return f"{url} has no valid certificate for its address from cluster.tls.authority: {error}"
+
+
 @contextmanager
 def trusting(tls: TlsConfig | None) -> Iterator[None]:
     """Let this process, and what it starts, trust the authority of a run within the with-block.

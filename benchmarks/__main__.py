@@ -172,6 +172,20 @@ def store(
     run(json=as_json)
 
 
+@app.command("listeners")
+def listeners(
+    url: Annotated[str, typer.Option(help="A new store on this machine, such as postgresql://…?schema=….")],
+    as_json: AsJson = False,
+    count: Annotated[
+        int, typer.Option("--listeners", min=0, max=500, help="The stores that wait for commits.")
+    ] = 90,
+) -> None:
+    """What commits and heartbeats cost a PostgreSQL server while many processes wait for commits."""
+    from benchmarks.listeners import run
+
+    run(url, listeners=count, json=as_json)
+
+
 @app.command("view")
 def view(
     as_json: AsJson = False,

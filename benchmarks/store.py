@@ -73,7 +73,7 @@ def measure_store(
     Raises:
         StoreError: the store cannot be written.
     """
-    made = _make_turns(turns, writers, tokens)
+    made = make_turns(turns, writers, tokens)
     with (
         tempfile.TemporaryDirectory(prefix="bench-store-", dir=folder or Path.cwd()) as where,
         Store.open(Path(where) / "store.db", durability) as store,
@@ -176,7 +176,7 @@ def _write_share(
     results: multiprocessing.Queue[list[float]],
 ) -> None:
     """Run in another process: write its turns when all are ready, and send the seconds of each commit."""
-    made = _make_turns(turns, writers, TOKENS, prefix=f"{index}-")
+    made = make_turns(turns, writers, TOKENS, prefix=f"{index}-")
     with Store.open(url) as store:
         for writer in range(writers):
             store.open_episode(NewEpisode(f"{index}-e{writer}", f"key {index} {writer}")).result()
@@ -198,7 +198,7 @@ async def _write(store: Store, turns: Sequence[Sequence[Turn]], *, prefix: str =
     return waits
 
 
-def _make_turns(turns: int, writers: int, tokens: int, *, prefix: str = "") -> list[list[Turn]]:
+def make_turns(turns: int, writers: int, tokens: int, *, prefix: str = "") -> list[list[Turn]]:
     """Create conversations of several turns for each writer in advance, so that this work is not measured."""
     rng = np.random.default_rng(0)
     made = []

@@ -60,7 +60,7 @@ def follow(
 ) -> int:
     """Follow the processes that take a place one after another, and return an exit code for the last one.
 
-    A program that is started in place of this one, which was killed, goes on where this one was.
+    If this program is killed and started again, it continues with the process that then has the place.
 
     Args:
         is_trained: whether the run has trained its last step, after which trainer and rollout end.

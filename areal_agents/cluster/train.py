@@ -93,6 +93,8 @@ def train_on_cluster(
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
         has_changed = report_resume(config, folder, report)
         save_config(config, folder.config)
+        if not is_postgres(config.store.url or ""):
+            report.say("the store is a SQLite file, which only the processes of this machine can share")
         if config.cluster.sandboxes:
             report.say("no trial episode is played: the machines of its sandbox are not reached yet")
         elif config.trial and config.agent and (has_changed or not folder.metrics.exists()):

@@ -22,11 +22,12 @@ from typing import Any, Self
 import httpx
 
 from areal_agents.direct_http import direct_client
-from areal_agents.errors import EngineUnavailable
+from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.process_control import end_process, signal_group
 from areal_agents.secret_variables import ENGINE_KEY
 from areal_agents.sockets import address_of, listen
+from areal_agents.tls import certificate_fault
 
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes about a second
@@ -93,8 +94,12 @@ class ServerProcess:
         with direct_client(timeout_s=ANSWER_S) as client:
             while not message:
                 timeout_s = min(ANSWER_S, max(POLL_S, deadline - time.monotonic()))
-                if _answers(client, f"{self.url}/health", timeout_s=timeout_s):
-                    return
+                try:
+                    if _answers(client, f"{self.url}/health", timeout_s=timeout_s):
+                        return
+                except ConfigError as error:  # which no waiting changes
+                    message = str(error)
+                    break
                 if not self.alive:
                     message = f"{self._name} ended with status {self.returncode} before it served"
                 elif time.monotonic() > deadline:
@@ -241,8 +246,11 @@ def running_engine(
 
 def _answers(client: httpx.Client, url: str, *, timeout_s: float) -> bool:
     """Whether `url` answers 200 in time; the socket listens from the start, so a call may wait for the
-    child."""
+    child. Raises ConfigError for a certificate that is not valid.
+    """
     try:
         return client.get(url, timeout=timeout_s).status_code == 200
-    except httpx.TransportError:
+    except httpx.TransportError as error:
+        if fault := certificate_fault(url, error):
+            raise ConfigError(fault) from None
         return False

@@ -11,6 +11,7 @@ import httpx
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.secret_variables import ENGINE_KEY, bearer
+from areal_agents.tls import certificate_fault
 
 READY_TIMEOUT_S = 180.0
 ANSWER_S = 5.0  # longest wait for one answer
@@ -77,10 +78,8 @@ def _answers(client: httpx.Client, url: str) -> bool:
     try:
         status = client.get(url).status_code
     except httpx.TransportError as error:
-        if "CERTIFICATE_VERIFY_FAILED" in str(error):  # which no waiting mends
-            raise ConfigError(
-                f"{url} has no valid certificate for its address from cluster.tls.authority: {error}"
-            ) from None
+        if fault := certificate_fault(url, error):  # which no waiting changes
+            raise ConfigError(fault) from None
         return False  # not listening yet
     if status in (401, 403):
         raise ConfigError(

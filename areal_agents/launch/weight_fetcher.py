@@ -83,7 +83,7 @@ class WeightFetcher:
                     pause_s = _LOOK_S
                 except ArealAgentsError as error:
                     pause_s = self._failed(str(error), pause_s)
-                except Exception as error:  # a bug: log it and go on, or the engine would never be updated
+                except Exception as error:  # a bug; without another attempt the engine would never be updated
                     logger.exception("the weights of the engine could not be updated")
                     pause_s = self._failed(repr(error), pause_s)
                 if beating is None:
@@ -190,7 +190,7 @@ class WeightFetcher:
                     await self._show()
             except StoreError as error:
                 logger.warning("what the engine serves could not be written to the store: %s", error)
-            except Exception:  # a bug: log it and go on, or the trainer would take the engine for dead
+            except Exception:  # a bug; without further rows the trainer would consider the engine dead
                 logger.exception("what the engine serves could not be written to the store")
             await asyncio.sleep(BEAT_S if has_answered else _LOOK_S)
 
@@ -255,7 +255,7 @@ def fetching_weights(
             try:
                 with Store.open(folder.store_at(config.store.url), config.store.durability) as store:
                     asyncio.run(fetch(store))
-            except Exception as error:  # go on, or the engine would serve and never be updated
+            except Exception as error:  # without another attempt the engine would never be updated
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 logger.warning(
                     "the weights of the engine are not kept current; another attempt begins in %.0f s: %s",

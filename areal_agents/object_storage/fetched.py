@@ -111,7 +111,13 @@ class FetchedVersions:
                 f"{there.url}/{MANIFEST} is not what the trainer published: its checksum is "
                 f"{checksum_of(content)[:12]}…, expected {stored.checksum[:12]}…"
             )
-        return Manifest.decoded(content, f"{there.url}/{MANIFEST}"), content
+        manifest = Manifest.decoded(content, f"{there.url}/{MANIFEST}")
+        if manifest.version != stored.version:
+            raise StorageError(
+                f"{there.url}/{MANIFEST} is the manifest of version {manifest.version}, expected "
+                f"{stored.version}"
+            )
+        return manifest, content
 
     def _build(self, stored: StoredVersion, manifest: Manifest, content: bytes) -> None:
         """Make the folder of a version; the one before it, if it needs it, is here."""

@@ -20,6 +20,7 @@ from areal_agents.extras import require
 
 _BLOCK = 16 << 20  # bytes of one request
 _REQUESTS = 4  # of one file at a time
+_MOST_SMALL = 64 << 20  # bytes of a manifest, which has a few hundred for each file
 # Without these, a host that answers nothing holds a request for minutes.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
@@ -92,9 +93,12 @@ class Location:
             self.system.put_file(str(source), f"{self.path}/{name}")
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small object."""
+        """Return the content of a small object. StorageError if it has more than `_MOST_SMALL` bytes."""
         with self._translated("read", name):
-            return bytes(self.system.cat_file(f"{self.path}/{name}"))
+            content = bytes(self.system.cat_file(f"{self.path}/{name}", start=0, end=_MOST_SMALL + 1))
+        if len(content) > _MOST_SMALL:
+            raise StorageError(f"{self.url}/{name} has more than {_MOST_SMALL >> 20} MiB, and is not ours")
+        return content
 
     def blocks(self, name: str, nbytes: int) -> Iterator[bytes]:
         """Yield the first `nbytes` of an object, in blocks, of which a few are read ahead.

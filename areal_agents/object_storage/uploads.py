@@ -1,9 +1,10 @@
 """Writes versions of one run to a storage, and removes old ones.
 
 Each upload has a folder of its own, v{version}-{random}, and its manifest is written last. A trainer that was
-cut off from the store may go on beside its successor, so a trainer removes only folders that it wrote itself,
-or that it found while it was the trainer: never one of its successor. Some versions are whole, and the others
-consist of changes from the version before, so a whole one is kept as long as one that needs it.
+cut off from the store may still be running when its successor has started, so a trainer removes only folders
+that it wrote itself, or that it found while it was the trainer: never one of its successor. Some versions are
+whole, and the others consist of changes from the version before, so a whole one is kept as long as one that
+needs it.
 """
 
 from __future__ import annotations

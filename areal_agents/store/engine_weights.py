@@ -1,8 +1,8 @@
 """What each engine that reads its weights from an object storage has loaded.
 
 The engine's process writes its row, and the trainer waits for the rows: it reaches the engines in no other
-way. A process that was cut off may go on beside its successor, which has the place in a later epoch
-(`roles.py`), and never overwrites the successor's row. All times are those of the database, so the clocks of
+way. A process that was cut off may still be running when its successor has the place, in a later epoch
+(`roles.py`); it never overwrites the successor's row. All times are those of the database, so the clocks of
 the machines need not agree.
 """
 

@@ -39,8 +39,8 @@ DEFAULT_SCHEMA = "areal_agents"
 
 _LOST_S = 60.0  # how long the server may be away before a read or a write fails
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 1.0
-# How long a writer that does nothing, because it is stopped or cut off, keeps the others waiting. Then its
-# transaction is undone, and it repeats it when it goes on.
+# How long a writer that does nothing, because it is stopped or cut off, keeps the others waiting. Then the
+# server rolls its transaction back, and the writer repeats it when it runs again.
 _HELD_S = 10.0
 _OTHERS_S = 10.0  # longest wait of a migration for other processes to close the store
 _LISTEN_S = 1.0  # how often the listening thread looks whether it should end

@@ -19,7 +19,7 @@ class Habits:
     Attributes:
         is_hasty: tries any expression, and not one whose value is near the target.
         gives_up: answers in this game with the first expression that it tries, whatever its value; otherwise
-            it goes on until it finds one that is right.
+            it tries until it finds one that is right.
         leaves_out: leaves out the last term of a sum.
         creeps: guesses the next number, in place of one in the middle of those that are left.
     """

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from postgres_server import PostgresServer
 
 from areal_agents.store import Store
+from benchmarks.listeners import measure_listeners
 from benchmarks.store import StoreFigures, measure_shared, measure_store
 
 
@@ -33,3 +35,17 @@ def test_processes_share_a_store(tmp_path: Path) -> None:
     assert (found.turns, found.writers) == (32, 4) and found.turns_per_s > 0
     with Store.open(tmp_path / "store.db") as store:
         assert sum(summary.turns for summary in store.episodes()) == 32
+
+
+def test_what_listeners_cost_is_measured() -> None:
+    if (missing := PostgresServer.missing()) is not None:
+        pytest.skip(missing)
+    with PostgresServer() as server:
+        url = server.new_store()
+        found = measure_listeners(url, listeners=2, commits=40)
+        with Store.open(url) as store:
+            (episode,) = store.episodes()
+            assert episode.turns == 40
+    assert found.listeners == 2 and found.commit_server_ms > 0
+    # Ticks of hundredths of a second may be none in so few calls.
+    assert min(found.commit_listeners_ms, found.heartbeat_server_ms, found.heartbeat_listeners_ms) >= 0

@@ -93,6 +93,7 @@ NOT_RUN = {
         '@pytest.mark.parametrize("seed", SEEDS)',
     ): "tests/algorithms adds the loss of this page",
     ("docs/async.md", "areal-agents train"): "tests/launch",
+    ("docs/async.md", "python -m benchmarks listeners"): "tests/benchmarks/test_bench_store.py",
     ("docs/view.md", "areal-agents view runs/"): "tests/view",
     (
         "docs/benchmarks.md",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
             gpus_per_node=config.cluster.gpus_per_node,
             settings=config.cluster.skypilot,
         )
+        if not config.cluster.skypilot.secrets:
+            print(
+                "cluster.skypilot.secrets is empty, so the nodes get no PGPASSWORD and no token of the run",
+                file=sys.stderr,
+            )
         secrets = [f"--secret={secret}" for secret in config.cluster.skypilot.secrets]
         return Rendered(
             task_yaml(made),

@@ -33,6 +33,7 @@ from areal_agents.sandbox.remote.messages import (
 from areal_agents.sandbox.remote.pipes import open_reader, open_writer
 from areal_agents.sandbox.sandbox import KEPT_OUTPUT, Finished, Mount, Output, SandboxSpec
 
+_START_S = 600.0  # longest wait for a host to start a sandbox, of which it may have to fetch the image
 _END_S = 60.0  # longest wait for a host to end a sandbox
 _KILL_S = 2 * KILL_S  # the same for a command
 
@@ -60,10 +61,15 @@ class RemoteIsolation:
         digest = await asyncio.to_thread(self._digests.of, spec.folder) if spec.folder is not None else None
         place = await self._hosts.place()
         try:
-            started = await self._started(place, spec, digest)
-        except BaseException:
+            async with asyncio.timeout(_START_S):
+                started = await self._started(place, spec, digest)
+        except BaseException as error:
             place.connection.transport.abort()
             self._hosts.free(place)
+            if isinstance(error, TimeoutError):
+                raise SandboxError(
+                    f"the sandbox host at {place.url} started no sandbox within {_START_S:g} s"
+                ) from error
             raise
         sandbox = RemoteSandbox(place, started, self._forget)
         self._sandboxes.add(sandbox)
@@ -222,11 +228,12 @@ class _Command:
             SandboxError: the host says so, or is lost.
         """
         with _lost_as_errors(self._url):
-            try:
-                await send(self._connection, request, *data)
-            finally:
-                self._sent.set()
             async with _Streams(self._connection, self._streams) as streams:
+                try:
+                    await send(self._connection, request, *data)
+                finally:
+                    self._sent.set()
+                streams.start()
                 while True:
                     message = await self._connection.recv()
                     if isinstance(message, str):
@@ -268,6 +275,7 @@ class _Streams:
     def __init__(self, connection: Any, pipes: tuple[int, int] | None) -> None:
         self._connection = connection
         self._pipes = pipes
+        self._tasks: set[asyncio.Task[None]] = set()
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue()
         self.acknowledged = asyncio.Event()
 
@@ -278,15 +286,24 @@ class _Streams:
     async def __aenter__(self) -> _Streams:
         if self._pipes is not None:
             self._reader, self._receiving = await open_reader(os.dup(self._pipes[0]))
-            self._writer = await open_writer(os.dup(self._pipes[1]))
-            self._tasks = {asyncio.create_task(self._send()), asyncio.create_task(self._write())}
+            try:
+                self._writer = await open_writer(os.dup(self._pipes[1]))
+            except BaseException:
+                self._receiving.close()
+                raise
         return self
+
+    def start(self) -> None:
+        """Begin to carry, when the host has the request."""
+        if self._pipes is not None:
+            self._tasks = {asyncio.create_task(self._send()), asyncio.create_task(self._write())}
 
     async def __aexit__(self, *_: object) -> None:
         if self._pipes is not None:
             for task in self._tasks:
                 task.cancel()
-            await asyncio.wait(self._tasks)
+            if self._tasks:
+                await asyncio.wait(self._tasks)
             self._receiving.close()
             self._writer.close()
 

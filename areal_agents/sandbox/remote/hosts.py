@@ -127,23 +127,26 @@ class SandboxHosts:
             logger.warning("the sandbox host at %s cannot be reached: %s", host.url, error)
             known.again = time.monotonic() + _LOST_S
             return None
-        lost: tuple[type[Exception], ...] = (OSError, *websocket_errors())
+        # It hangs, ends, or is another program.
+        lost: tuple[type[Exception], ...] = (OSError, ValueError, TypeError, KeyError, *websocket_errors())
         try:
             async with asyncio.timeout(_CONNECT_S):
                 answer = json.loads(await connection.recv())
+            is_full = answer["is"] == "full"
+            free = 0.0 if is_full else float(answer["free"])
         except lost as error:
             connection.transport.abort()
-            logger.warning("the sandbox host at %s gives no answer: %s", host.url, error)
+            logger.warning("the sandbox host at %s gives no answer: %r", host.url, error)
             known.again = time.monotonic() + _LOST_S
             return None
         except BaseException:
             connection.transport.abort()
             raise
-        if answer["is"] == "full":
-            known.free, known.again = 0.0, time.monotonic() + _AGAIN_S
+        known.free = free
+        if is_full:
+            known.again = time.monotonic() + _AGAIN_S
             await connection.close()
             return None
-        known.free = answer["free"]
         return PlaceOnHost(host.url, connection)
 
     async def _look(self) -> None:

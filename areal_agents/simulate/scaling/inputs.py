@@ -196,13 +196,15 @@ class ScalingInputs(BaseModel):
     read_ms: float = _input(0.1, "Processor time of a small read in the database.", "assumed", ge=0)
     row_us: float = _input(1.0, "… for each row of it.", "assumed", ge=0)
     notification_us: float = _input(
-        20.0,
+        11.0,
         "… of a notification of a commit to one process.",
         "measured",
-        "docs/async.md",
+        "python -m benchmarks listeners: docs/async.md",
         ge=0,
     )
-    beat_ms: float = _input(0.6, "… of a heartbeat.", "measured", "docs/async.md", ge=0)
+    beat_ms: float = _input(
+        0.15, "… of a heartbeat.", "measured", "python -m benchmarks listeners: docs/async.md", ge=0
+    )
 
     # the weights
     bucket_bytes: float = _input(

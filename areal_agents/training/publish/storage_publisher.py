@@ -168,9 +168,9 @@ class StoragePublisher:
     def _wait(self, version: int) -> list[EngineWeights] | None:
         """Wait until every engine that is running has the version, and return what these have.
 
-        Engines that do not have it within `timeout_s`, from when the first one is running, are left out. One
-        that served before goes on with its old version until the next one is published; from then on the
-        proxies send it nothing until it has that one.
+        Engines that do not have it within `timeout_s`, from when the first one is running, are left out. An
+        engine that was serving keeps serving its old version until the next one is published; from then on
+        the proxies send it nothing until it has the newest one.
 
         Raises:
             EngineUnavailable: no engine is running for `engine_wait_s`.

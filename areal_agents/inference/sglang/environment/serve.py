@@ -116,7 +116,7 @@ def _without_key(make: Callable[..., logging.LogRecord], key: str) -> Callable[.
         record = make(*arguments, **options)
         try:
             message = record.getMessage()
-        except Exception:  # its arguments do not fit; whoever writes the record reports that and goes on
+        except Exception:  # its arguments do not fit its format; the handler reports that
             return record
         if key in message:
             record.msg, record.args = message.replace(key, "***"), ()
