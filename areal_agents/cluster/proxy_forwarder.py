@@ -195,7 +195,8 @@ class _Side(asyncio.Protocol):
         self.transport = None
         if self.other is not None:
             self.other.close()
-            asyncio.get_running_loop().call_later(_FLUSH_S, self.other.abort)
+            if self.other.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(_FLUSH_S, self.other.abort)
 
 
 class _Client(_Side):

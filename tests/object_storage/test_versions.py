@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from areal_agents.errors import ConfigError, StorageError
+from areal_agents.object_storage import location
 from areal_agents.object_storage.changes import apply_changes, write_changes
 from areal_agents.object_storage.fetched import FetchedVersions
 from areal_agents.object_storage.location import Location
@@ -219,6 +220,21 @@ def test_a_manifest_names_no_file_outside_its_folder(there: Location, tmp_path: 
     there.child("v0").write("../../x", b"x")
     with pytest.raises(StorageError, match="not in the folder of its version"):
         fetched(there, tmp_path / "engine").fetch(StoredVersion(0, "v0", checksum_of(written)))
+
+
+def test_a_manifest_of_another_version_is_refused(there: Location, tmp_path: Path) -> None:
+    [one] = write_all(Uploads(there, whole_every=1, keep=1), tmp_path / "weights", {0: 0})
+    with pytest.raises(StorageError, match="is the manifest of version 0, expected 1"):
+        fetched(there, tmp_path / "engine").fetch(StoredVersion(1, one.stored.folder, one.stored.checksum))
+
+
+def test_a_manifest_that_is_too_large_is_not_read(
+    there: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(location, "_MOST_SMALL", 1 << 20)
+    there.child("v0").write("manifest.json", b" " * (2 << 20))
+    with pytest.raises(StorageError, match="has more than 1 MiB"):
+        fetched(there, tmp_path / "engine").fetch(StoredVersion(0, "v0", "of nothing"))
 
 
 @pytest.mark.parametrize("word", [2, 4, 8])

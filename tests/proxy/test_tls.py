@@ -15,11 +15,24 @@ from starlette.types import Receive, Scope, Send
 from tls_files import made_tls_files
 
 from areal_agents.direct_http import direct_client
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.inference.engine_process import ServerProcess
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.proxy.server import build_server
 from areal_agents.sockets import listen, url_of
 from areal_agents.tls import trusting
+
+
+class Elsewhere(ServerProcess):
+    """A server that is running already."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__("the server", log_path=None, start_timeout_s=600, stop_timeout_s=1)
+        self.url = url
+
+    @property
+    def alive(self) -> bool:
+        return True
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,6 +73,8 @@ def test_a_server_is_verified_by_the_authority_of_the_run(
                     client.get(url)
                 with trusting(foreign), pytest.raises(ConfigError, match="no valid certificate"):
                     wait_until_ready(url)
+            with trusting(other), pytest.raises(EngineUnavailable, match="no valid certificate"):
+                Elsewhere(url).wait_ready()  # not for its start_timeout_s
         finally:
             server.should_exit = True
             thread.join(30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from websockets.exceptions import InvalidStatus
 
 from areal_agents.direct_http import direct_async_client
 from areal_agents.errors import SandboxError
+from areal_agents.sandbox.remote import client
 from areal_agents.sandbox.remote.archives import packed, unpack
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
@@ -56,16 +58,46 @@ async def test_a_caller_with_two_tokens_is_refused() -> None:
         assert refused.value.response.status_code == 401
 
 
-async def test_a_host_that_ends_before_it_gives_a_place_is_passed_over() -> None:
-    async def end(connection: ServerConnection) -> None:
-        connection.transport.abort()
+async def cut(connection: ServerConnection) -> None:
+    connection.transport.abort()
 
-    async with serve(end, "127.0.0.1", 0) as ending, sandbox_host() as host:
-        url = f"http://127.0.0.1:{next(iter(ending.sockets)).getsockname()[1]}"
+
+async def goodbye(_: ServerConnection) -> None:
+    """Answer nothing, as a host that is closed just then."""
+
+
+async def another_program(connection: ServerConnection) -> None:
+    await connection.send("[]")
+
+
+@pytest.mark.parametrize("answer", [cut, goodbye, another_program])
+async def test_a_host_that_gives_no_place_is_passed_over(
+    answer: Callable[[ServerConnection], Awaitable[None]],
+) -> None:
+    async with serve(answer, "127.0.0.1", 0) as broken, sandbox_host() as host:
+        url = f"http://127.0.0.1:{next(iter(broken.sockets)).getsockname()[1]}"
         isolation = RemoteIsolation("process", SandboxHosts(lambda: [HostAddress(url, "the token"), host]))
         sandbox = await isolation.start(SPEC)
         assert sandbox.place.url == host.url
         await isolation.close()
+        alone = SandboxHosts(lambda: [HostAddress(url, "the token")], place_s=0)
+        with pytest.raises(SandboxError, match="no sandbox host had a place"):
+            await RemoteIsolation("process", alone).start(SPEC)
+
+
+async def test_a_host_that_gives_a_place_and_then_says_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def silent(connection: ServerConnection) -> None:
+        await connection.send('{"is": "place", "free": 1}')
+        await connection.wait_closed()
+
+    monkeypatch.setattr(client, "_START_S", 0.2)
+    async with serve(silent, "127.0.0.1", 0) as host:
+        url = f"http://127.0.0.1:{next(iter(host.sockets)).getsockname()[1]}"
+        hosts = SandboxHosts(lambda: [HostAddress(url, "the token")])
+        with pytest.raises(SandboxError, match=r"started no sandbox within 0\.2 s"):
+            await RemoteIsolation("process", hosts).start(SPEC)
 
 
 def test_an_archive_is_not_decompressed(tmp_path: Path) -> None:
@@ -86,17 +118,6 @@ async def test_a_caller_waits_in_line_for_a_place() -> None:
         async with asyncio.timeout(20):
             await (await waiting[1]).end()
         await isolation.close()
-
-
-async def test_a_host_that_ends_before_its_answer_is_one_that_cannot_be_reached() -> None:
-    async def end(_: ServerConnection) -> None:
-        """Answer nothing, as a host that is closed just then."""
-
-    listener = listen("127.0.0.1", 0)
-    async with serve(end, sock=listener):
-        ending = HostAddress(url_of(listener), "the token")
-        with pytest.raises(SandboxError, match="no sandbox host had a place"):
-            await RemoteIsolation("process", SandboxHosts(lambda: [ending], place_s=0)).start(SPEC)
 
 
 async def test_the_host_with_the_most_free_places_is_chosen() -> None:
