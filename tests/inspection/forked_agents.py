@@ -75,7 +75,8 @@ def synchronous(task: dict[str, Any], ep: Episode) -> float:
     messages = asked(task)
     for _ in range(3):
         with client.chat.completions.stream(model="policy", messages=messages, tools=[SEARCH]) as stream:
-            reply = stream.get_final_completion().choices[0].message
+            # get_final_completion() would raise for a reply that the length limit cut off.
+            reply = stream.until_done().current_completion_snapshot.choices[0].message
         messages.append(reply.to_dict())
         if not reply.tool_calls:
             return scored(reply.content)
