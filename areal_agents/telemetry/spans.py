@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Literal
 
 from opentelemetry import trace
@@ -17,6 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
+from areal_agents import __version__
 from areal_agents.telemetry.context import SpanContext
 
 Value = str | bool | int | float | Sequence[str]
@@ -49,7 +49,7 @@ class Spans:
             resource=Resource.create(own), id_generator=self._ids, shutdown_on_exit=False
         )
         self._provider.add_span_processor((SimpleSpanProcessor if at_once else BatchSpanProcessor)(exporter))
-        self._tracer = self._provider.get_tracer("areal_agents", version("areal-agents"))
+        self._tracer = self._provider.get_tracer("areal_agents", __version__)
         self._lock = threading.Lock()
 
     def add(

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import TypeVar, cast
 
 import torch
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from areal_agents import __version__
 from areal_agents.errors import TrainingError
 from areal_agents.training.control import Control, RanksLost
 from areal_agents.training.process_group import process_group
@@ -210,7 +210,7 @@ def ranks(
 def _software(kind: str) -> dict[str, str]:
     """Return the versions that must be the same on all ranks."""
     nccl = {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if kind == "cuda" else {}
-    return {"areal-agents": version("areal-agents"), "PyTorch": torch.__version__, "device": kind, **nccl}
+    return {"areal-agents": __version__, "PyTorch": torch.__version__, "device": kind, **nccl}
 
 
 def _is_collective_failure(error: RuntimeError) -> bool:

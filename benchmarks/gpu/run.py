@@ -22,7 +22,8 @@ from benchmarks.gpu.parts import PARTS, Device
 ROOT = Path(__file__).parents[2]
 WHOLE_S = 540.0  # of all parts together: GPU machines are lent for commands of at most ten minutes
 LEAST_S = 20.0  # with less, a part is not begun: a process that imports torch takes half of it
-_SHOWN = 1500  # characters of the output of a failed part
+_SHOWN = 1500  # characters of the output of a failed part that are printed
+_KEPT = 60_000  # and that gpu.json keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def run_parts(names: Sequence[str], device: Device, *, within_s: float = WHOLE_S
         else:
             outcome = _run_part(name, device, left_s)
         outcomes.append(outcome)
-        told = json.dumps(outcome.figures) if outcome.status == "passed" else outcome.reason
+        told = json.dumps(outcome.figures) if outcome.status == "passed" else outcome.reason[-_SHOWN:]
         print(f"{name:11} {outcome.status:8} {outcome.seconds:6.1f} s  {told}", flush=True)
     return outcomes
 
@@ -67,13 +68,13 @@ def _run_part(name: str, device: Device, left_s: float) -> Outcome:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # with the engines and trainers that it has started
         output, errors = process.communicate()
-        seconds, said = round(time.monotonic() - started, 1), errors[-_SHOWN:].strip()
+        seconds, said = round(time.monotonic() - started, 1), errors[-_KEPT:].strip()
         if left_s < limit_s:  # which says nothing about the part
             return Outcome(name, "not run", seconds, reason=f"no time left after {left_s:.0f} s: {said}")
         return Outcome(name, "failed", seconds, reason=f"was not done after {limit_s:.0f} s: {said}")
     seconds = round(time.monotonic() - started, 1)
     if process.returncode:
-        return Outcome(name, "failed", seconds, reason=errors[-_SHOWN:].strip())
+        return Outcome(name, "failed", seconds, reason=errors[-_KEPT:].strip())
     return Outcome(name, seconds=seconds, **json.loads(output.splitlines()[-1]))
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "search_agent" / "config.yaml"
 # engine against trainer on tokens of the same weights, in the two types
 LARGEST_MEAN_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.02}
-_SHOWN = 1200
+_SHOWN = 8000  # characters of the end of each log of a run that failed
 
 
 def loop(here: Here) -> dict[str, Any]:

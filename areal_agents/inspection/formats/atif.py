@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
+
+from areal_agents import __version__
 
 SCHEMA_VERSION = "ATIF-v1.7"
 
@@ -50,7 +51,7 @@ def _document(
         "schema_version": SCHEMA_VERSION,
         "session_id": episode["id"],
         "trajectory_id": f"{episode['id']}-{number}",
-        "agent": {"name": "areal-agents", "version": version("areal-agents"), "model_name": "policy"},
+        "agent": {"name": "areal-agents", "version": __version__, "model_name": "policy"},
         "steps": steps,
         "final_metrics": {
             "total_prompt_tokens": sum(len(turn["prompt_ids"]) for turn in own),
