@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 # submodule must not replace the decorator by the module.
 from areal_agents.episode import Episode, current_key, episode
 from areal_agents.lazy_imports import on_first_use
+from areal_agents.version import __version__
 
 if TYPE_CHECKING:
     from areal_agents.api import Evaluation, Run, Server, evaluate, serve, train
     from areal_agents.client import AsyncClient, Client, OpenedEpisode
     from areal_agents.errors import ArealAgentsError
     from areal_agents.rollout.agents.cli.acp_agent import acp_agent
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ArealAgentsError",
@@ -30,6 +29,7 @@ __all__ = [
     "OpenedEpisode",
     "Run",
     "Server",
+    "__version__",
     "acp_agent",
     "current_key",
     "episode",

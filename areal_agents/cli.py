@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from areal_agents import __version__
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.evaluation import commands as evaluation_commands
 from areal_agents.extras import require
@@ -21,6 +20,7 @@ from areal_agents.launch.signals import Interrupted
 from areal_agents.online import commands as online_commands
 from areal_agents.rerun import commands as rerun_commands
 from areal_agents.secret_variables import ADMIN_KEY, given_engine_key
+from areal_agents.version import __version__
 from areal_agents.view import commands as view_commands
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "areal_agents"
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "version": set(),
     "direct_http": set(),
     "lazy_imports": set(),
     "model_folder": {"errors"},
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "algorithms": {"core", "errors"},
     "store": {"core", "errors", "extras", "lazy_imports", "whole_files"},
-    "telemetry": {"core", "errors", "extras"},
+    "telemetry": {"core", "errors", "extras", "version"},
     "testing": {"core", "errors", "inference", "process_control", "sockets"},
     "quickstart": set(),
     "starter": {"episode", "errors"},
@@ -105,6 +106,7 @@ ALLOWED: dict[str, set[str]] = {
         "sockets",
         "store",
         "telemetry",
+        "version",
         "whole_files",
     },
     "doctor": {

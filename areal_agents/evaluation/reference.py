@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from areal_agents import __version__
 from areal_agents.errors import ConfigError
 from areal_agents.evaluation.estimators import t_quantile
 from areal_agents.inspection.sources import config_of_run, store_of_run
 from areal_agents.launch.progress import MetricsFile, read_held_out
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.summary import comparable, complete_evaluations, step_of_label
+from areal_agents.version import __version__
 from areal_agents.whole_files import write_whole
 
 CONFIDENCE = 0.95

@@ -19,7 +19,6 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from areal_agents import __version__
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.health.rules import findings
 from areal_agents.health.waiting import Waiting
@@ -30,6 +29,7 @@ from areal_agents.launch.run_folder import RunFolder
 from areal_agents.sockets import address_of
 from areal_agents.stacks import collect_stacks, innermost
 from areal_agents.tls import trusting_authority
+from areal_agents.version import __version__
 from areal_agents.whole_files import replacing
 
 LOG_BYTES = 500_000  # of the end of each log

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
-from areal_agents import __version__
 from areal_agents.telemetry.context import SpanContext
+from areal_agents.version import __version__
 
 Value = str | bool | int | float | Sequence[str]
 

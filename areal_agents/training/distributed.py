@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from areal_agents import __version__
 from areal_agents.errors import TrainingError
 from areal_agents.training.control import Control, RanksLost
 from areal_agents.training.process_group import process_group
 from areal_agents.training.shared_memory import explained
+from areal_agents.version import __version__
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_agents import __version__
+from areal_agents.version import __version__
 
 SCHEMA_VERSION = "ATIF-v1.7"
 
