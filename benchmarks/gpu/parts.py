@@ -62,6 +62,7 @@ PARTS: dict[str, Part] = {
     "engine": Part("the embedded engine, asleep and awake", "engine", "engine", 90),
     "publish": Part("a 1.7B model by ipc to an engine in another process", "publishing", "publish", 120),
     "lora": Part("a run that trains an adapter", "runs", "lora", 120),
+    "large": Part("a whole run of a model of 28 such blocks", "runs", "large", 150),
     "prefixes": Part("shared prefixes against flat samples", "training", "prefixes", 120),
     "quickstart": Part("the quick start, end to end", "runs", "quick_start", 300),
     "fused": Part("the step with compiled blocks, and with Liger's kernels", "training", "fused", 240),

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_agents.errors import ArealAgentsError
+from benchmarks.asynchrony.loop import measure_loop, run_config
 from benchmarks.gpu.parts import Here, Skipped
+from benchmarks.trainer.data import save_model
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "search_agent" / "config.yaml"
@@ -39,6 +44,40 @@ def ipc(here: Here) -> dict[str, Any]:
 def lora(here: Here) -> dict[str, Any]:
     """A run that trains and publishes an adapter."""
     return _summary(_train(here, "trainer.lora={rank: 8}", "trainer.lr=1e-3", dtype="bfloat16"), "bfloat16")
+
+
+def large(here: Here) -> dict[str, Any]:
+    """A run of the model of the step, whose engine shares the GPU with the trainer and takes weights by ipc.
+
+    Its weights are random and its vocabulary is that of the quick start's tokenizer; the agents, the lengths of
+    their turns and their rewards are those of `python -m benchmarks async`.
+    """
+    tokenizer = CONFIG.parent / "model"
+    vocab = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    model = save_model(here.scratch / "model", replace(here.scale.shape, vocab=vocab), bfloat16=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        if (tokenizer / name).exists():
+            shutil.copy(tokenizer / name, model / name)
+    changes = {
+        "trainer.steps": here.scale.large_steps,
+        "engine.device": here.device,
+        "engine.dtype": "bfloat16",
+        "trainer.device": here.device,
+        "trainer.dtype": "bfloat16",
+        "trainer.publish.transport": "ipc",
+        **({"engine.colocate": "split"} if here.device == "cuda" else {}),
+    }
+    folder = here.scratch / "run"
+    try:
+        measured = measure_loop(run_config(model, folder, changes), warm_up=1)
+    except ArealAgentsError as error:
+        output = _end(folder.with_suffix(".log")) if folder.with_suffix(".log").exists() else ""
+        raise RuntimeError(f"{error}\n{output}{_logs(folder)}") from error
+    return _summary(folder, "bfloat16") | {
+        "sampled_tokens_per_s": round(measured.tokens / measured.step_s),
+        "trainer_idle": round(measured.trainer_idle, 3),
+        "failed": measured.failed,
+    }
 
 
 def quick_start(here: Here) -> dict[str, Any]:
@@ -77,9 +116,14 @@ def _train(here: Here, *overrides: str, dtype: str, whole: bool = False) -> Path
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode:
-        logs = "".join(f"\n--- {log.name}\n{_end(log)}" for log in sorted(folder.glob("logs/*.log")))
-        raise RuntimeError(f"the run ended with status {done.returncode}:\n{done.stdout[-_SHOWN:]}{logs}")
+        raise RuntimeError(
+            f"the run ended with status {done.returncode}:\n{done.stdout[-_SHOWN:]}{_logs(folder)}"
+        )
     return folder
+
+
+def _logs(folder: Path) -> str:
+    return "".join(f"\n--- {log.name}\n{_end(log)}" for log in sorted(folder.glob("logs/*.log")))
 
 
 def _end(log: Path) -> str:
