@@ -20,7 +20,8 @@ class Scale:
         rows: rows of the attention that is timed; checked_rows: of the one that is compared with dense masks.
         tokens: tokens of a micro-batch; microbatches: number of them in a step; repeats: timed steps.
         prompt: tokens of the prompts that samples share, four times that of the answers.
-        run_steps: steps of a whole run; large_steps: of the run of the step's model; quick_start_steps: of the quick start, 0 for all.
+        run_steps: steps of a whole run; large_steps: of the run of the step's model; quick_start_steps:
+            of the quick start, 0 for all.
         episodes: episodes of one group of a run; evaluated: episodes of each evaluation of the quick start.
     """
 
