@@ -44,7 +44,7 @@ from areal_agents.launch.train import (
 from areal_agents.launch.trial import run_trial
 from areal_agents.launch.weight_fetcher import check_location, wait_for_fetchers
 from areal_agents.proxy.page import link_of_page
-from areal_agents.rollout.seeds import FIXED_HASHES
+from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.secret_variables import RUN_TOKEN, given_engine_key, take_token
 from areal_agents.store import Store
 from areal_agents.store.postgres import has_password, is_postgres
@@ -296,8 +296,8 @@ class _ClusterRun:
 def environment_of(process: RoleProcess) -> dict[str, str]:
     """Return the variables of a process that has its cores on a machine for itself."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-    hashes = FIXED_HASHES if process.role == "rollout" else {}
-    return {**dict.fromkeys(names, str(process.cpus)), "TOKENIZERS_PARALLELISM": "false", **hashes}
+    agents = agent_variables() if process.role == "rollout" else {}
+    return {**dict.fromkeys(names, str(process.cpus)), "TOKENIZERS_PARALLELISM": "false", **agents}
 
 
 def stop_s_of(process: RoleProcess, config: Config) -> float:

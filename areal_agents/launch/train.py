@@ -45,8 +45,8 @@ from areal_agents.launch.trial import run_trial
 from areal_agents.launch.weight_fetcher import check_location
 from areal_agents.proxy.config import available_cores
 from areal_agents.proxy.page import link_of_page, new_view_key
+from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.rollout.config import EvalConfig
-from areal_agents.rollout.seeds import FIXED_HASHES
 from areal_agents.secret_variables import given_engine_key, new_engine_key
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
@@ -338,7 +338,7 @@ def _run(
         wait_until_serving(config, endpoints, children, report.stage)
     # Each process waits for those that it needs, so all of them load at the same time.
     start_trainer(config, folder, children, nodes)
-    rollout = {**threads_for("rollout"), **FIXED_HASHES}
+    rollout = {**threads_for("rollout"), **agent_variables()}
     _start(children, folder, "rollout", "--first-version", str(first), environment=rollout)
     wait_until_serving(config, endpoints, children, report.stage, report.event)
     link = link_of_page(endpoints.local_url, endpoints.view_key)
@@ -572,7 +572,7 @@ def start_evaluating(
         name,
         [role, "--folder", str(folder.root), *extra],
         log=folder.log(name),
-        environment={**threads_for("rollout"), **FIXED_HASHES},
+        environment={**threads_for("rollout"), **agent_variables()},
     )
     return name
 

@@ -24,7 +24,7 @@ from areal_agents.errors import AgentError, ArealAgentsError
 from areal_agents.launch.children import ChildDied, Children
 from areal_agents.launch.context_length import engine_context, told_of_context
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.rollout.seeds import FIXED_HASHES
+from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.whole_files import write_whole
 
 EPISODES = 3
@@ -67,7 +67,7 @@ def run_trial(
             "trial",
             ["trial", "--folder", str(folder.root), *options],
             log=folder.log("trial"),
-            environment={"TOKENIZERS_PARALLELISM": "false", **FIXED_HASHES},
+            environment={"TOKENIZERS_PARALLELISM": "false", **agent_variables()},
         )
         while not children.finished("trial"):
             _check(children)

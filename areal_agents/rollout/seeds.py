@@ -1,13 +1,10 @@
-"""Derives the seeds of episodes from the run's seed, and fixes that of hashes where tasks are made."""
+"""Derives the seeds of episodes from the run's seed."""
 
 from __future__ import annotations
 
 import hashlib
 
 from areal_agents.core.completion import MAX_SEED
-
-# Some packages generate tasks in the order of a set, which otherwise differs in every process.
-FIXED_HASHES = {"PYTHONHASHSEED": "0"}
 
 
 def episode_seed(run_seed: int, *of: str | int) -> int:

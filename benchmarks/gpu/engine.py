@@ -23,7 +23,7 @@ KINDS: tuple[MemoryKind, ...] = ("kv_cache", "weights")
 
 def engine(here: Here) -> dict[str, Any]:
     """Decode, release weights and cache, take them back, and decode the same tokens again."""
-    folder = save_model(here.scratch / "model", here.scale.shape, bfloat16=True)
+    folder = save_model(here.scratch / "model", here.scale.shape, bfloat16=True, device=here.device)
     started = time.monotonic()
     with running_engine(
         folder, device=here.device, dtype="bfloat16", kernel="torch", slots=SLOTS, max_context=CONTEXT

@@ -29,7 +29,7 @@ def memory(here: Here) -> dict[str, Any]:
     What does not fit on this GPU is left out. On a CPU, where nothing counts allocations, the estimate stands
     alone.
     """
-    folder = save_model(here.scratch / "model", here.scale.shape, bfloat16=True)
+    folder = save_model(here.scratch / "model", here.scale.shape, bfloat16=True, device=here.device)
     common = {"device": here.device, "dtype": "bfloat16", "microbatch_tokens": here.scale.tokens}
     cases: dict[str, dict[str, Any]] = {
         "whole": {"activation_checkpointing": "off"},

@@ -24,7 +24,7 @@ _SHOWN = 8000  # characters of the end of each log of a run that failed
 
 
 def loop(here: Here) -> dict[str, Any]:
-    """Engine, proxy, rollout and trainer through a few steps in bfloat16."""
+    """Engine, proxy, rollout and trainer through a few steps in bfloat16, with weights from a folder."""
     return _summary(_train(here, dtype="bfloat16"), "bfloat16")
 
 
@@ -36,9 +36,8 @@ def sleep(here: Here) -> dict[str, Any]:
 
 
 def ipc(here: Here) -> dict[str, Any]:
-    """A run whose engine has its part of the GPU's memory, and takes new weights from there."""
-    shared = ["engine.colocate=split"] if here.device == "cuda" else []
-    return _summary(_train(here, *shared, "trainer.publish.transport=ipc", dtype="bfloat16"), "bfloat16")
+    """A run whose engine takes new weights from the memory of the GPU that it shares with the trainer."""
+    return _summary(_train(here, "trainer.publish.transport=ipc", dtype="bfloat16"), "bfloat16")
 
 
 def lora(here: Here) -> dict[str, Any]:
@@ -54,7 +53,9 @@ def large(here: Here) -> dict[str, Any]:
     """
     tokenizer = CONFIG.parent / "model"
     vocab = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
-    model = save_model(here.scratch / "model", replace(here.scale.shape, vocab=vocab), bfloat16=True)
+    model = save_model(
+        here.scratch / "model", replace(here.scale.shape, vocab=vocab), bfloat16=True, device=here.device
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (tokenizer / name).exists():
             shutil.copy(tokenizer / name, model / name)
@@ -104,10 +105,11 @@ def _train(here: Here, *overrides: str, dtype: str, whole: bool = False) -> Path
         f"trainer.steps={scale.run_steps}", "rollout.groups=4", f"rollout.group_size={scale.episodes}",
         "trainer.warmup_steps=0", "eval=null",
     ]  # fmt: skip
+    shared = ["engine.colocate=split"] if here.device == "cuda" else []
     command = [
         sys.executable, "-m", "areal_agents", "train", str(CONFIG), "--fresh", f"run_dir={folder}",
         f"engine.device={here.device}", f"engine.dtype={dtype}", f"trainer.device={here.device}",
-        f"trainer.dtype={dtype}", "trainer.trackers=[]",
+        f"trainer.dtype={dtype}", "trainer.trackers=[]", *shared,
         *([f"eval.episodes={scale.evaluated}"] if whole else small), *overrides,
     ]  # fmt: skip
     if whole and scale.quick_start_steps:

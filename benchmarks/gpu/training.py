@@ -118,7 +118,7 @@ def prefixes(here: Here) -> dict[str, Any]:
 
 
 def _setting(here: Here, joined: Ranks) -> Setting:
-    folder = save_model(here.scratch / "model", here.scale.shape, bfloat16=True)
+    folder = save_model(here.scratch / "model", here.scale.shape, bfloat16=True, device=here.device)
     return Setting(folder, torch.bfloat16, here.scale.tokens, joined)
 
 

@@ -29,8 +29,12 @@ ALGORITHM = AlgorithmConfig.model_validate(
 FIRST_TOKEN = 4  # smaller ids are the tokenizer's special tokens
 
 
-def save_model(folder: Path, shape: ModelShape, *, bfloat16: bool = False) -> Path:
-    """Write random weights of a dense Qwen3 of this shape, with tied embeddings, as a Hugging Face folder."""
+def save_model(folder: Path, shape: ModelShape, *, bfloat16: bool = False, device: str = "cpu") -> Path:
+    """Write random weights of a dense Qwen3 of this shape, with tied embeddings, as a Hugging Face folder.
+
+    Args:
+        device: where the weights are made; a GPU takes a second for 1.7B parameters, a CPU half a minute.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -49,7 +53,8 @@ def save_model(folder: Path, shape: ModelShape, *, bfloat16: bool = False) -> Pa
         eos_token_id=1,
         bos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
     (model.bfloat16() if bfloat16 else model).save_pretrained(folder)
     return folder
 

@@ -5,13 +5,17 @@ The same query always gives the same text; a query without a known word gives `N
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from functools import cache
 
-import bm25s
 import numpy as np
 from corpus import Entity, encyclopedia
+
+# bm25s computes with JAX at its import where JAX is installed; without this it would take memory of a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import bm25s  # noqa: E402
 
 NO_RESULTS = "No results."
 TITLE_WEIGHT = 3  # a passage about Niger should beat those that only mention it

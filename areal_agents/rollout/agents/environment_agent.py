@@ -19,9 +19,9 @@ from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.schemes import scheme_of
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, TaskEnvironmentError
+from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
-from areal_agents.rollout.seeds import FIXED_HASHES
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def environment_tasks(config: EnvironmentConfig, split: Split) -> list[dict[str,
             capture_output=True,
             text=True,
             timeout=START_TIMEOUT_S,
-            env={**os.environ, **FIXED_HASHES},
+            env={**os.environ, **agent_variables()},
         )
     except subprocess.TimeoutExpired as error:
         raise TaskEnvironmentError(f"{config.use!r} gave no tasks within {START_TIMEOUT_S:.0f} s") from error
@@ -162,7 +162,7 @@ class _Host:
     async def start(cls, config: EnvironmentConfig, base_url: str) -> _Host:
         """Start the process and wait until it is ready. Raises AgentError if it does not become so."""
         command = [config.python, *_HOST, "play", config.use]
-        variables = {**bypassing_proxies(os.environ, base_url), **FIXED_HASHES}
+        variables = {**bypassing_proxies(os.environ, base_url), **agent_variables()}
         try:
             process = await ChildProcess.start(command, environment=variables, lines=True, tail=True)
         except OSError as error:

@@ -175,7 +175,9 @@ def _optimizer(module: nn.Module, config: TrainerConfig) -> tuple[float, float]:
     optimizer = make_optimizer(module, config.model_copy(update={"offload": "none"}))
     for group in optimizer.param_groups:
         if "foreach" in group:
-            group["foreach"] = True  # as on a GPU
+            # One weight after the other, as on a CPU. A GPU's fused step, which the meta device lacks, needs
+            # less: nothing.
+            group["foreach"] = False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)

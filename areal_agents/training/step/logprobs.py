@@ -5,6 +5,8 @@ pass computes each chunk's logits again and turns them into their own gradient i
 about one chunk of logits [C, V] exists at a time and the gradient of the matrix is summed in one array. If
 there are only a few logits, they are kept for the backward pass instead of being recomputed.
 
+On a GPU each pass over a chunk is one kernel (`logit_kernels`), where torch's own operations would take six.
+
 Logits are float32 even if the hidden states and the matrix are bfloat16 (see
 `inference.embedded.model.head`). Gradients with respect to the logits are rounded to the compute type, a
 relative error of 2^-9 per entry; their products with the matrix and the states are summed in float32.
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_agents.inference.embedded.model.head import is_half, tiles, wide_logits
+from areal_agents.training.step import logit_kernels
 
 # Elements of one chunk of logits, 512 MiB in float32. With fewer rows a GPU would spend its time on
 # reading the matrix and on adding to its gradient.
@@ -89,10 +92,15 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         kept: list[Tensor] = []
+        has_kernels = _has_kernels(hidden, weight, bias, temperatures)
         for h, y, temperature in chunks(rows, hidden, targets, temperatures):
-            scores = scaled_logits(h, weight, bias, temperature)
-            logprobs, entropies, normalizers, shift = _reduce(scores, y)
-            parts.append((logprobs, entropies, normalizers if keep else normalizers + shift))
+            if has_kernels:
+                scores = wide_logits(h, weight)
+                parts.append(logit_kernels.token_statistics(scores, temperature, y))
+            else:
+                scores = scaled_logits(h, weight, bias, temperature)
+                logprobs, entropies, normalizers, shift = _reduce(scores, y)
+                parts.append((logprobs, entropies, normalizers if keep else normalizers + shift))
             if keep:
                 kept.append(scores)
             del scores  # frees it before the next chunk is computed
@@ -114,15 +122,24 @@ class _TokenLogprobs(torch.autograd.Function):
         d_weight = wide_zeros(weight) if ctx.needs_input_grad[1] else None
         d_bias = wide_zeros(bias) if ctx.needs_input_grad[2] else None
         arrays = (hidden, targets, temperatures, entropies, normalizers, of_logprobs, of_entropies)
+        has_kernels = _has_kernels(hidden, weight, bias, temperatures)
         for index, (h, y, temperature, entropy, normalizer, g, e) in enumerate(chunks(ctx.rows, *arrays)):
-            log_p = kept[index] - normalizer[:, None] if kept else None
-            if log_p is None:
-                log_p = scaled_logits(h, weight, bias, temperature).sub_(normalizer[:, None])
-            d_logits = _score_gradient(log_p, y, g, None if d_entropies is None else (e, entropy))
-            del log_p
-            if d_bias is not None:
-                d_bias += d_logits.sum(0)
-            d_logits = d_logits.to(weight.dtype)
+            if has_kernels:
+                logits = kept[index] if kept else wide_logits(h, weight)
+                d_logits = logit_kernels.logit_gradient(
+                    logits, temperature, y, normalizer, entropy, g,
+                    None if d_entropies is None else e, weight.dtype,
+                )  # fmt: skip
+                del logits
+            else:
+                log_p = kept[index] - normalizer[:, None] if kept else None
+                if log_p is None:
+                    log_p = scaled_logits(h, weight, bias, temperature).sub_(normalizer[:, None])
+                d_logits = _score_gradient(log_p, y, g, None if d_entropies is None else (e, entropy))
+                del log_p
+                if d_bias is not None:
+                    d_bias += d_logits.sum(0)
+                d_logits = d_logits.to(weight.dtype)
             first = index * ctx.rows
             torch.mm(d_logits, weight, out=d_hidden[first : first + len(h)])
             if d_weight is not None:
@@ -133,21 +150,32 @@ class _TokenLogprobs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
+def _has_kernels(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> bool:
+    """Whether the passes over logits are kernels: on a GPU, or where a meta tensor stands for one."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (
+        (hidden.is_cuda or hidden.is_meta)
+        and bias is None
+        and wide == temperatures.dtype == torch.float32
+        and logit_kernels.has_triton()
+    )
+
+
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
     """Logits divided by the temperature [C, V], at least float32, in a new array."""
     return wide_logits(hidden, weight, bias).div_(temperatures[:, None])
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right for total [V, d]; 16-bit factors are summed in float32, V in tiles."""
+    """total += left · right for total [V, d]; 16-bit factors are summed in float32."""
     if not is_half(right):
         total.addmm_(left, right)
         return
-    for rows in tiles(total):
-        if right.is_cuda or right.is_meta:
-            total[rows] += torch.mm(left[rows], right, out_dtype=torch.float32)
-        else:  # the sum over this chunk's rows is float32 within the kernel, and is rounded once
-            total[rows] += torch.mm(left[rows], right)
+    if right.is_cuda or right.is_meta:
+        logit_kernels.add_half_product(total, left, right)
+        return
+    for rows in tiles(total):  # the sum over this chunk's rows is float32 within the kernel, and rounded once
+        total[rows] += torch.mm(left[rows], right)
 
 
 def wide_zeros(tensor: Tensor) -> Tensor:

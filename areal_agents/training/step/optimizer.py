@@ -181,6 +181,7 @@ def _optimizers(named: Named, config: TrainerConfig, lr: float) -> list[torch.op
     muon = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and _block(name)]
     taken = set(map(id, muon))
     rest = [p for _, p in named if id(p) not in taken]
+    on_gpu = any(p.device.type == "cuda" for p in rest)
     parts: list[torch.optim.Optimizer] = []
     if muon:
         parts.append(
@@ -203,7 +204,8 @@ def _optimizers(named: Named, config: TrainerConfig, lr: float) -> list[torch.op
                 lr=lr,
                 betas=(config.beta1, config.beta2),
                 eps=config.adam_epsilon,
-                fused=True if config.offload == "all" else None,  # in one pass over the host's memory
+                # in one pass over memory, and without temporary arrays of the size of the weights
+                fused=True if config.offload == "all" or on_gpu else None,
             )
         )
     return parts

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import bm25s
-from bm25s.stopwords import STOPWORDS_EN
+# bm25s computes with JAX at its import where JAX is installed; without this it would take memory of a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import bm25s  # noqa: E402
+from bm25s.stopwords import STOPWORDS_EN  # noqa: E402
 
 TITLE_WEIGHT = 3  # a passage about Niger should beat those that only mention it
 _COMPILED_FROM = 20_000  # passages; compiling takes seconds, which a smaller corpus does not win back

@@ -22,6 +22,7 @@ from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.config_secrets import refuse_secrets
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
 from areal_agents.errors import ConfigError
+from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.secret_variables import RUN_TOKEN
 from areal_agents.store.postgres import host_of
 from areal_agents.store.roles import DEAD_AFTER_S, Role
@@ -283,7 +284,7 @@ class _Pods:
             **({} if is_sandbox else {"HF_HOME": f"{RUNS}/huggingface"}),
             "HOME": "/tmp",
             "TOKENIZERS_PARALLELISM": "false",
-            **({"PYTHONHASHSEED": "0"} if role == "rollout" else {}),
+            **(agent_variables() if role == "rollout" else {}),
         }
         container: dict[str, Any] = {
             "name": role,

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 TILE = 2**20  # elements of the matrix that are cast at a time on a CPU: 4 MiB, which stay in its cache
-GPU_TILE = 2**26  # of its gradient at a time on a GPU: few launches of large products, 256 MiB in float32
 
 
 def wide_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,7 +39,7 @@ def is_half(tensor: Tensor) -> bool:
 
 
 def tiles(matrix: Tensor) -> Iterator[slice]:
-    """Slices of the rows of a matrix [V, d] with at most TILE (or GPU_TILE) elements each, or one row."""
-    size = max(1, (GPU_TILE if matrix.is_cuda else TILE) // matrix.shape[1])
+    """Slices of the rows of a matrix [V, d] with at most TILE elements each, or one row."""
+    size = max(1, TILE // matrix.shape[1])
     for start in range(0, len(matrix), size):
         yield slice(start, min(start + size, len(matrix)))

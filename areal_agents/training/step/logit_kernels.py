@@ -1,0 +1,139 @@
+"""The passes over a chunk of logits on a GPU, each one kernel: they are bound by memory, which torch's own
+operations would read and write six times as often.
+
+`token_statistics` reads the logits once, `logit_gradient` reads them once and writes their gradient, and
+`add_half_product` adds to the gradient of the output matrix in place. They are operators with shapes of their
+own, so that the estimate of memory, which computes nothing, counts what they allocate.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096  # logits of one row that a program handles at a time
+WARPS = 8
+
+
+@cache
+def has_triton() -> bool:
+    """Whether the compiler of the kernels is installed; it comes with torch for GPUs."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@torch.library.custom_op("areal_agents::token_statistics", mutates_args=(), device_types="cuda")
+def token_statistics(logits: Tensor, temperatures: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs of the targets under softmax(logits / temperature), entropies, and logs of the normalizers.
+
+    Args:
+        logits: [C, V], float32; temperatures: [C], float32; targets: [C], int64.
+
+    Returns:
+        Three arrays [C] of float32.
+    """
+    return compute_statistics(logits, temperatures, targets)
+
+
+@token_statistics.register_fake
+def _(logits: Tensor, temperatures: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows = len(logits)
+    return temperatures.new_empty(rows), temperatures.new_empty(rows), temperatures.new_empty(rows)
+
+
+@torch.library.custom_op("areal_agents::logit_gradient", mutates_args=(), device_types="cuda")
+def logit_gradient(
+    logits: Tensor,
+    temperatures: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    of_logprobs: Tensor,
+    of_entropies: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient with respect to logits / temperature [C, V] in `dtype`.
+
+    Args:
+        normalizers, entropies: as `token_statistics` returned them for these logits.
+        of_logprobs, of_entropies: [C], the gradients with respect to logprobs and entropies; None if the
+            entropies have none.
+    """
+    return compute_gradient(
+        logits, temperatures, targets, normalizers, entropies, of_logprobs, of_entropies, dtype
+    )
+
+
+@logit_gradient.register_fake
+def _(
+    logits: Tensor,
+    temperatures: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    of_logprobs: Tensor,
+    of_entropies: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    return logits.new_empty(logits.shape, dtype=dtype)
+
+
+@torch.library.custom_op("areal_agents::add_half_product", mutates_args={"total"}, device_types="cuda")
+def add_half_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left · right, for 16-bit factors and total [V, d] of float32, in place.
+
+    An operator of its own because torch 2.11 knows no shape of this product.
+    """
+    torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+
+
+@add_half_product.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None
+
+
+def compute_statistics(
+    logits: Tensor, temperatures: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`token_statistics` itself."""
+    rows, vocabulary = logits.shape
+    logprobs, entropies, normalizers = (
+        torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
+    _kernels().statistics[(rows,)](
+        logits, temperatures, targets, logprobs, entropies, normalizers, logits.stride(0), vocabulary,
+        BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    return logprobs, entropies, normalizers
+
+
+def compute_gradient(
+    logits: Tensor,
+    temperatures: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    of_logprobs: Tensor,
+    of_entropies: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`logit_gradient` itself."""
+    rows, vocabulary = logits.shape
+    gradient = torch.empty(rows, vocabulary, dtype=dtype, device=logits.device)
+    _kernels().gradient[(rows, -(-vocabulary // BLOCK))](
+        logits, temperatures, targets, normalizers, entropies, of_logprobs,
+        of_logprobs if of_entropies is None else of_entropies, gradient, logits.stride(0), vocabulary,
+        OF_ENTROPIES=of_entropies is not None, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    return gradient
+
+
+@cache
+def _kernels() -> Any:
+    """The compiled kernels, imported late: without a GPU nothing needs Triton."""
+    from areal_agents.training.step import triton_kernels
+
+    return triton_kernels
