@@ -63,6 +63,7 @@ def large(here: Here) -> dict[str, Any]:
         "trainer.steps": here.scale.large_steps,
         "engine.device": here.device,
         "engine.dtype": "bfloat16",
+        "engine.slots": 64,  # its keys and values take 14 GiB
         "trainer.device": here.device,
         "trainer.dtype": "bfloat16",
         "trainer.publish.transport": "ipc",
@@ -103,7 +104,7 @@ def _train(here: Here, *overrides: str, dtype: str, whole: bool = False) -> Path
     scale, folder = here.scale, here.scratch / "run"
     small = [
         f"trainer.steps={scale.run_steps}", "rollout.groups=4", f"rollout.group_size={scale.episodes}",
-        "trainer.warmup_steps=0", "eval=null",
+        "trainer.warmup_steps=0", "eval=null", "trial=false",
     ]  # fmt: skip
     shared = ["engine.colocate=split"] if here.device == "cuda" else []
     command = [
