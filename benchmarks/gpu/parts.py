@@ -41,12 +41,15 @@ class Part:
     Attributes:
         module, function: where its function is: `function(here) -> figures`.
         limit_s: seconds after which it counts as failed, the compilation of kernels included.
+        beside: whether it may run beside its neighbours of this kind. A run of a small model spends its time
+            on the start of its processes, most of which do not use the GPU.
     """
 
     what: str
     module: str
     function: str
     limit_s: float
+    beside: bool = False
 
 
 # In the order of their value, because the last ones may find no time left: whether the kernels are right,
@@ -55,17 +58,17 @@ PARTS: dict[str, Part] = {
     "attention": Part("attention kernels against dense masks", "kernels", "attention", 150),
     "step": Part("one step of a 1.7B model", "training", "step", 150),
     "memory": Part("the estimate of memory against the allocator", "memory", "memory", 150),
-    "loop": Part("a whole run on the embedded engine", "runs", "loop", 120),
-    "sleep": Part("a run whose engine sleeps while a step is trained", "runs", "sleep", 120),
-    "ipc": Part("a run that shares the GPU with its engine and publishes by ipc", "runs", "ipc", 120),
+    "loop": Part("a whole run on the embedded engine", "runs", "loop", 180, beside=True),
+    "sleep": Part("a run whose engine sleeps while a step is trained", "runs", "sleep", 180, beside=True),
+    "ipc": Part("a run that publishes by ipc", "runs", "ipc", 180, beside=True),
+    "lora": Part("a run that trains an adapter", "runs", "lora", 180, beside=True),
     "head": Part("float32 logits of a bfloat16 head", "kernels", "head", 60),
     "engine": Part("the embedded engine, asleep and awake", "engine", "engine", 90),
     "publish": Part("a 1.7B model by ipc to an engine in another process", "publishing", "publish", 120),
-    "lora": Part("a run that trains an adapter", "runs", "lora", 120),
     "large": Part("a whole run of a model of 28 such blocks", "runs", "large", 150),
     "prefixes": Part("shared prefixes against flat samples", "training", "prefixes", 120),
-    "quickstart": Part("the quick start, end to end", "runs", "quick_start", 300),
     "fused": Part("the step with compiled blocks, and with Liger's kernels", "training", "fused", 240),
+    "quickstart": Part("the quick start, end to end", "runs", "quick_start", 300),
 }
 
 

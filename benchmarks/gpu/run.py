@@ -1,4 +1,4 @@
-"""Runs the parts one after the other, each in a process of its own, and writes the figures.
+"""Runs the parts, each in a process of its own, and writes the figures.
 
 All parts share one deadline. A part that fails, hangs or takes the GPU down does not prevent the others while
 there is time; those for which none is left are reported as not run.
@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,21 +40,29 @@ class Outcome:
 
 
 def run_parts(names: Sequence[str], device: Device, *, within_s: float = WHOLE_S) -> list[Outcome]:
-    """Run the parts in order, and print each outcome when it is known.
+    """Run the parts in order, and print each outcome when it is known. On a GPU, neighbours that may run
+    beside each other do.
 
     Args:
         within_s: what all parts share. Each gets what is left, and at most its own limit.
     """
-    deadline, outcomes = time.monotonic() + within_s, []
-    for name in names:
+    deadline = time.monotonic() + within_s
+    outcomes: list[Outcome] = []
+
+    def one(name: str) -> Outcome:
         left_s = deadline - time.monotonic()
         if left_s < LEAST_S:
             outcome = Outcome(name, "not run", 0.0, reason=f"no time left of {within_s:g} s")
         else:
             outcome = _run_part(name, device, left_s)
-        outcomes.append(outcome)
         told = json.dumps(outcome.figures) if outcome.status == "passed" else outcome.reason[-_SHOWN:]
         print(f"{name:11} {outcome.status:8} {outcome.seconds:6.1f} s  {told}", flush=True)
+        return outcome
+
+    for beside, neighbours in groupby(names, lambda name: device == "cuda" and PARTS[name].beside):
+        group = list(neighbours)
+        with ThreadPoolExecutor(len(group) if beside else 1) as threads:
+            outcomes += threads.map(one, group)
     return outcomes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,10 @@ def test_an_engine_sleeps_and_samples_the_same_tokens_afterwards(here: Here) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["loop", "lora", "ipc", "quickstart"])
+@pytest.mark.parametrize("name", ["loop", "lora", "ipc", "large", "quickstart"])
 def test_whole_runs_are_measured(name: str, here: Here) -> None:
     figures = measure(name, here)
-    assert figures["steps"] == 1 and figures["step_s"] > 0
+    assert figures["steps"] == (3 if name == "large" else 1) and figures["step_s"] > 0
     assert figures["engine_against_trainer"] < 0.02
 
 
@@ -133,6 +134,24 @@ def test_a_run_fails_if_engine_and_trainer_differ_or_nothing_was_trained(tmp_pat
 def test_an_engine_on_a_cpu_has_no_part_that_sleeps(here: Here) -> None:
     with pytest.raises(Skipped, match="shares no memory"):
         measure("sleep", here)
+
+
+def test_on_a_gpu_runs_of_small_models_run_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    together, running, most = threading.Barrier(2), 0, 0
+
+    def part(name: str, device: str, left_s: float) -> Outcome:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if PARTS[name].beside:
+            together.wait(timeout=10)  # passes only if the other one has begun
+        running -= 1
+        return Outcome(name, "passed", 0.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "_run_part", part)
+    names = ["head", "loop", "sleep", "publish"]
+    assert [outcome.part for outcome in run_parts(names, "cuda")] == names
+    assert most == 2
 
 
 def test_a_part_that_fails_or_hangs_does_not_prevent_the_others_while_there_is_time(

@@ -131,3 +131,28 @@ def test_liger_is_asked_for_norms_activations_and_rotary_embedding_only(
     experts, _ = build_on_meta(build_moe(tmp_path))
     with pytest.raises(TrainingError, match="dense text models of families that Liger knows, and qwen3_moe"):
         fuse_blocks(experts, "liger", torch.device("cuda"))
+
+
+def test_models_that_are_built_after_ligers_kernels_were_used_have_none(model_folder: Path) -> None:
+    """A frozen reference, or a critic, is built without weights, which Liger's kernels would read."""
+    pytest.importorskip("liger_kernel")
+    family = importlib.import_module("transformers.models.qwen3.modeling_qwen3")
+    before = dict(vars(family))
+    try:
+        model, _ = build_on_meta(model_folder)
+        fused.patch_with_liger(model)
+        assert hasattr(model.model.norm, "casting_mode")  # of Liger
+        assert family.Qwen3RMSNorm is before["Qwen3RMSNorm"]
+        assert family.apply_rotary_pos_emb is not before["apply_rotary_pos_emb"]
+        later, _ = build_on_meta(model_folder)  # which passes meta tensors through every layer
+        assert not hasattr(later.model.norm, "casting_mode")
+        cos, sin = torch.rand(2, 1, 4, 8).unbind()
+        query, key = torch.rand(2, 1, 2, 4, 8).unbind()
+        for one, other in zip(
+            family.apply_rotary_pos_emb(query, key, cos, sin),
+            before["apply_rotary_pos_emb"](query, key, cos, sin),
+            strict=True,
+        ):
+            assert torch.equal(one, other)
+    finally:
+        vars(family).update(before)

@@ -171,6 +171,14 @@ def test_what_cannot_be_packed_is_refused_by_name(
         load_policy(wide, group, options=ModelOptions(lora=NF4))
 
 
+def test_a_torch_that_cannot_divide_packed_weights_is_refused(
+    wide: Path, group: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
+    with pytest.raises(TrainingError, match=r"nf4 needs PyTorch 2\.13, .* this is 2\.11\.0\+cu130"):
+        load_policy(wide, group, options=ModelOptions(lora=NF4))
+
+
 def test_a_rank_without_rows_packs_nothing() -> None:
     import_bitsandbytes()
     rows: Any = torch.empty(0, 128)

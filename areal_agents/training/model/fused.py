@@ -9,9 +9,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_agents.errors import TrainingError
@@ -63,7 +67,7 @@ def _compile(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _use_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """Use Liger's kernels. The rotary embedding is replaced for all models of the family in this process."""
+    """Use Liger's kernels. Its rotary embedding is that of all models of the family on this process's GPU."""
     if device.type != "cuda":
         raise TrainingError("trainer.fused: liger needs a GPU; use fused: compile or none")
     if importlib.util.find_spec("liger_kernel") is None:
@@ -79,10 +83,31 @@ def _use_liger(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def patch_with_liger(model: PreTrainedModel) -> None:
-    """Replace norms, activations and the rotary embedding of a model that Liger supports."""
+    """Replace norms, activations and the rotary embedding of a model that Liger supports.
+
+    Liger also replaces classes and functions of the family's module, for models that are built later. Those
+    begin without weights, on the meta device, where a kernel of Liger would read memory that does not exist:
+    the classes are put back, and the functions choose by the device of what they are given.
+    """
+    family = sys.modules[type(model).__module__]
+    before = dict(vars(family))
     _liger()._apply_liger_kernel_to_instance(
         model, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
     )
+    for name, original in before.items():
+        replaced = getattr(family, name)
+        if replaced is not original:
+            setattr(family, name, original if isinstance(original, type) else _by_device(replaced, original))
+
+
+def _by_device(on_gpu: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is `on_gpu` if its first argument is on a GPU."""
+
+    @wraps(elsewhere)
+    def chosen(first: Tensor, *rest: Any, **named: Any) -> Any:
+        return (on_gpu if first.is_cuda else elsewhere)(first, *rest, **named)
+
+    return chosen
 
 
 def _has_liger(model: PreTrainedModel) -> bool:

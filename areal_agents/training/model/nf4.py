@@ -23,6 +23,7 @@ from areal_agents.training.model.sharding import blocks
 
 BLOCK = 64  # weights that share a scale, which is a float32
 NAME = "packed"  # of the parameter, in place of `weight`
+FIRST_TORCH = "2.13"  # 2.11 fails: it lets no such weight be a parameter
 
 
 class Nf4Linear(nn.Module):
@@ -78,9 +79,15 @@ def use_nf4(model: PreTrainedModel) -> None:
     """Replace the linear layers of the decoder's blocks, adapters excluded, in place.
 
     Raises:
-        AdapterError: bitsandbytes is not installed, or the model has layers that cannot be packed.
+        AdapterError: bitsandbytes is not installed, this PyTorch cannot divide packed weights, or the model
+            has layers that cannot be packed.
     """
     import_bitsandbytes()
+    if torch.__version__ < FIRST_TORCH:
+        raise AdapterError(
+            f"trainer.lora.base: nf4 needs PyTorch {FIRST_TORCH}, whose FSDP divides weights that are not of "
+            f"a floating-point type, and this is {torch.__version__}; install it, or leave nf4 out"
+        )
     if has_experts(model) or sees_images(model.config):
         raise AdapterError(
             f"trainer.lora.base: nf4 is for dense text models, not {model.config.model_type}; leave it out"
