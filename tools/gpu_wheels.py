@@ -22,6 +22,7 @@ from packaging.version import Version
 NEEDED = (
     "areal-agents[train,examples]",
     "hypothesis",
+    "liger-kernel",
     "psutil",
     "pytest",
     "pytest-asyncio",

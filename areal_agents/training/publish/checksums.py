@@ -13,6 +13,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -40,6 +41,7 @@ _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _EXPERTS = {"gate": ("w13_weight", 0), "up": ("w13_weight", 1), "down": ("w2_weight", 0)}
 _PADDED = ("embed_tokens.weight", "lm_head.weight")  # engines pad the vocabulary with zero rows
 _PAD_TO = 64
+THREADS = 8  # on which tensors are hashed while the engine is paused
 _EXPERT_WEIGHTS = re.compile(r"\.experts\.w(13|2)_weight$")
 
 
@@ -116,8 +118,12 @@ class Checksums:
         common = sorted(self._parts.keys() & held.keys(), key=self._rows)
         if not common:
             raise EngineError(f"{url} serves a different model: it has none of the published weights")
-        for name in common:
-            if not self._agrees(name, held[name]):
+        first, *others = common
+        agree = [self._agrees(first, held[first])]
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="compare-weights") as threads:
+            agree += threads.map(lambda name: self._agrees(name, held[name]), others)
+        for name, does in zip(common, agree, strict=True):
+            if not does:
                 raise EngineError(
                     f"{url} serves other weights than those published: {name} differs (its checksum is "
                     f"{held[name]}, which is that of the published one in none of float32, bfloat16, float16)"

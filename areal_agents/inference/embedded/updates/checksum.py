@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -12,11 +13,17 @@ from areal_agents.inference.embedded.model.architecture import Architecture
 from areal_agents.inference.embedded.model.weights import Weights
 
 HASH_DIGITS = 16
+THREADS = 8  # each holds one tensor in host memory
 
 
 def hash_weights(weights: Weights, arch: Architecture) -> dict[str, str]:
-    """By parameter name the first digits of the SHA-256 of its row-major bytes, in the type it has."""
-    return {name: _hash(tensor) for name, tensor in _parameters(weights, arch)}
+    """By parameter name the first digits of the SHA-256 of its row-major bytes, in the type it has.
+
+    On a few threads: hashing releases the interpreter's lock, and the engine may be paused meanwhile.
+    """
+    names, tensors = zip(*_parameters(weights, arch), strict=True)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="checksum") as threads:
+        return dict(zip(names, threads.map(_hash, tensors), strict=True))
 
 
 def overall_hash(hashes: dict[str, str]) -> str:
