@@ -3,14 +3,16 @@
 A thread looks at the loop's stack while the loop does not run. The time that one call of the user's code
 takes between two turns of the loop is counted by its line, so that many short blocks at one line, such as
 calls of a client that is not async, are found like one long block. A loop that is late because many tasks
-have much to do is in another call at each look, and nothing is counted. Neither is time in which other
-processes had the processors, nor the import of a module.
+have much to do is in another call at each look, and nothing is counted. Neither is what a run loads before
+its loop first runs, time in which other processes had the processors, nor the import of a module.
 """
 
 from __future__ import annotations
 
 import asyncio
 import linecache
+import logging
+import math
 import signal
 import sys
 import threading
@@ -22,8 +24,11 @@ from types import FrameType, TracebackType
 from areal_agents.errors import AgentError
 from areal_agents.user_functions import is_user_code
 
+logger = logging.getLogger(__name__)
+
 BLOCKED_S = 5.0
 _CHECK_S = 0.1
+_IMPORT = "<frozen importlib._bootstrap"  # how the files of Python's import begin, `_bootstrap_external` too
 _LEAST_SHARE = 0.25  # of the time: short blocks that add up to less are not reported
 _REMEDY = (
     "While an async function waits without await, no other episode runs: use an async client (AsyncOpenAI, "
@@ -35,8 +40,8 @@ _REMEDY = (
 class BlockingWatch:
     """Calls `report` from another thread if the event loop has not run for `blocked_s`, once for each time.
 
-    The report names the line and the function of the user's code that block. It is a context manager, to be
-    entered on the loop's thread.
+    The report names the line and the function of the user's code that block. A module that takes that long to
+    be imported is only logged. It is a context manager, to be entered on the loop's thread.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class BlockingWatch:
         self._blocked_s = blocked_s
         self._adds_up = adds_up
         self._ended = threading.Event()
-        self._ran_at = time.monotonic()
+        self._ran_at = math.inf  # until the loop first runs
         self._thread = threading.Thread(target=self._watch, name="blocking-watch", daemon=True)
         self._beating: asyncio.Task[None] | None = None
         self._loop_thread = threading.get_ident()
@@ -76,80 +81,101 @@ class BlockingWatch:
 
     def _watch(self) -> None:
         begun = time.monotonic()
-        reported_at = 0.0  # the last beat before the block that was reported
+        beat = reported_at = logged_at = 0.0  # the last beat; that before the block or import that was told
         sums: dict[str, float] = {}  # seconds by line
         allowed: dict[str, float] = {}  # the sum at which a line is reported
-        seen: tuple[float, int] | None = None  # the last beat, and the call that was then found to run
-        counted_to = 0.0
-        turns = _OwnTurns()
+        seen, counted_s = 0, 0.0  # since the last beat: the call that was found to run, and what is in `sums`
+        excused = _Excused()
         while not self._ended.wait(_CHECK_S):
             ran_at, now = self._ran_at, time.monotonic()
-            silent_s = now - ran_at - turns.waited_s(ran_at, now)
-            if silent_s <= _CHECK_S:
+            stacks = sys._current_frames() if now - ran_at > _CHECK_S else {}
+            loops = stacks.pop(self._loop_thread, None)
+            is_import = _imports(loops)
+            others_import = any(map(_imports, stacks.values()))
+            silent_s = now - ran_at - excused.seconds(ran_at, now, is_import, others_import)
+            if loops is None or (silent_s <= _CHECK_S and not is_import):
                 continue
-            found = self._call()
-            if found is None:
+            call, line = _innermost_call(loops)
+            if is_import:
+                if now - ran_at > self._blocked_s and logged_at != ran_at:
+                    logged_at = ran_at
+                    logger.info(
+                        "no episode has run for %.1f s: the event loop waits for an import at %s",
+                        now - ran_at,
+                        line,
+                    )
                 continue
-            call, line = found
-            at = f" at {line}" if line else ""
             if silent_s > self._blocked_s:
                 if reported_at != ran_at:
                     reported_at = ran_at
                     self._report(
-                        f"the agent has blocked its event loop for {self._blocked_s:g} s{at}. {_REMEDY}"
+                        f"the agent has blocked its event loop for {self._blocked_s:g} s at {line}. {_REMEDY}"
                     )
                 continue
-            is_same, seen = seen == (ran_at, call), (ran_at, call)
-            if not (self._adds_up and line and is_same):
+            if beat != ran_at:
+                beat, seen, counted_s = ran_at, 0, 0.0
+            is_same, seen = call == seen, call
+            if not (self._adds_up and call and is_same):
                 continue
-            sums[line] = sums.get(line, 0.0) + now - max(ran_at, counted_to)
-            counted_to = now
+            sums[line] = sums.get(line, 0.0) + silent_s - counted_s
+            counted_s = silent_s
             # On a busy machine a call that only computes takes long too; its share of the time stays small.
             if sums[line] > max(allowed.get(line, self._blocked_s), _LEAST_SHARE * (now - begun)):
                 allowed[line] = 2 * sums[line]
                 self._report(
                     f"the agent blocks its event loop again and again, for {sums[line]:.0f} of the last "
-                    f"{now - begun:.0f} s{at}. {_REMEDY}"
+                    f"{now - begun:.0f} s at {line}. {_REMEDY}"
                 )
 
-    def _call(self) -> tuple[int, str] | None:
-        """Return the innermost call of the user's code that the loop's thread executes, and its line.
 
-        Returns:
-            A number that differs from call to call, and a description for users; (0, "") if it executes none,
-            and None if that call is the import of a module, which happens once and takes as long as it takes.
-        """
-        frame = sys._current_frames().get(self._loop_thread)
-        while frame is not None and not is_user_code(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is None:
-            return 0, ""
-        if frame.f_code.co_name == "<module>":
-            return None
-        file, number = frame.f_code.co_filename, frame.f_lineno
-        text = linecache.getline(file, number).strip()
-        return id(frame), f"{file}, line {number}, in {frame.f_code.co_qualname}: {text}"
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a thread with this stack imports a module, or waits until another thread has imported it."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_IMPORT):
+        frame = frame.f_back
+    return frame is not None
 
 
-class _OwnTurns:
-    """For how long a thread that wakes every `_CHECK_S` seconds got no processor, while the loop was silent.
+def _innermost_call(frame: FrameType) -> tuple[int, str]:
+    """Return the innermost call of the user's code on a stack, and its line.
 
-    It wakes late when other processes have the processors, and also when this one computes without letting
-    another of its threads run. The processor time that this process used tells the two apart.
+    Returns:
+        A number that differs from call to call, and a description for users. If there is no such call, the
+        number is 0 and the line is that of the innermost call of all.
+    """
+    users: FrameType | None = frame
+    while users is not None and not is_user_code(users.f_code.co_filename):
+        users = users.f_back
+    found = users or frame
+    file, number = found.f_code.co_filename, found.f_lineno
+    text = linecache.getline(file, number).strip()
+    return id(users) if users else 0, f"{file}, line {number}, in {found.f_code.co_qualname}: {text}"
+
+
+class _Excused:
+    """For how long something else than the agent has kept the loop from running: imports and other processes.
+
+    The watching thread wakes late when other processes have the processors, and also when this one computes
+    without letting another of its threads run. The processor time that this process used tells the two apart.
     """
 
     def __init__(self) -> None:
         self._woke_at, self._computed_s = time.monotonic(), time.process_time()
-        self._beat, self._waited_s = 0.0, 0.0
+        self._beat, self._seconds = 0.0, 0.0
 
-    def waited_s(self, ran_at: float, now: float) -> float:
-        """Return the seconds since the loop's last beat at `ran_at`. The thread calls this when it wakes."""
+    def seconds(self, ran_at: float, now: float, is_import: bool, others_import: bool) -> float:
+        """Return the seconds since the loop's last beat at `ran_at`. The thread calls this when it wakes.
+
+        Args:
+            is_import: whether the loop's thread imports a module.
+            others_import: whether another thread does, which may compute without letting the loop run.
+        """
         computed_s = time.process_time()
-        late_s = now - self._woke_at - _CHECK_S - (computed_s - self._computed_s)
-        earlier_s = self._waited_s if ran_at == self._beat else 0.0
-        self._waited_s = min(earlier_s + max(late_s, 0.0), now - ran_at)
+        late_s = now - self._woke_at - _CHECK_S - (0.0 if others_import else computed_s - self._computed_s)
+        excused_s = now - self._woke_at if is_import else max(late_s, 0.0)
+        earlier_s = self._seconds if ran_at == self._beat else 0.0
+        self._seconds = min(earlier_s + excused_s, max(now - ran_at, 0.0))
         self._beat, self._woke_at, self._computed_s = ran_at, now, computed_s
-        return self._waited_s
+        return self._seconds
 
 
 @contextmanager
