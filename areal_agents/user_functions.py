@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -120,8 +122,26 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")  # also of another environme
 
 def is_user_code(filename: str) -> bool:
     """Whether a file of a stack trace belongs neither to a library nor to this package."""
-    is_of_library = filename.startswith((*_LIBRARIES, "<", _PACKAGE))
-    return not is_of_library and not any(folder in filename for folder in _INSTALLED)
+    if filename.startswith((*_LIBRARIES, "<", _PACKAGE)) or any(folder in filename for folder in _INSTALLED):
+        return False
+    return not any(filename.startswith(_installed_in(str(folder))) for folder in sys.path)
+
+
+@cache
+def _installed_in(folder: str) -> tuple[str, ...]:
+    """Return the beginnings of the files that `pip install --target` has put into a folder of `sys.path`.
+
+    Each distribution has a file RECORD that lists them. () for a folder of which no file is the user's.
+    """
+    if folder.startswith(_LIBRARIES) or any(part in f"{folder}/" for part in _INSTALLED):
+        return ()
+    found = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        for line in record.read_text(encoding="utf-8", errors="replace").splitlines():
+            first, slash, _ = line.partition(",")[0].partition("/")
+            found.add(f"{first}{slash}")
+    places = {os.path.abspath(folder), os.path.realpath(folder)}
+    return tuple(f"{place}/{first}" for place in places for first in sorted(found))
 
 
 def describe(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.evaluation.folder import EvaluationFolder
 from areal_agents.launch.evaluation import identity_of
 from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile
+from areal_agents.launch.source_files import digests_of
 
 AGENT = "import helper\nfrom package import inner\nimport json\n\nasync def agent(task, ep): ...\n"
 FILES = {
@@ -74,6 +75,21 @@ def test_packages_of_another_environment_are_libraries(
     before = Fingerprint.of(config_of(project)).digest
     (installed / "library.py").write_text("# another release\n")
     assert Fingerprint.of(config_of(project)).digest == before
+
+
+def test_packages_that_pip_has_put_into_a_folder_are_libraries_and_its_other_files_are_not(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "packages"  # pip install --target packages
+    for name in ("library/__init__.py", "single.py", "own.py", "library-1.0.dist-info/RECORD"):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (target / name).write_text("")
+    (target / "library-1.0.dist-info/RECORD").write_text("library/__init__.py,,\nsingle.py,sha256=x,0\n")
+    (tmp_path / "link").symlink_to(target)
+    (project / "helper.py").write_text("import library, single, own\n")
+    monkeypatch.syspath_prepend(tmp_path / "link")
+    found = [name for name in digests_of(f"{project}/agent.py:agent") if name.startswith("packages/")]
+    assert found == ["packages/own.py"]
 
 
 @pytest.mark.parametrize(
