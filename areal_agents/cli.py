@@ -152,7 +152,7 @@ def train(
         else:
             run(loaded, console=console, fresh=fresh, ablate_tool=ablate_tool, form=form)
     except Interrupted:
-        has_checkpoint = RunFolder(Path(loaded.run_dir)).has_checkpoint
+        has_checkpoint = RunFolder(Path(loaded.run_dir)).checkpoint_step is not None
         since = " from the last checkpoint" if has_checkpoint else ""
         placed = ["--launcher", launcher] if launcher else []
         command = shlex.join(["areal-agents", "train", str(config), *(overrides or ()), *placed])

@@ -108,9 +108,10 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
-    def has_checkpoint(self) -> bool:
-        """Whether the trainer has written a checkpoint, from which the run would continue."""
-        return any((self.root / "checkpoints").glob("step-*"))
+    def checkpoint_step(self) -> int | None:
+        """The step of the newest checkpoint, from which the run would continue; None if there is none."""
+        names = (path.name.removeprefix("step-") for path in (self.root / "checkpoints").glob("step-*"))
+        return max((int(name) for name in names if name.isdigit()), default=None)
 
     @property
     def final_model(self) -> Path:

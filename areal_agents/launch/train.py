@@ -196,7 +196,10 @@ def report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
     metrics.update()
     step = metrics.rows[-1]["step"] if metrics.rows else 0
     if step:
-        report.say(f"resuming {folder.root}, which has trained {step} steps; use --fresh to start over")
+        report.say(
+            f"resuming {folder.root}, which has trained {step} steps{_lost_steps(folder, step)}; use --fresh "
+            "to start over"
+        )
     labels = []
     if step:
         with Store.open(folder.store_at(config.store.url)) as store:
@@ -208,6 +211,15 @@ def report_resume(config: Config, folder: RunFolder, report: Report) -> bool:
     if changes:
         report.event(notice_of(changes))
     return bool(changes)
+
+
+def _lost_steps(folder: RunFolder, step: int) -> str:
+    """Return which steps are trained again, because the newest checkpoint is older; "" if none are."""
+    saved = folder.checkpoint_step or 0
+    if saved >= step:
+        return ""
+    since = f"its newest checkpoint is that of step {saved}" if saved else "it has no checkpoint yet"
+    return f"; {since}, so training continues at step {saved + 1}"
 
 
 def _report_change_since_end(config: Config, folder: RunFolder, report: Report) -> None:

@@ -172,12 +172,15 @@ def serve(
 
 def recording_notice(store: str | Path, config: ProxyConfig) -> str:
     """Return what a user needs to know about the episodes that calls open by themselves."""
+    where = shown_store(store)
     if config.implicit_split == "train":
-        sampling = "split train: sampling parameters are pinned, so that they can be trained on"
-        then = f"; reward completions with POST /rewards, and train with data.episodes={shown_store(store)}"
+        then = (
+            "with split train: sampling parameters are pinned, so that it can be trained on; reward "
+            f"completions with POST /rewards, and train with data.episodes={where}"
+        )
     else:
-        sampling, then = "split eval: agents choose sampling parameters, and nothing is trained on", ""
-    return f"episodes are recorded in {shown_store(store)} ({sampling}){then}"
+        then = "with split eval: agents choose sampling parameters, and it is not trained on"
+    return f"episodes are recorded in {where}; a call that names none opens one {then}"
 
 
 def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:

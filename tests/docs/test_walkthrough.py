@@ -123,6 +123,7 @@ NOT_RUN = {
         "areal-agents train examples/search_agent/config.yaml --fresh engine.kind",
     ): "test-sglang",
     ("docs/clusters.md", "areal-agents train cluster.yaml --launcher local"): "tests/cluster",
+    ("docs/clusters.md", "areal-agents train cluster.yaml --launcher external"): "tests/cluster",
     ("docs/clusters.md", "areal-agents train cluster.yaml --launcher slurm"): "tests/cluster",
     ("docs/recipes.md", "python -m benchmarks recipes"): "tests/benchmarks",
     ("docs/configuration.md", "areal-agents train"): "an example of overriding; tests/test_config.py",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from areal_agents.config import Config
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
@@ -25,6 +26,9 @@ from areal_agents.launch.report.json_lines import JsonReport
 from areal_agents.launch.report.lines import LineReport
 from areal_agents.launch.report.panel import PanelReport
 from areal_agents.launch.report.report import Report
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.train import report_resume
+from areal_agents.quickstart import quickstart_model
 from areal_agents.store import NewEpisode, Store
 
 
@@ -67,6 +71,33 @@ def test_a_resumed_run_shows_only_what_is_new() -> None:
     assert [*found.since_last(rows[:2], progress)] == []
     (new,) = found.since_last([*rows[:2], row(3, reward_mean=0.9)], progress)
     assert new.kind == "step" and "reward 0.900" in new.text
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "said"),
+    [
+        ((), "; it has no checkpoint yet, so training continues at step 1"),
+        (
+            ("step-1", "step-2", ".step-3.tmp"),
+            "; its newest checkpoint is that of step 2, so training continues at step 3",
+        ),
+        (("step-2", "step-3"), ""),
+    ],
+)
+def test_a_resumed_run_says_which_steps_are_trained_again(
+    checkpoints: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("".join(f"{json.dumps(row(step))}\n" for step in (1, 2, 3)))
+    for name in checkpoints:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    out = io.StringIO()
+    report = LineReport(Console(file=out, width=1000), changes())
+    Store.open(folder.store).close()
+    data = {"episodes": str(folder.store)}
+    config = Config.model_validate({"model": str(quickstart_model()), "data": data})
+    report_resume(config, folder, report)
+    assert f"which has trained 3 steps{said}; use --fresh to start over" in out.getvalue()
 
 
 def test_the_last_failure_is_read_from_the_store(tmp_path: Path) -> None:
