@@ -72,6 +72,8 @@ def _on_this_machine(config: Config, machine: Machine) -> Iterator[dict[str, Any
         yield {"trainer.activation_checkpointing": "auto" if gpus else "full"}
     if trainer.activation_checkpointing == "auto" and not gpus:
         yield {"trainer.activation_checkpointing": "full"}
+    if trainer.reshard == "step":
+        yield {"trainer.reshard": "block"}
     if trainer.microbatch_tokens and gpus:
         yield _FREE
     offloads = _offloads(config) if gpus else ()

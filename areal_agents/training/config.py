@@ -11,6 +11,7 @@ from areal_agents.core.settings import Settings
 from areal_agents.training.publish.config import PublishConfig
 
 Fused = Literal["none", "compile", "liger", "auto"]
+Reshard = Literal["block", "step"]
 Offload = Literal["none", "optimizer", "all"]
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -73,6 +74,12 @@ class TrainerConfig(Settings):
         default="auto",
         description="off, full, or n: recompute the activations of every n-th block. auto: off on a CPU; on "
         "a GPU the one with the least recomputation that its memory allows.",
+    )
+    reshard: Reshard = Field(
+        default="block",
+        description="When gathered weights are divided over the ranks again. block: after the pass of each "
+        "block, which gathers it twice in each micro-batch. step: after the last micro-batch of an optimizer "
+        "step; the weights are gathered once in it, and are whole in the compute type on each rank.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
@@ -249,6 +256,11 @@ class TrainerConfig(Settings):
             )
         if self.publish.backend == "nccl" and self.device == "cpu":
             raise ValueError("publish: backend: nccl needs a trainer on GPUs, got device: cpu; use gloo")
+        if self.offload == "all" and self.reshard == "step":
+            raise ValueError(
+                "offload: all keeps one block at a time on a GPU, and reshard: step all of them; use "
+                "reshard: block, or offload: optimizer"
+            )
         if self.offload == "all" and self.optimizer == "muon":
             raise ValueError(
                 "offload: all takes the optimizer's step on the CPU, where Muon's products of matrices are "

@@ -183,6 +183,7 @@ def run(
             grad_clip=config.grad_clip,
             downweight_stale=on_stale == "downweight",
             gradients_on_host=config.offload == "all",
+            reshard=config.reshard,
             records_tokens=config.record_tokens != "none",
         )
         best = BestMetric(metric_name(config.best_metric, evaluates=evaluates), store)

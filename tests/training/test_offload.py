@@ -226,6 +226,8 @@ def test_models_are_fetched_when_engines_sleep_and_parked_before_they_wake(
     assert events == ["asleep", "fetch", "step", "park", "awake"]
 
 
-def test_muon_is_refused_on_the_cpu() -> None:
+def test_what_offload_cannot_be_used_with_is_refused() -> None:
+    with pytest.raises(ValueError, match="offload: all keeps one block at a time on a GPU"):
+        TrainerConfig(offload="all", reshard="step")
     with pytest.raises(ValueError, match="offload: all takes the optimizer's step on the CPU"):
         TrainerConfig(offload="all", optimizer="muon")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from presets_support import largest_difference
+from torch.distributed.tensor import DTensor
 from training_support import random_group, training_data
 
 from areal_agents.algorithms.config import AlgorithmConfig
@@ -16,7 +19,7 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model.model import Policy, load_policy
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
 from areal_agents.training.step.optimizer import make_optimizer
 from areal_agents.training.step.step import StepOptions, StepResult, Stopped, train_batch
 
@@ -93,6 +96,37 @@ def test_the_gradient_does_not_depend_on_the_partition(
     assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
     for name, value in whole.statistics.as_dict().items():
         assert cut.statistics.as_dict()[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_weights_that_stay_gathered_give_the_same_step_with_fewer_gathers(
+    minibatches: int, model_folder: Path, group: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsdp = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param").FSDPParam
+    gather, gathers = fsdp.to_unsharded, 0
+
+    def counted(parameter: Any) -> Any:
+        nonlocal gathers
+        gathers += 1
+        return gather(parameter)
+
+    monkeypatch.setattr(fsdp, "to_unsharded", counted)
+    found = {}
+    for reshard in ("block", "step"):
+        policy = load_policy(model_folder, group, options=ModelOptions(reshard=reshard))  # type: ignore[arg-type]
+        optimizer, gathers = torch.optim.SGD(policy.parameters(), lr=1.0), 0
+        options = replace(OPTIONS, microbatch_tokens=120, reshard=reshard)  # type: ignore[arg-type]
+        result = train_batch(
+            policy, optimizer, training_data(samples("ab")), several(minibatches), options,
+            ranks=group, version=0, seed=0,
+        )  # fmt: skip
+        assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+        found[reshard] = gathers, policy.full_state_dict()
+    (often, by_block), (seldom, by_step) = found["block"], found["step"]
+    assert largest_difference(by_block, by_step) == 0
+    weights = len(list(policy.parameters()))
+    assert seldom == weights * minibatches  # once for each optimizer step, and the pass before the first one
+    assert often > 1.5 * weights * result.microbatches > seldom  # all but the root's weights twice
 
 
 def test_on_policy_the_ratio_is_one_and_the_kl_zero(model_folder: Path, group: Ranks) -> None:

@@ -102,14 +102,18 @@ class TrainerMemory:
         self._path = model_path
         self._context = ranks.context_count
         self._offload = config.offload
+        self._reshard = config.reshard
         self._measured: dict[int, list[Activations]] = {}
         with _unknown_if_it_fails(model_path):
             options = ModelOptions(
-                dtype=self.dtype, lora=lora_options(config.lora), router_dtype=router_dtype(config)
+                dtype=self.dtype,
+                lora=lora_options(config.lora),
+                router_dtype=router_dtype(config),
+                reshard=config.reshard,
             )
             policy = build_without_weights(model_path, policy_around(options), options=options)[1]
             known = {} if measured is None else measured
-            key = (model_path, options, on_gpu)
+            key = (model_path, replace(options, reshard="block"), on_gpu)
             if key not in known:
                 known[key] = Measurer(
                     policy, dtype=self.dtype, router_dtype=options.router_dtype, on_cpu=not on_gpu
@@ -130,7 +134,7 @@ class TrainerMemory:
                     )
                 self._models.append(known[headless])
                 self._trained.append(self._critic_states(critic, ranks, config))
-            frozen = replace(options, lora=None, frozen=True)
+            frozen = replace(options, lora=None, frozen=True, reshard="block")
             self._frozen = [
                 self._states(path, ranks, frozen, optimized_by=None)
                 for path in frozen_models(config, algorithm, model_path)
@@ -169,7 +173,7 @@ class TrainerMemory:
             frozen=sum(s.frozen for s in models),
             optimizer=sum(s.optimizer for s in self._trained),
             gradients=sum(s.gradients for s in self._trained),
-            gathered=max(s.gathered for s in models),
+            gathered=self._gathered(),
             unsharded=max(s.unsharded for s in self._trained),
             activations=largest.saved(checkpointing),
             working=largest.working(checkpointing),
@@ -186,6 +190,14 @@ class TrainerMemory:
             return replace(away, on_host=need.idle + need.gradients)
         return need
 
+    def _gathered(self) -> int:
+        """Whole weights during a pass: of one model, or with `reshard: step` of all that are trained, beside
+        those of a frozen one."""
+        trained, frozen = ([s.gathered for s in models] for models in (self._trained, self._frozen))
+        if self._reshard == "step":
+            return sum(trained) + max(frozen, default=0)
+        return max(trained + frozen)
+
     def _measure(self, tokens: int) -> list[Activations]:
         with _unknown_if_it_fails(self._path):
             return [model.measure(tokens) for model in self._models]
@@ -197,7 +209,7 @@ class TrainerMemory:
         return count_states(module, model, ranks, options=options, optimized_by=optimized_by)
 
     def _critic_states(self, path: Path, ranks: Ranks, config: TrainerConfig) -> States:
-        options = ModelOptions(dtype=self.dtype, router_dtype=router_dtype(config))
+        options = ModelOptions(dtype=self.dtype, router_dtype=router_dtype(config), reshard=config.reshard)
         module, model = build_without_weights(
             path, lambda model, _: Critic(model), options=options, head=False
         )

@@ -41,7 +41,8 @@ class States:
         step_by_block: both for the largest part of the model, of those that an optimizer whose state is in
             host memory steps one after the other.
         gathered: whole weights during a pass: those of the root unit, which stay, and of the largest block
-            three times: it computes, the next one is received in one buffer and copied from it.
+            three times: it computes, the next one is received in one buffer and copied from it. With
+            `reshard: step` all weights, and those buffers.
         unsharded: whole gradients during a pass: that of the root unit, which is reduced last, and of the
             largest block, in the compute type and twice in float32, because a block's gradient may still be
             reduced when that of the next one is copied.
@@ -104,7 +105,14 @@ def count_states(
     """
     whole = sum(_weights(p) for p in module.parameters())
     per_byte, step_per_byte = (0.0, 0.0) if optimized_by is None else _optimizer(module, optimized_by)
-    shard(module, model, ranks, dtype=options.dtype, router_dtype=options.router_dtype)
+    shard(
+        module,
+        model,
+        ranks,
+        dtype=options.dtype,
+        router_dtype=options.router_dtype,
+        reshard=options.reshard,
+    )
     parameters = list(module.parameters())
     trained = sum(_local(p).nbytes for p in parameters if p.requires_grad)
     buffers = sum(buffer.nbytes for buffer in module.buffers())
@@ -124,7 +132,9 @@ def count_states(
         optimizer=round(trained * per_byte),
         step=round(trained * step_per_byte),
         step_by_block=round(largest_part * (per_byte + step_per_byte)),
-        gathered=_bytes(root, width) + 3 * largest,
+        gathered=_bytes(root, width) + 3 * largest
+        if options.reshard == "block"
+        else _bytes(parameters, width) + 2 * largest,
         unsharded=_elements(root, trained=True) * width + largest_trained * (width + 2 * REDUCED),
         ending=sum(_elements(unit) for unit in ends) * width
         + sum(_elements(unit, trained=True) for unit in ends) * (width + REDUCED),

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.errors import TrainingError
-from areal_agents.training.config import Fused
+from areal_agents.training.config import Fused, Reshard
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import attention
 from areal_agents.training.model.compatibility import attention_calls, logit_scale
@@ -59,6 +59,8 @@ class ModelOptions:
         frozen: whether no weight is trained.
         placement: where the shards are, see `sharding.Placement`.
         fused: how blocks are computed, see `fused.fuse_blocks`.
+        reshard: whether the weights of a block are divided again after its forward pass (`block`), or stay
+            gathered until the caller reshards them (`step`), see `Learner.backward`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -68,6 +70,7 @@ class ModelOptions:
     frozen: bool = False
     placement: Placement = "device"
     fused: Fused = "none"
+    reshard: Reshard = "block"
 
 
 class PolicyOutput(NamedTuple):
@@ -263,6 +266,7 @@ def load_sharded(
         dtype=options.dtype,
         router_dtype=options.router_dtype,
         placement=options.placement,
+        reshard=options.reshard,
     )
     materialize(module, model, ranks.device, options.placement)
     error: TrainingError | None = None

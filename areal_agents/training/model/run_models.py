@@ -95,10 +95,11 @@ def load_models(
         lora=lora_options(config.lora),
         router_dtype=router_dtype(config),
         fused=config.fused,
+        reshard=config.reshard,
         placement="offloaded" if config.offload == "all" else "parked" if parked else "device",
     )
     whole = replace(options, lora=None)
-    frozen = replace(whole, activation_checkpointing="off")
+    frozen = replace(whole, activation_checkpointing="off", reshard="block")
     policy = load_policy(model_path, ranks, options=options)
     critic = reference = None
     if algorithm.needs_critic:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from areal_agents.errors import TrainingError
+from areal_agents.training.config import Reshard
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.experts import router_of
 from areal_agents.training.model.images import vision_blocks
@@ -63,6 +64,7 @@ def shard(
     dtype: torch.dtype,
     router_dtype: torch.dtype | None = None,
     placement: Placement = "device",
+    reshard: Reshard = "block",
 ) -> None:
     """Divide `root`, which contains `model` and calls its head, into FSDP units, in place.
 
@@ -70,12 +72,17 @@ def shard(
     (`router_dtype`; None: in the type of the rest). The embedding is a unit unless it is tied to the head,
     since tied weights must be in the same unit. The root contains the rest: the final norm and the head,
     whose matrix is used once per chunk, and again in the backward pass.
-    The head stays gathered from the forward pass to the end of the backward pass.
+    The head stays gathered from the forward pass to the end of the backward pass, and with `reshard: step` so
+    does everything, in all micro-batches of an optimizer step.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     routing = MixedPrecisionPolicy(param_dtype=router_dtype, reduce_dtype=torch.float32)
     unit = partial(
-        fully_shard, mesh=ranks.mesh, mp_policy=precision, offload_policy=offload_policy(ranks, placement)
+        fully_shard,
+        mesh=ranks.mesh,
+        mp_policy=precision,
+        offload_policy=offload_policy(ranks, placement),
+        reshard_after_forward=reshard == "block",
     )
     for block in blocks(model):
         router = router_of(block)

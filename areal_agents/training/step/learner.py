@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from areal_agents.training.config import TrainerConfig
+from areal_agents.training.config import Reshard, TrainerConfig
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class Learner:
     Attributes:
         shards: the number of ranks over which each copy of the weights is divided.
         on_host: whether FSDP moves the gradient to host memory (`trainer.offload: all`).
+        reshard: that of the module's options.
         norms: the norm of the gradient at each step, None where skipped.
     """
 
@@ -34,6 +35,7 @@ class Learner:
     optimizer: torch.optim.Optimizer
     shards: int
     on_host: bool = False
+    reshard: Reshard = "block"
     norms: list[float | None] = field(default_factory=list)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -41,9 +43,12 @@ class Learner:
 
         A whole gradient exists for one block at a time. Copies of the weights (HSDP) add up their shards
         after the `last` micro-batch of an optimizer step; in host memory, after each one, because FSDP keeps
-        what is not added up on the device.
+        what is not added up on the device. With `reshard: step` the weights that the forward pass gathered
+        stay until the `last` one.
         """
         module = cast(FSDPModule, self.module)
+        if self.reshard == "step":
+            module.set_reshard_after_backward(last)
         if self.on_host:
             pass
         elif self.shards == 1:

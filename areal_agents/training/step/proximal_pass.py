@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from areal_agents.algorithms.config import AlgorithmConfig
@@ -198,9 +198,9 @@ def _teacher_targets(
     return TopTargets(ranks.sum(ids), ranks.sum(logprobs))
 
 
-def release(policy: Policy | BaseOfAdapter) -> None:
+def release(model: nn.Module | BaseOfAdapter) -> None:
     """Free the gathered weights that a sharded model keeps after a forward pass without a backward pass."""
-    for module in policy.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 

@@ -18,6 +18,7 @@ from areal_agents.algorithms.credit.estimators import GaeEstimator
 from areal_agents.algorithms.losses.dpo import DpoCoefficients, DpoLoss
 from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.algorithms.samples import TrainingData
+from areal_agents.training.config import Reshard
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.metrics.clock import Clock
 from areal_agents.training.metrics.device_memory import peak_memory, start_peak
@@ -28,7 +29,7 @@ from areal_agents.training.model.sharding import drop_gradients
 from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.losses import pair_pass, policy_share, value_share
 from areal_agents.training.step.plan import BatchPlan, Minibatch, lay_out
-from areal_agents.training.step.proximal_pass import Scores, gathered, passes, score_batch
+from areal_agents.training.step.proximal_pass import Scores, gathered, passes, release, score_batch
 from areal_agents.training.step.recording import TokenRecorder
 from areal_agents.training.step.results import (
     CriticResult,
@@ -52,8 +53,8 @@ class StepOptions:
     """The options of a step that do not depend on the algorithm; the names are those of the configuration.
 
     With `downweight_stale` (`rollout.on_stale: downweight`) older tokens count less; `gradients_on_host`
-    (`trainer.offload: all`) says that FSDP keeps gradients in host memory; with `records_tokens` the result
-    has the terms of each trained token.
+    (`trainer.offload: all`) says that FSDP keeps gradients in host memory; `reshard` is that of the models'
+    options; with `records_tokens` the result has the terms of each trained token.
     """
 
     microbatch_tokens: int
@@ -61,6 +62,7 @@ class StepOptions:
     grad_clip: float
     downweight_stale: bool = False
     gradients_on_host: bool = False
+    reshard: Reshard = "block"
     records_tokens: bool = False
 
 
@@ -95,13 +97,13 @@ def train_batch(
         TeacherError: the teacher's engine cannot be used; the weights are unchanged.
         ValueError: there are no samples, or a critic, reference or teacher is missing or given without need.
 
-    No gradient is left, however the batch ends.
+    No gradient and no gathered weight is left, however the batch ends.
     """
     if (data is not None) != ranks.is_first:
         raise ValueError("expected the batch on the first rank, and on no other rank")
     _check(algorithm, ranks, critic, reference, teacher)
     batch = _BatchState(
-        policy, optimizer, critic, teacher, algorithm, ranks, version, stopping, options.gradients_on_host,
+        policy, optimizer, critic, teacher, algorithm, ranks, version, stopping, options,
         TokenRecorder() if options.records_tokens else None,
     )  # fmt: skip
     with batch.clock.part("pack"):
@@ -140,6 +142,7 @@ def train_batch(
     finally:
         for learner in batch.learners:
             drop_gradients(learner.module)
+            release(learner.module)
     return batch.result(plan, scores)
 
 
@@ -176,7 +179,7 @@ class _BatchState:
     ranks: Ranks
     version: int
     stopping: Callable[[], bool]
-    gradients_on_host: bool
+    options: StepOptions
     recorder: TokenRecorder | None
     pairs: list[DpoCoefficients] = field(default_factory=list)
 
@@ -188,7 +191,13 @@ class _BatchState:
         if self.critic is not None:
             trained.append((self.critic.critic, self.critic.optimizer))
         self.learners = [
-            Learner(module, optimizer, self.ranks.shards, self.gradients_on_host)
+            Learner(
+                module,
+                optimizer,
+                self.ranks.shards,
+                on_host=self.options.gradients_on_host,
+                reshard=self.options.reshard,
+            )
             for module, optimizer in trained
         ]
         self.statistics = LossStatistics.zero(device)
