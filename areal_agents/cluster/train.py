@@ -239,6 +239,10 @@ class _ClusterRun:
                 engines=() if in_storage else endpoints.engine_urls,
                 ending=ending,
                 has_ended=lambda: all(children.finished(name) for name in ending),
+                places=[
+                    (process.role, process.index)
+                    for process in processes_of(config, self._url, nodes=self._nodes)
+                ],
             )
 
     def _start(self, children: Children) -> list[str]:

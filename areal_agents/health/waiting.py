@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -11,6 +11,7 @@ import httpx
 
 from areal_agents.direct_http import direct_client
 from areal_agents.store import Activity, Store
+from areal_agents.store.roles import Role
 
 LEAST_S = 60.0  # a run is not looked at before so long without a step
 SLOWER = 4.0  # nor before so many times the median step
@@ -26,6 +27,7 @@ class Waiting:
         engines: the URLs of the engines; (): they are not asked whether they answer.
         proxy: the URL of the proxy.
         groups: the number of groups of a batch.
+        places: the role and index of each process of a run on several machines.
         now: the time in seconds.
     """
 
@@ -35,9 +37,11 @@ class Waiting:
         proxy: str,
         *,
         groups: int,
+        places: Collection[tuple[Role, int]] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engines, self._proxy, self._groups = engines, proxy, groups
+        self._places = places
         self._now = now
         self._rows = -1
         self._since = self._looked = now()
@@ -57,7 +61,7 @@ class Waiting:
         if now - self._since < max(LEAST_S, SLOWER * usual) or now - self._looked < LOOK_EVERY_S:
             return self._said
         self._looked = now
-        what = self.reason(groups, store.activity(), started=bool(rows))
+        what = self._absent(groups, store) or self.reason(groups, store.activity(), started=bool(rows))
         self._said = f"no step for {now - self._since:.0f} s: {what}"
         return self._said
 
@@ -75,8 +79,22 @@ class Waiting:
         lost = f". {len(dead)} of {len(self._engines)} engines do not answer: {', '.join(dead)}" * bool(dead)
         return self._of_a_serving_run(groups, activity, started) + lost
 
+    def _absent(self, groups: Mapping[str, int], store: Store) -> str | None:
+        """Return which places of a run on several machines no process has; None if all are taken."""
+        alive = {(row.role, row.index) for row in store.role_rows() if row.is_alive} if self._places else ()
+        # A rollout process may end before the last steps are trained.
+        has_groups = self._ready(groups) >= self._groups
+        wanted = [place for place in self._places if not (has_groups and place[0] == "rollout")]
+        absent = [f"{role} {index}" for role, index in wanted if (role, index) not in alive]
+        if not absent:
+            return None
+        return f"no process is {', '.join(absent)}; what started it has to start it again"
+
+    def _ready(self, groups: Mapping[str, int]) -> int:
+        return groups.get("complete", 0) + groups.get("leased", 0)
+
     def _of_a_serving_run(self, groups: Mapping[str, int], activity: Activity, started: bool) -> str:
-        ready = groups.get("complete", 0) + groups.get("leased", 0)
+        ready = self._ready(groups)
         if ready >= self._groups:
             return (
                 f"{ready} groups are ready, and the trainer has not finished its step; areal-agents diagnose "

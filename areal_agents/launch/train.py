@@ -11,7 +11,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -49,6 +49,7 @@ from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.rollout.config import EvalConfig
 from areal_agents.secret_variables import given_engine_key, new_engine_key
 from areal_agents.store import Store
+from areal_agents.store.roles import Role
 from areal_agents.training.metrics.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
@@ -385,6 +386,7 @@ def watch_training(
     ending: Sequence[str],
     has_ended: Callable[[], bool],
     look: Callable[[], None] = lambda: None,
+    places: Collection[tuple[Role, int]] = (),
 ) -> float | None:
     """Show a run while it trains, until it has ended; return the engines' idle share.
 
@@ -392,13 +394,14 @@ def watch_training(
         engines: the URLs of the engines; () if they may be out of reach here, so that none is asked.
         ending: the names of the processes that end with the run; the death of others is an error.
         look: called again and again; an exception from it ends the run.
+        places: the role and index of each process of a run on several machines.
     """
     metrics = MetricsFile(folder.metrics)
     reader = ProgressReader(store)
     disk_space = disk_space_of(config, folder)
     memory = MemoryUse(children.pids)
     busy = EngineBusy(engines, key=endpoints.engine_key)
-    waiting = Waiting(engines, endpoints.proxy_url, groups=config.rollout.groups)
+    waiting = Waiting(engines, endpoints.proxy_url, groups=config.rollout.groups, places=places)
     while not has_ended():
         children.check(may_finish=ending)
         look()

@@ -14,6 +14,7 @@ from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
 from areal_agents.health.waiting import LEAST_S, LOOK_EVERY_S, Waiting
 from areal_agents.store import Activity, NewEpisode, Store
+from areal_agents.store.roles import Role
 
 NOWHERE = "http://127.0.0.1:9"
 NOTHING = Activity(0, None, None, 0, None, 0)
@@ -114,3 +115,23 @@ def test_a_run_is_looked_at_only_when_a_step_takes_much_longer_than_usual(
         assert check() != said
         rows.append({"step_s": 200.0})
         assert check() is None
+
+
+def test_the_processes_that_a_run_on_several_machines_lacks_are_named(server: str, tmp_path: Path) -> None:
+    now = 0.0
+    places: list[tuple[Role, int]] = [("trainer", 0), ("trainer", 1), ("rollout", 0)]
+    waiting = Waiting((), server, groups=2, places=places, now=lambda: now)
+    with Store.open(tmp_path / "store.db") as store:
+        ended = store.claim_role("rollout", 0, host="a", pid=1)
+        store.leave_role("rollout", 0, ended.epoch)
+        store.claim_role("trainer", 0, host="a", pid=2)
+        assert waiting.check([], {}, store) is None
+        now += LEAST_S
+        said = waiting.check([], {}, store)
+        assert said is not None and "no process is trainer 1, rollout 0; what started it" in said
+        now += LOOK_EVERY_S
+        said = waiting.check([], {"complete": 2}, store)
+        assert said is not None and "no process is trainer 1; " in said, "rollout processes may have ended"
+        store.claim_role("trainer", 1, host="b", pid=2)
+        now += LOOK_EVERY_S
+        assert "the trainer has not finished its step" in (waiting.check([], {"complete": 2}, store) or "")
