@@ -125,6 +125,24 @@ def train(folder: Path, group: Ranks, *, offload: Offload = "none") -> tuple[dic
     return {**result.statistics.as_dict(), "grad_norm": result.grad_norm}, policy.full_state_dict()
 
 
+def stop_within_a_step(folder: Path, group: Ranks) -> tuple[bool, bool]:
+    """Stop, on the second rank's signal, when a micro-batch has left a gradient in its shards. Returns
+    whether this rank stopped, and whether it still has gradients or gathered weights."""
+    policy = load_policy(folder, group, options=ModelOptions(reshard="step"))
+    shards = list(policy.parameters())
+    stopped = False
+    try:
+        train_batch(
+            policy, make_optimizer(policy, TrainerConfig(lr=1e-2)), batch(group), AlgorithmConfig(),
+            replace(OPTIONS, microbatch_tokens=110, reshard="step"), ranks=group, version=0, seed=0,
+            stopping=lambda: group.rank == 1 and any(shard.grad is not None for shard in shards),
+        )  # fmt: skip
+    except Stopped:
+        stopped = True
+    gathered = any(now is not shard for now, shard in zip(policy.parameters(), shards, strict=True))
+    return stopped, gathered or any(shard.grad is not None for shard in shards)
+
+
 def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> dict[str, float]:
     """By transport, how far the engine's logprobs are from the policy's after it is published, though it was
     lost on the way; and how it ends where the engine is not there."""
@@ -270,14 +288,7 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
         checkpoints = Checkpoints(folder / "checkpoints", group, wait=True)
         checkpoints.save({"policy": (policy, optimizer)}, TrainingProgress(1, 1))
         after_one = policy.full_state_dict()
-        try:
-            train_batch(
-                policy, optimizer, batch(group), ALGORITHM, OPTIONS, ranks=group, version=0, seed=0,
-                stopping=lambda: rank == 1,  # one rank's signal stops both
-            )  # fmt: skip
-            stopped = False
-        except Stopped:
-            stopped = True
+        stopped = stop_within_a_step(Path(model), group)
         store = Store.open(folder / "run" / "store.db") if rank == 0 else None
         ended, waits, spans = watched_loop(Path(model), folder / "run", store, engine_url, 3)
         outcomes = [ended, loop(Path(model), folder / "run", store, engine_url, 2)]

@@ -106,8 +106,8 @@ def test_one_rank_resumes_the_checkpoint_of_two(
     assert len(optimizer.state) == len(list(policy.parameters()))
 
 
-def test_a_stop_on_one_rank_stops_both(spawned: tuple[Path, list[Any]]) -> None:
-    assert [result[3] for result in spawned[1]] == [True, True]
+def test_a_stop_on_one_rank_stops_both_and_leaves_no_gradient(spawned: tuple[Path, list[Any]]) -> None:
+    assert [result[3] for result in spawned[1]] == [(True, False)] * 2
 
 
 def test_the_loop_runs_on_two_ranks(spawned: tuple[Path, list[Any]]) -> None:

@@ -239,9 +239,10 @@ def test_a_stop_ends_between_micro_batches_before_the_first_step(model_folder: P
     """In the proximal pass, or at the first micro-batch; a batch with a step made is finished."""
     whole, _ = step(model_folder, group, samples(), minibatches=2, microbatch_tokens=130)
     before = load_policy(model_folder, group).full_state_dict()
-    for ask in (0, whole.microbatches):
+    for ask in (0, 1, whole.microbatches):
         policy, ended = stopped_at(ask, model_folder, group)
-        assert ended and largest_difference(policy.full_state_dict(), before) == 0
+        assert ended and all(isinstance(parameter, DTensor) for parameter in policy.parameters())
+        assert largest_difference(policy.full_state_dict(), before) == 0
     finished, ended = stopped_at(1000, model_folder, group)
     assert not ended
     first_step = whole.microbatches + whole.microbatches // 2 + 1  # surely within the second minibatch

@@ -118,20 +118,20 @@ def train_batch(
             downweight_at=version if options.downweight_stale else None,
             names_turns=options.records_tokens,
         )
-    scores = score_batch(
-        plan,
-        policy,
-        algorithm,
-        critic=critic.critic if critic else None,
-        reference=reference,
-        teacher=teacher,
-        ranks=ranks,
-        clock=batch.clock,
-        check_stop=batch.check_stop,
-        stopping=stopping,
-        seed=seed,
-    )
     try:
+        scores = score_batch(
+            plan,
+            policy,
+            algorithm,
+            critic=critic.critic if critic else None,
+            reference=reference,
+            teacher=teacher,
+            ranks=ranks,
+            clock=batch.clock,
+            check_stop=batch.check_stop,
+            stopping=stopping,
+            seed=seed,
+        )
         for place, minibatch in enumerate(plan.minibatches):
             advantages = batch.advantages(plan, minibatch, scores)
             with batch.clock.part("gradient"):
@@ -141,8 +141,10 @@ def train_batch(
                     learner.step(options.grad_clip)
     finally:
         for learner in batch.learners:
+            release(learner.module)  # first: the parameters of a gathered module have no shard's gradient
             drop_gradients(learner.module)
-            release(learner.module)
+        if reference is not None:
+            release(reference)
     return batch.result(plan, scores)
 
 
