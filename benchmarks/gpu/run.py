@@ -11,9 +11,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +26,7 @@ from benchmarks.gpu.parts import PARTS, Device
 ROOT = Path(__file__).parents[2]
 WHOLE_S = 540.0  # of all parts together: GPU machines are lent for commands of at most ten minutes
 LEAST_S = 20.0  # with less, a part is not begun: a process that imports torch takes half of it
+_POLL_S = 0.2
 _SHOWN = 1500  # characters of the output of a failed part that are printed
 _KEPT = 60_000  # and that gpu.json keeps
 
@@ -48,13 +51,14 @@ def run_parts(names: Sequence[str], device: Device, *, within_s: float = WHOLE_S
     """
     deadline = time.monotonic() + within_s
     outcomes: list[Outcome] = []
+    interrupted = threading.Event()
 
     def one(name: str) -> Outcome:
         left_s = deadline - time.monotonic()
         if left_s < LEAST_S:
             outcome = Outcome(name, "not run", 0.0, reason=f"no time left of {within_s:g} s")
         else:
-            outcome = _run_part(name, device, left_s)
+            outcome = _run_part(name, device, left_s, interrupted)
         told = json.dumps(outcome.figures) if outcome.status == "passed" else outcome.reason[-_SHOWN:]
         print(f"{name:11} {outcome.status:8} {outcome.seconds:6.1f} s  {told}", flush=True)
         return outcome
@@ -62,26 +66,35 @@ def run_parts(names: Sequence[str], device: Device, *, within_s: float = WHOLE_S
     for beside, neighbours in groupby(names, lambda name: device == "cuda" and PARTS[name].beside):
         group = list(neighbours)
         with ThreadPoolExecutor(len(group) if beside else 1) as threads:
-            outcomes += threads.map(one, group)
+            try:
+                outcomes += threads.map(one, group)
+            except BaseException:  # Ctrl-C, which reaches no part: each has a session of its own
+                interrupted.set()
+                raise
     return outcomes
 
 
-def _run_part(name: str, device: Device, left_s: float) -> Outcome:
+def _run_part(name: str, device: Device, left_s: float, interrupted: threading.Event) -> Outcome:
     started, limit_s = time.monotonic(), PARTS[name].limit_s
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", name, device],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": _path()}, start_new_session=True,
     )  # fmt: skip
-    try:
-        output, errors = process.communicate(timeout=min(left_s, limit_s))
-    except subprocess.TimeoutExpired:
+    ended = None
+    while ended is None and not interrupted.is_set() and time.monotonic() - started < min(left_s, limit_s):
+        with suppress(subprocess.TimeoutExpired):
+            ended = process.communicate(timeout=_POLL_S)
+    if ended is None:
         os.killpg(process.pid, signal.SIGKILL)  # with the engines and trainers that it has started
         output, errors = process.communicate()
         seconds, said = round(time.monotonic() - started, 1), errors[-_KEPT:].strip()
+        if interrupted.is_set():
+            return Outcome(name, "not run", seconds, reason="interrupted")
         if left_s < limit_s:  # which says nothing about the part
             return Outcome(name, "not run", seconds, reason=f"no time left after {left_s:.0f} s: {said}")
         return Outcome(name, "failed", seconds, reason=f"was not done after {limit_s:.0f} s: {said}")
+    output, errors = ended
     seconds = round(time.monotonic() - started, 1)
     if process.returncode:
         return Outcome(name, "failed", seconds, reason=errors[-_KEPT:].strip())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,7 +142,7 @@ def test_an_engine_on_a_cpu_has_no_part_that_sleeps(here: Here) -> None:
 def test_on_a_gpu_runs_of_small_models_run_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     together, running, most = threading.Barrier(2), 0, 0
 
-    def part(name: str, device: str, left_s: float) -> Outcome:
+    def part(name: str, device: str, left_s: float, interrupted: threading.Event) -> Outcome:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -176,6 +179,30 @@ def test_a_part_that_fails_or_hangs_does_not_prevent_the_others_while_there_is_t
     assert cut["status"] == "not run" and "no time left after 5 s" in cut["reason"] and cut["seconds"] >= 5
     assert late["status"] == "not run" and late["reason"] == "no time left of 5 s"
     assert "Not run, because no time was left: step, head." in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_part_that_runs_and_begins_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, sys, time\nopen({str(begun)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(60)\n"
+    )
+    monkeypatch.setattr(run, "_path", lambda: f"{tmp_path}:{run.ROOT}")
+
+    def interrupt() -> None:
+        while not begun.exists() or not begun.read_text().endswith(" "):
+            time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_parts(["head", "step"], "cpu")
+    assert time.monotonic() - started < 30
+    (pid,) = map(int, begun.read_text().split())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_the_figures_are_written_as_json_and_as_a_table(tmp_path: Path) -> None:
