@@ -94,5 +94,5 @@ class Parking:
 
 def moments(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parts of a parameter's optimizer state that are as large as the parameter. Counters (tensors
-    without a dimension) stay on the CPU."""
+    without a dimension) stay where they are."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.ndim}

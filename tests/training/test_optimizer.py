@@ -11,7 +11,13 @@ from torch import nn
 
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.step.learner import rate_factor, set_learning_rate
-from areal_agents.training.step.optimizer import JointOptimizer, make_optimizer, optimizer_state
+from areal_agents.training.step.optimizer import (
+    JointOptimizer,
+    empty_state,
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+)
 
 
 def rates(**options: Any) -> list[float]:
@@ -54,11 +60,12 @@ class Tiny(nn.Module):
 
     def step(self, optimizer: torch.optim.Optimizer, count: int) -> dict[str, torch.Tensor]:
         """Train; a copy of the weights."""
+        ids = torch.arange(8, device=self.lm_head.weight.device)
         for _ in range(count):
-            x = self.embed_tokens(torch.arange(8))
+            x = self.embed_tokens(ids)
             for layer in self.layers:
                 x = x + torch.tanh(layer(x))
-            nn.functional.cross_entropy(self.lm_head(self.norm(x)), torch.arange(8)).backward()
+            nn.functional.cross_entropy(self.lm_head(self.norm(x)), ids).backward()
             optimizer.step()
             optimizer.zero_grad()
         return {name: p.detach().clone() for name, p in self.named_parameters()}
@@ -109,3 +116,39 @@ def test_offloaded_state_changes_no_weight_and_is_stepped_block_by_block(name: A
     before = {key: value.clone() for key, value in got.items()}
     after = away.step(there, 1)
     assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_the_step_of_a_gpu_is_fused_also_if_the_weights_are_in_host_memory_before_it() -> None:
+    for device, fused in (("cuda", True), ("cpu", None)):
+        parked = make_optimizer(Tiny(), TrainerConfig(), device=torch.device(device))
+        assert [group["fused"] for group in parked.param_groups] == [fused, fused]
+
+
+def test_the_fused_step_of_a_resumed_run_finds_its_counters_on_the_device() -> None:
+    """A meta tensor stands for one on a GPU."""
+    with torch.device("meta"):
+        module = nn.Linear(4, 3, bias=False)
+    optimizer = make_optimizer(module, TrainerConfig(), device=torch.device("cuda"))
+    shapes = {"weight/step": (), "weight/exp_avg": (3, 4), "weight/exp_avg_sq": (3, 4)}
+    load_optimizer_state(module, optimizer, empty_state(module, optimizer, shapes))
+    assert optimizer_state(module, optimizer)["weight/step"].device.type == "cpu"
+    module.weight.grad = torch.empty_like(module.weight)
+    optimizer.step()
+    assert optimizer_state(module, optimizer)["weight/step"].device == module.weight.device
+
+
+@pytest.mark.gpu
+def test_a_resumed_step_on_a_gpu_is_that_of_a_run_that_was_not_stopped() -> None:
+    straight, resumed = Tiny().cuda(), Tiny().cuda()
+    config = TrainerConfig(lr=0.01)
+    want = straight.step(make_optimizer(straight, config), 2)
+    first = make_optimizer(resumed, config)
+    resumed.step(first, 1)
+    saved = {key: value.cpu() for key, value in optimizer_state(resumed, first).items()}
+    second = make_optimizer(resumed, config)
+    loaded = empty_state(resumed, second, {key: value.shape for key, value in saved.items()})
+    for key, value in saved.items():
+        loaded[key].copy_(value)
+    load_optimizer_state(resumed, second, loaded)
+    got = resumed.step(second, 1)
+    assert all(torch.equal(got[key], want[key]) for key in want)

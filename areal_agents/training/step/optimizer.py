@@ -44,11 +44,11 @@ def make_optimizer(
     # With offload, block after block: only one block's state is on the device at a time.
     offload = config.offload == "optimizer"
     divided = _by_block(named) if offload else [named]
-    parts = [part for some in divided for part in _optimizers(some, config, rate)]
-    if len(parts) == 1 and not offload:
-        return parts[0]
     if device is None:
         device = named[0][1].device
+    parts = [part for some in divided for part in _optimizers(some, config, rate, device)]
+    if len(parts) == 1 and not offload:
+        return parts[0]
     return JointOptimizer(parts, device, offload=offload)
 
 
@@ -177,11 +177,12 @@ def plain_name(name: str) -> str:
     return name.replace(_WRAPPER, "")
 
 
-def _optimizers(named: Named, config: TrainerConfig, lr: float) -> list[torch.optim.Optimizer]:
+def _optimizers(
+    named: Named, config: TrainerConfig, lr: float, device: torch.device
+) -> list[torch.optim.Optimizer]:
     muon = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and _block(name)]
     taken = set(map(id, muon))
     rest = [p for _, p in named if id(p) not in taken]
-    on_gpu = any(p.device.type == "cuda" for p in rest)
     parts: list[torch.optim.Optimizer] = []
     if muon:
         parts.append(
@@ -198,17 +199,27 @@ def _optimizers(named: Named, config: TrainerConfig, lr: float) -> list[torch.op
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
     if rest:
-        parts.append(
-            torch.optim.AdamW(
-                [group for group in groups if group["params"]],
-                lr=lr,
-                betas=(config.beta1, config.beta2),
-                eps=config.adam_epsilon,
-                # in one pass over memory, and without temporary arrays of the size of the weights
-                fused=True if config.offload == "all" or on_gpu else None,
-            )
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.adam_epsilon,
+            # in one pass over memory, and without temporary arrays of the size of the weights
+            fused=True if config.offload == "all" or device.type == "cuda" else None,
         )
+        if adamw.defaults["fused"]:
+            adamw.register_step_pre_hook(_move_counters)
+        parts.append(adamw)
     return parts
+
+
+def _move_counters(adamw: torch.optim.Optimizer, *_: Any) -> None:
+    """Move the step counters to the parameters' device, where the fused kernel reads them. A checkpoint is
+    loaded with counters on the CPU."""
+    for parameter in _parameters(adamw):
+        state = adamw.state.get(parameter)
+        if state:
+            state["step"] = state["step"].to(parameter.device)
 
 
 def _by_block(named: Named) -> list[Named]:
