@@ -171,7 +171,7 @@ with fake_ranks(8) as ranks:
     )
 need = memory.need("full", 32768)
 print(need.masters, need.optimizer, need.gradients, need.gathered, need.unsharded)
-print(step.need("full", 32768).gathered)
+print(step.need("full", 32768).gathered, step.need("full", 32768).ending - need.ending)
 print(need.activations, memory.activations(32768)[0].blocks[7], memory.cache_elements())
 for policy in ("off", 4, "full"):
     peak = memory.need(policy, 32768).peak
@@ -181,7 +181,7 @@ for policy in ("off", 4, "full"):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500)
     assert not done.returncode, done.stderr
-    sizes, (whole,), saved, *chosen = [line.split() for line in done.stdout.splitlines()]
+    sizes, (whole, more_at_the_end), saved, *chosen = [line.split() for line in done.stdout.splitlines()]
     root = embedding + 4096
     assert list(map(int, sizes)) == [
         states * 4 // 8,
@@ -191,6 +191,7 @@ for policy in ("off", 4, "full"):
         root * 2 + block * (2 + 2 * 4),
     ]
     assert int(whole) == (states + 2 * block) * 2  # all weights, and the buffers of a block
+    assert int(more_at_the_end) == (states - root - embedding) * 2  # those of the blocks
     # 36 inputs, and what the final norm and the logprobs keep: four arrays of hidden states, one in float32
     hidden = 32768 * 4096 * 2
     assert int(saved[0]) == pytest.approx(36 * hidden + 4 * hidden, rel=0.01)

@@ -17,7 +17,7 @@ from training_support import random_group, training_data
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
-from areal_agents.training.config import TrainerConfig
+from areal_agents.training.config import Reshard, TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import ModelOptions, Policy, load_policy
 from areal_agents.training.step.optimizer import make_optimizer
@@ -112,10 +112,11 @@ def test_weights_that_stay_gathered_give_the_same_step_with_fewer_gathers(
 
     monkeypatch.setattr(fsdp, "to_unsharded", counted)
     found = {}
-    for reshard in ("block", "step"):
-        policy = load_policy(model_folder, group, options=ModelOptions(reshard=reshard))  # type: ignore[arg-type]
+    both: tuple[Reshard, ...] = ("block", "step")
+    for reshard in both:
+        policy = load_policy(model_folder, group, options=ModelOptions(reshard=reshard))
         optimizer, gathers = torch.optim.SGD(policy.parameters(), lr=1.0), 0
-        options = replace(OPTIONS, microbatch_tokens=120, reshard=reshard)  # type: ignore[arg-type]
+        options = replace(OPTIONS, microbatch_tokens=120, reshard=reshard)
         result = train_batch(
             policy, optimizer, training_data(samples("ab")), several(minibatches), options,
             ranks=group, version=0, seed=0,
@@ -125,8 +126,15 @@ def test_weights_that_stay_gathered_give_the_same_step_with_fewer_gathers(
     (often, by_block), (seldom, by_step) = found["block"], found["step"]
     assert largest_difference(by_block, by_step) == 0
     weights = len(list(policy.parameters()))
-    assert seldom == weights * minibatches  # once for each optimizer step, and the pass before the first one
+    assert seldom == weights * minibatches  # the proximal pass shares those of the first optimizer step
     assert often > 1.5 * weights * result.microbatches > seldom  # all but the root's weights twice
+
+
+@pytest.mark.parametrize("ask", [1, 100])
+def test_nothing_stays_gathered_after_a_stop(ask: int, model_folder: Path, group: Ranks) -> None:
+    """In the proximal pass, or never."""
+    policy, _ = stopped_at(ask, model_folder, group, reshard="step")
+    assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
 
 def test_on_policy_the_ratio_is_one_and_the_kl_zero(model_folder: Path, group: Ranks) -> None:
@@ -214,9 +222,11 @@ def test_the_gradient_is_clipped_to_its_norm(model_folder: Path, group: Ranks) -
         torch.testing.assert_close(clipped_weights[name] - before[name], quarter, atol=1e-6, rtol=1e-3)
 
 
-def stopped_at(ask: int, model_folder: Path, group: Ranks) -> tuple[Policy, bool]:
+def stopped_at(
+    ask: int, model_folder: Path, group: Ranks, *, reshard: Reshard = "block"
+) -> tuple[Policy, bool]:
     """Two steps of SGD, asked to stop at the `ask`-th time of asking; whether that ended them."""
-    policy = load_policy(model_folder, group)
+    policy = load_policy(model_folder, group, options=ModelOptions(reshard=reshard))
     asked = iter(range(100))
     try:
         train_batch(
@@ -224,7 +234,7 @@ def stopped_at(ask: int, model_folder: Path, group: Ranks) -> tuple[Policy, bool
             torch.optim.SGD(policy.parameters(), lr=1.0),
             training_data(samples()),
             several(2),
-            replace(OPTIONS, microbatch_tokens=130),
+            replace(OPTIONS, microbatch_tokens=130, reshard=reshard),
             ranks=group,
             version=0,
             seed=0,

@@ -177,7 +177,7 @@ class TrainerMemory:
             unsharded=max(s.unsharded for s in self._trained),
             activations=largest.saved(checkpointing),
             working=largest.working(checkpointing),
-            ending=max(s.ending for s in self._trained),
+            ending=self._ending(),
             step=max(s.step for s in self._trained),
             on_host=0,
         )
@@ -197,6 +197,14 @@ class TrainerMemory:
         if self._reshard == "step":
             return sum(trained) + max(frozen, default=0)
         return max(trained + frozen)
+
+    def _ending(self) -> int:
+        """Temporary memory at the end of a pass of one model. With `reshard: step` the weights of the other
+        trained models are whole then."""
+        if self._reshard == "step":
+            whole = sum(s.gathered for s in self._trained)
+            return max(whole - s.gathered + s.ending for s in self._trained)
+        return max(s.ending for s in self._trained)
 
     def _measure(self, tokens: int) -> list[Activations]:
         with _unknown_if_it_fails(self._path):

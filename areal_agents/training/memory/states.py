@@ -47,7 +47,7 @@ class States:
             largest block, in the compute type and twice in float32, because a block's gradient may still be
             reduced when that of the next one is copied.
         ending: whole weights and gradients at the end of a pass, when no activations are left: those of the
-            root unit and of the embedding.
+            root unit and of the embedding; with `reshard: step` all weights.
         copied: the largest shard of a parameter, which offloaded weights have on the device while it is
             converted to the compute type.
         model: all weights, whole, in elements.
@@ -121,6 +121,7 @@ def count_states(
     ends = [root, *(unit for unit in units if not inner.issuperset(map(id, unit)))]
     blocks_of = [unit for unit in units if inner.issuperset(map(id, unit))]
     width = options.dtype.itemsize
+    by_block, whole_bytes = options.reshard == "block", _bytes(parameters, width)
     largest = max((_bytes(unit, width) for unit in blocks_of), default=0)
     largest_trained = max((_elements(unit, trained=True) for unit in blocks_of), default=0)
     largest_part = max(map(_trained_bytes, [sum(ends, []), *blocks_of]))
@@ -132,11 +133,9 @@ def count_states(
         optimizer=round(trained * per_byte),
         step=round(trained * step_per_byte),
         step_by_block=round(largest_part * (per_byte + step_per_byte)),
-        gathered=_bytes(root, width) + 3 * largest
-        if options.reshard == "block"
-        else _bytes(parameters, width) + 2 * largest,
+        gathered=_bytes(root, width) + 3 * largest if by_block else whole_bytes + 2 * largest,
         unsharded=_elements(root, trained=True) * width + largest_trained * (width + 2 * REDUCED),
-        ending=sum(_elements(unit) for unit in ends) * width
+        ending=(sum(_elements(unit) for unit in ends) * width if by_block else whole_bytes)
         + sum(_elements(unit, trained=True) for unit in ends) * (width + REDUCED),
         copied=max((_local(p).nbytes for p in parameters), default=0),
         model=whole,
@@ -185,8 +184,7 @@ def _optimizer(module: nn.Module, config: TrainerConfig) -> tuple[float, float]:
     optimizer = make_optimizer(module, config.model_copy(update={"offload": "none"}))
     for group in optimizer.param_groups:
         if "foreach" in group:
-            # One weight after the other, as on a CPU. A GPU's fused step, which the meta device lacks, needs
-            # less: nothing.
+            # One weight after the other, as on a CPU; the fused step of a GPU needs no temporary memory.
             group["foreach"] = False
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
@@ -198,7 +196,7 @@ def _optimizer(module: nn.Module, config: TrainerConfig) -> tuple[float, float]:
         value.nbytes
         for states in optimizer.state.values()
         for value in states.values()
-        if isinstance(value, Tensor) and value.ndim  # counters stay on the CPU
+        if isinstance(value, Tensor) and value.ndim  # not the counters
     )
     masters = sum(p.nbytes for p in parameters)
     for parameter in parameters:

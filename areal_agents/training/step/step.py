@@ -97,7 +97,7 @@ def train_batch(
         TeacherError: the teacher's engine cannot be used; the weights are unchanged.
         ValueError: there are no samples, or a critic, reference or teacher is missing or given without need.
 
-    No gradient and no gathered weight is left, however the batch ends.
+    No gradient and no gathered weight of a trained model is left, however the batch ends.
     """
     if (data is not None) != ranks.is_first:
         raise ValueError("expected the batch on the first rank, and on no other rank")
