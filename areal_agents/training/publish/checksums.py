@@ -41,7 +41,7 @@ _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _EXPERTS = {"gate": ("w13_weight", 0), "up": ("w13_weight", 1), "down": ("w2_weight", 0)}
 _PADDED = ("embed_tokens.weight", "lm_head.weight")  # engines pad the vocabulary with zero rows
 _PAD_TO = 64
-THREADS = 8  # on which tensors are hashed while the engine is paused
+THREADS = 8  # on which tensors are hashed on a CPU; each holds one tensor and its conversions
 _EXPERT_WEIGHTS = re.compile(r"\.experts\.w(13|2)_weight$")
 
 
@@ -120,7 +120,9 @@ class Checksums:
             raise EngineError(f"{url} serves a different model: it has none of the published weights")
         first, *others = common
         agree = [self._agrees(first, held[first])]
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="compare-weights") as threads:
+        # A GPU hashes one tensor fast, and should not have to hold several.
+        count = THREADS if self._last[0] == "cpu" else 1
+        with ThreadPoolExecutor(count, thread_name_prefix="compare-weights") as threads:
             agree += threads.map(lambda name: self._agrees(name, held[name]), others)
         for name, does in zip(common, agree, strict=True):
             if not does:
