@@ -129,9 +129,10 @@ def is_user_code(filename: str) -> bool:
 
 @cache
 def _installed_in(folder: str) -> tuple[str, ...]:
-    """Return the beginnings of the files that `pip install --target` has put into a folder of `sys.path`.
+    """Return the path prefixes of the files that `pip install --target` has put into a folder of `sys.path`.
 
-    Each distribution has a file RECORD that lists them. () for a folder of which no file is the user's.
+    Each distribution's RECORD lists its files. For a folder of libraries only, such as site-packages, the
+    result is empty, because `is_user_code` knows its files without it.
     """
     if folder.startswith(_LIBRARIES) or any(part in f"{folder}/" for part in _INSTALLED):
         return ()

@@ -41,8 +41,8 @@ class Part:
     Attributes:
         module, function: where its function is: `function(here) -> figures`.
         limit_s: seconds after which it counts as failed, the compilation of kernels included.
-        beside: whether it may run beside its neighbours of this kind. A run of a small model spends its time
-            on the start of its processes, most of which do not use the GPU.
+        beside: whether it may run at the same time as neighbours for which this is true too. A run of a small
+            model spends most of its time starting processes, and most of them do not use the GPU.
     """
 
     what: str
@@ -65,7 +65,7 @@ PARTS: dict[str, Part] = {
     "head": Part("float32 logits of a bfloat16 head", "kernels", "head", 60),
     "engine": Part("the embedded engine, asleep and awake", "engine", "engine", 90),
     "publish": Part("a 1.7B model by ipc to an engine in another process", "publishing", "publish", 120),
-    "large": Part("a whole run of a model of 28 such blocks", "runs", "large", 150),
+    "large": Part("a whole run of a model of 1.4B parameters", "runs", "large", 150),
     "prefixes": Part("shared prefixes against flat samples", "training", "prefixes", 120),
     "fused": Part("the step with compiled blocks, and with Liger's kernels", "training", "fused", 240),
     "quickstart": Part("the quick start, end to end", "runs", "quick_start", 300),

@@ -34,7 +34,7 @@ def publish(here: Here) -> dict[str, Any]:
     ):
         store.become_trainer()
         policy = load_policy(folder, joined, options=ModelOptions(dtype=torch.bfloat16))
-        # The second publisher compares the engine again, after versions that nobody compared.
+        # A second publisher, because with `verify: first` each one compares only its first version.
         for versions in (range(VERSIONS), range(VERSIONS, VERSIONS + 1)):
             publisher = Publisher(
                 config, policy, joined,

@@ -43,8 +43,8 @@ class Outcome:
 
 
 def run_parts(names: Sequence[str], device: Device, *, within_s: float = WHOLE_S) -> list[Outcome]:
-    """Run the parts in order, and print each outcome when it is known. On a GPU, neighbours that may run
-    beside each other do.
+    """Run the parts in order, and print each outcome when it is known. On a GPU, neighbours with
+    `Part.beside` run at the same time.
 
     Args:
         within_s: what all parts share. Each gets what is left, and at most its own limit.

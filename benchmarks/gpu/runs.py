@@ -46,9 +46,9 @@ def lora(here: Here) -> dict[str, Any]:
 
 
 def large(here: Here) -> dict[str, Any]:
-    """A run of the model of the step, whose engine shares the GPU with the trainer and takes weights by ipc.
+    """A run of the step's model, whose engine shares the GPU with the trainer and takes weights by ipc.
 
-    Its weights are random and its vocabulary is that of the quick start's tokenizer; the agents, the lengths
+    The weights are random and the vocabulary is that of the quick start's tokenizer; the agents, the lengths
     of their turns and their rewards are those of `python -m benchmarks async`.
     """
     tokenizer = CONFIG.parent / "model"

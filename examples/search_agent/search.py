@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from corpus import Entity, encyclopedia
 
-# bm25s computes with JAX at its import where JAX is installed; without this it would take memory of a GPU.
+# Where JAX is installed, bm25s computes with it when it is imported; this keeps it off the GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import bm25s  # noqa: E402
 

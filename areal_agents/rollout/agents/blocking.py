@@ -81,10 +81,11 @@ class BlockingWatch:
 
     def _watch(self) -> None:
         begun = time.monotonic()
-        beat = reported_at = logged_at = 0.0  # the last beat; that before the block or import that was told
+        # Times of beats: the last one, and those before the block last reported and the import last logged.
+        beat = reported_at = logged_at = 0.0
         sums: dict[str, float] = {}  # seconds by line
         allowed: dict[str, float] = {}  # the sum at which a line is reported
-        seen, counted_s = 0, 0.0  # since the last beat: the call that was found to run, and what is in `sums`
+        seen, counted_s = 0, 0.0  # since the last beat: the call last found, and its seconds in `sums`
         excused = _Excused()
         while not self._ended.wait(_CHECK_S):
             ran_at, now = self._ran_at, time.monotonic()
@@ -152,7 +153,7 @@ def _innermost_call(frame: FrameType) -> tuple[int, str]:
 
 
 class _Excused:
-    """For how long something else than the agent has kept the loop from running: imports and other processes.
+    """Counts the time in which imports or other processes, and not the agent, kept the loop from running.
 
     The watching thread wakes late when other processes have the processors, and also when this one computes
     without letting another of its threads run. The processor time that this process used tells the two apart.
@@ -163,7 +164,8 @@ class _Excused:
         self._beat, self._seconds = 0.0, 0.0
 
     def seconds(self, ran_at: float, now: float, is_import: bool, others_import: bool) -> float:
-        """Return the seconds since the loop's last beat at `ran_at`. The thread calls this when it wakes.
+        """Return the excused seconds since the loop's last beat at `ran_at`. The thread calls this when it
+        wakes.
 
         Args:
             is_import: whether the loop's thread imports a module.

@@ -67,7 +67,7 @@ def _compile(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _use_liger(model: PreTrainedModel, device: torch.device) -> None:
-    """Use Liger's kernels. Its rotary embedding is that of all models of the family on this process's GPU."""
+    """Use Liger's kernels. Its rotary embedding then serves all models of the family in this process."""
     if device.type != "cuda":
         raise TrainingError("trainer.fused: liger needs a GPU; use fused: compile or none")
     if importlib.util.find_spec("liger_kernel") is None:
@@ -85,9 +85,9 @@ def _use_liger(model: PreTrainedModel, device: torch.device) -> None:
 def patch_with_liger(model: PreTrainedModel) -> None:
     """Replace norms, activations and the rotary embedding of a model that Liger supports.
 
-    Liger also replaces classes and functions of the family's module, for models that are built later. Those
-    begin without weights, on the meta device, where a kernel of Liger would read memory that does not exist:
-    the classes are put back, and the functions choose by the device of what they are given.
+    Liger also replaces classes and functions of the family's module, for models that are built later. Such a
+    model is first built without weights, on the meta device, where a kernel of Liger would read memory that
+    does not exist. So the classes are put back, and the functions are Liger's only for tensors on a GPU.
     """
     family = sys.modules[type(model).__module__]
     before = dict(vars(family))
@@ -101,7 +101,7 @@ def patch_with_liger(model: PreTrainedModel) -> None:
 
 
 def _by_device(on_gpu: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is `on_gpu` if its first argument is on a GPU."""
+    """Return a function that calls `on_gpu` if its first argument is on a GPU, and else `elsewhere`."""
 
     @wraps(elsewhere)
     def chosen(first: Tensor, *rest: Any, **named: Any) -> Any:

@@ -59,8 +59,8 @@ class ModelOptions:
         frozen: whether no weight is trained.
         placement: where the shards are, see `sharding.Placement`.
         fused: how blocks are computed, see `fused.fuse_blocks`.
-        reshard: whether the weights of a block are divided again after its forward pass (`block`), or stay
-            gathered until the caller reshards them (`step`), see `Learner.backward`.
+        reshard: `block`: each block's weights are resharded after its forward pass; `step`: they stay
+            gathered until the caller reshards them, see `Learner.backward`.
     """
 
     dtype: torch.dtype = torch.float32

@@ -23,7 +23,7 @@ from areal_agents.training.model.sharding import blocks
 
 BLOCK = 64  # weights that share a scale, which is a float32
 NAME = "packed"  # of the parameter, in place of `weight`
-FIRST_TORCH = "2.13"  # 2.11 fails: it lets no such weight be a parameter
+FIRST_TORCH = "2.13"  # FSDP of 2.11 refuses parameters of integers
 
 
 class Nf4Linear(nn.Module):

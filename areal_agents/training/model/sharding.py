@@ -72,8 +72,8 @@ def shard(
     (`router_dtype`; None: in the type of the rest). The embedding is a unit unless it is tied to the head,
     since tied weights must be in the same unit. The root contains the rest: the final norm and the head,
     whose matrix is used once per chunk, and again in the backward pass.
-    The head stays gathered from the forward pass to the end of the backward pass, and with `reshard: step` so
-    does everything, in all micro-batches of an optimizer step.
+    The head stays gathered from the forward pass to the end of the backward pass. With `reshard: step` all
+    units stay gathered through the micro-batches of an optimizer step.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     routing = MixedPrecisionPolicy(param_dtype=router_dtype, reduce_dtype=torch.float32)

@@ -1,9 +1,10 @@
-"""The passes over a chunk of logits on a GPU, each one kernel: they are bound by memory, which torch's own
-operations would read and write six times as often.
+"""The passes over a chunk of logits on a GPU, one kernel each. They are bound by memory bandwidth, and a
+sequence of torch's own operations would read and write the chunk several times.
 
 `token_statistics` reads the logits once, `logit_gradient` reads them once and writes their gradient, and
-`add_half_product` adds to the gradient of the output matrix in place. They are operators with shapes of their
-own, so that the estimate of memory, which computes nothing, counts what they allocate.
+`add_half_product` adds to the gradient of the output matrix in place. All three are registered as custom
+operators with a fake implementation, which returns shapes without computing: the estimate of memory counts by
+it what they allocate.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WARPS = 8
 
 @cache
 def has_triton() -> bool:
-    """Whether the compiler of the kernels is installed; it comes with torch for GPUs."""
+    """Whether Triton, which compiles the kernels, is installed; it comes with torch for GPUs."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -30,10 +31,11 @@ def token_statistics(logits: Tensor, temperatures: Tensor, targets: Tensor) -> t
     """Logprobs of the targets under softmax(logits / temperature), entropies, and logs of the normalizers.
 
     Args:
-        logits: [C, V], float32; temperatures: [C], float32; targets: [C], int64.
+        logits: [C, V], float32; temperatures: [C], float32; targets: [C], int64. Contiguous, as all arrays
+            here; only the rows of `logits` may be apart.
 
     Returns:
-        Three arrays [C] of float32.
+        Logprobs, entropies, and logs of the normalizers Σ exp(logits / temperature), each [C], float32.
     """
     return compute_statistics(logits, temperatures, targets)
 
@@ -58,9 +60,9 @@ def logit_gradient(
     """The gradient with respect to logits / temperature [C, V] in `dtype`.
 
     Args:
-        normalizers, entropies: as `token_statistics` returned them for these logits.
-        of_logprobs, of_entropies: [C], the gradients with respect to logprobs and entropies; None if the
-            entropies have none.
+        normalizers, entropies: [C], as `token_statistics` returned them for these logits.
+        of_logprobs, of_entropies: [C], the gradients with respect to logprobs and entropies; the latter None
+            if the entropies have none.
     """
     return compute_gradient(
         logits, temperatures, targets, normalizers, entropies, of_logprobs, of_entropies, dtype
@@ -85,7 +87,7 @@ def _(
 def add_half_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left · right, for 16-bit factors and total [V, d] of float32, in place.
 
-    An operator of its own because torch 2.11 knows no shape of this product.
+    A custom operator, because torch 2.11 has no meta implementation of this product.
     """
     torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
@@ -98,7 +100,7 @@ def _(total: Tensor, left: Tensor, right: Tensor) -> None:
 def compute_statistics(
     logits: Tensor, temperatures: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`token_statistics` itself."""
+    """Launch the kernel of `token_statistics`, also in Triton's interpreter on a CPU."""
     rows, vocabulary = logits.shape
     logprobs, entropies, normalizers = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
@@ -120,7 +122,7 @@ def compute_gradient(
     of_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`logit_gradient` itself."""
+    """Launch the kernel of `logit_gradient`, also in Triton's interpreter on a CPU."""
     rows, vocabulary = logits.shape
     gradient = torch.empty(rows, vocabulary, dtype=dtype, device=logits.device)
     _kernels().gradient[(rows, -(-vocabulary // BLOCK))](
@@ -133,7 +135,7 @@ def compute_gradient(
 
 @cache
 def _kernels() -> Any:
-    """The compiled kernels, imported late: without a GPU nothing needs Triton."""
+    """The module of the kernels, imported late: without a GPU nothing needs Triton."""
     from areal_agents.training.step import triton_kernels
 
     return triton_kernels

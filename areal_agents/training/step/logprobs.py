@@ -1,11 +1,12 @@
 """Logprobs and entropies of chosen tokens, without computing logits where there is no loss.
 
 Only the hidden rows that predict a trained token are multiplied by the output matrix, in chunks. The backward
-pass computes each chunk's logits again and turns them into their own gradient in place, so that
-about one chunk of logits [C, V] exists at a time and the gradient of the matrix is summed in one array. If
-there are only a few logits, they are kept for the backward pass instead of being recomputed.
+pass computes each chunk's logits again and turns them into their gradient, so that about one chunk of logits
+[C, V] exists at a time and the gradient of the matrix is summed in one array. If there are only a few logits,
+they are kept for the backward pass instead of being recomputed.
 
-On a GPU each pass over a chunk is one kernel (`logit_kernels`), where torch's own operations would take six.
+On a GPU each pass over a chunk is one kernel, see `logit_kernels`; elsewhere the gradient takes the memory of
+the logits.
 
 Logits are float32 even if the hidden states and the matrix are bfloat16 (see
 `inference.embedded.model.head`). Gradients with respect to the logits are rounded to the compute type, a

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1.0e30)  # below any logit; of it and a logit no difference overflows
+LOWEST = tl.constexpr(-1.0e30)  # below any logit, and its difference from a logit does not overflow
 
 
 @triton.jit
@@ -25,8 +25,11 @@ def statistics(
     vocabulary,
     BLOCK: tl.constexpr,
 ):
-    """One row per program, in one pass: the largest score m so far, z = Σ exp(s − m) and
-    t = Σ exp(s − m) (s − m), which are scaled when m grows. Then H = log z − t/z."""
+    """Logprobs, entropies and logs of the normalizers [C] of logits [C, V], whose rows begin `stride` apart.
+
+    Each program reads one row once. With scores s = logits / temperature it keeps the largest score m so far,
+    z = Σ exp(s − m) and t = Σ exp(s − m) (s − m), and rescales z and t when m grows. Then H = log z − t/z.
+    """
     row = tl.program_id(0)
     first = logits + row.to(tl.int64) * stride
     temperature = tl.load(temperatures + row)
@@ -66,7 +69,8 @@ def gradient(
     OF_ENTROPIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of a row per program: g (1_y − p) − e p (log p + H)."""
+    """The gradient with respect to the scores [C, V], in the type of `out`: g (1_y − p) − e p (log p + H),
+    with g of `of_logprobs` and e of `of_entropies`. Each program computes one block of a row."""
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# bm25s computes with JAX at its import where JAX is installed; without this it would take memory of a GPU.
+# Where JAX is installed, bm25s computes with it when it is imported; this keeps it off the GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import bm25s  # noqa: E402
 from bm25s.stopwords import STOPWORDS_EN  # noqa: E402

@@ -19,7 +19,8 @@ THREADS = 8  # each holds one tensor in host memory
 def hash_weights(weights: Weights, arch: Architecture) -> dict[str, str]:
     """By parameter name the first digits of the SHA-256 of its row-major bytes, in the type it has.
 
-    On a few threads: hashing releases the interpreter's lock, and the engine may be paused meanwhile.
+    Tensors are hashed on several threads, because the engine may be paused meanwhile; hashing releases the
+    interpreter's lock.
     """
     names, tensors = zip(*_parameters(weights, arch), strict=True)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="checksum") as threads:
