@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -65,13 +65,23 @@ def run_parts(names: Sequence[str], device: Device, *, within_s: float = WHOLE_S
 
     for beside, neighbours in groupby(names, lambda name: device == "cuda" and PARTS[name].beside):
         group = list(neighbours)
-        with ThreadPoolExecutor(len(group) if beside else 1) as threads:
+        with _interrupted_by_sigterm(), ThreadPoolExecutor(len(group) if beside else 1) as threads:
             try:
                 outcomes += threads.map(one, group)
-            except BaseException:  # Ctrl-C, which reaches no part: each has a session of its own
+            except BaseException:  # a signal, which reaches no part: each has a session of its own
                 interrupted.set()
                 raise
     return outcomes
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM too, which `timeout` sends."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run_part(name: str, device: Device, left_s: float, interrupted: threading.Event) -> Outcome:

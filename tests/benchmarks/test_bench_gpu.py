@@ -181,8 +181,9 @@ def test_a_part_that_fails_or_hangs_does_not_prevent_the_others_while_there_is_t
     assert "Not run, because no time was left: step, head." in capsys.readouterr().out
 
 
-def test_ctrl_c_ends_the_part_that_runs_and_begins_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_part_that_runs_and_begins_no_other(
+    by: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begun = tmp_path / "begun"
     (tmp_path / "sitecustomize.py").write_text(
@@ -193,7 +194,7 @@ def test_ctrl_c_ends_the_part_that_runs_and_begins_no_other(
     def interrupt() -> None:
         while not begun.exists() or not begun.read_text().endswith(" "):
             time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, by)
 
     threading.Thread(target=interrupt).start()
     started = time.monotonic()
