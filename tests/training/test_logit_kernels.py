@@ -6,6 +6,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +45,11 @@ def exact(
     return logprobs.detach(), entropies.detach(), scores.detach().logsumexp(-1), gradient
 
 
-def check(device: str, statistics: object, gradient: object) -> None:
-    assert callable(statistics)
-    assert callable(gradient)
+def check(device: str, statistics: Callable[..., Any], gradient: Callable[..., Any]) -> None:
+    none = [array[:0] for array in inputs(1.0, device)]
+    assert [len(array) for array in statistics(*none)] == [0, 0, 0]
+    empty = none[1]
+    assert gradient(*none, empty, empty, empty, None, torch.float32).shape == (0, VOCABULARY)
     for scale in (1.0, 8.0, 30.0):
         given = inputs(scale, device)
         found = statistics(*given)
@@ -131,6 +135,7 @@ def test_a_product_is_added_in_float32_and_in_place() -> None:
     place = total.data_ptr()
     logit_kernels.add_half_product(total, left, right)
     assert total.data_ptr() == place
+    logit_kernels.add_half_product(total, left[:, :0], right[:0])
     assert float((total - want).abs().max()) < 1e-4
     logit_kernels.add_half_product(total, left.T.contiguous().T, right)
     want += left.double() @ right.double()

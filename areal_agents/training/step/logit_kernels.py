@@ -89,7 +89,8 @@ def add_half_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
     A custom operator, because torch 2.11 has no meta implementation of this product.
     """
-    torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    if len(right):  # a rank may have no trained token in a micro-batch
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
 @add_half_product.register_fake
@@ -105,10 +106,11 @@ def compute_statistics(
     logprobs, entropies, normalizers = (
         torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
     )
-    _kernels().statistics[(rows,)](
-        logits, temperatures, targets, logprobs, entropies, normalizers, logits.stride(0), vocabulary,
-        BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+    if rows:
+        _kernels().statistics[(rows,)](
+            logits, temperatures, targets, logprobs, entropies, normalizers, logits.stride(0), vocabulary,
+            BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return logprobs, entropies, normalizers
 
 
@@ -125,11 +127,12 @@ def compute_gradient(
     """Launch the kernel of `logit_gradient`, also in Triton's interpreter on a CPU."""
     rows, vocabulary = logits.shape
     gradient = torch.empty(rows, vocabulary, dtype=dtype, device=logits.device)
-    _kernels().gradient[(rows, -(-vocabulary // BLOCK))](
-        logits, temperatures, targets, normalizers, entropies, of_logprobs,
-        of_logprobs if of_entropies is None else of_entropies, gradient, logits.stride(0), vocabulary,
-        OF_ENTROPIES=of_entropies is not None, BLOCK=BLOCK, num_warps=WARPS,
-    )  # fmt: skip
+    if rows:
+        _kernels().gradient[(rows, -(-vocabulary // BLOCK))](
+            logits, temperatures, targets, normalizers, entropies, of_logprobs,
+            of_logprobs if of_entropies is None else of_entropies, gradient, logits.stride(0), vocabulary,
+            OF_ENTROPIES=of_entropies is not None, BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return gradient
 
 
