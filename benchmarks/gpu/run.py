@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,11 @@ def run_parts(names: Sequence[str], device: Device, *, within_s: float = WHOLE_S
         if left_s < LEAST_S:
             outcome = Outcome(name, "not run", 0.0, reason=f"no time left of {within_s:g} s")
         else:
-            outcome = _run_part(name, device, left_s, interrupted)
+            # models of several GB, which a part that is killed would leave
+            with tempfile.TemporaryDirectory(
+                prefix="areal-agents-gpu-", ignore_cleanup_errors=True
+            ) as folder:
+                outcome = _run_part(name, device, left_s, interrupted, folder)
         told = json.dumps(outcome.figures) if outcome.status == "passed" else outcome.reason[-_SHOWN:]
         print(f"{name:11} {outcome.status:8} {outcome.seconds:6.1f} s  {told}", flush=True)
         return outcome
@@ -84,12 +89,14 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run_part(name: str, device: Device, left_s: float, interrupted: threading.Event) -> Outcome:
+def _run_part(
+    name: str, device: Device, left_s: float, interrupted: threading.Event, temporary: str
+) -> Outcome:
     started, limit_s = time.monotonic(), PARTS[name].limit_s
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.gpu", name, device],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": _path()}, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": _path(), "TMPDIR": temporary}, start_new_session=True,
     )  # fmt: skip
     ended = None
     while ended is None and not interrupted.is_set() and time.monotonic() - started < min(left_s, limit_s):

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -142,7 +143,7 @@ def test_an_engine_on_a_cpu_has_no_part_that_sleeps(here: Here) -> None:
 def test_on_a_gpu_runs_of_small_models_run_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     together, running, most = threading.Barrier(2), 0, 0
 
-    def part(name: str, device: str, left_s: float, interrupted: threading.Event) -> Outcome:
+    def part(name: str, device: str, left_s: float, interrupted: threading.Event, temporary: str) -> Outcome:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -161,14 +162,17 @@ def test_a_part_that_fails_or_hangs_does_not_prevent_the_others_while_there_is_t
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys, time\n"
+        "import sys, tempfile, time\n"
         "if sys.argv[1:2] == ['head']: raise SystemExit('the head is broken')\n"
-        "if sys.argv[1:2] == ['step']: time.sleep(600)\n"
+        "if sys.argv[1:2] == ['step']: tempfile.mkstemp(); time.sleep(600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(run, "_path", lambda: f"{tmp_path}:{run.ROOT}")
     monkeypatch.setitem(PARTS, "step", replace(PARTS["step"], limit_s=5))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
     failed, hanging, skipped = run_parts(["head", "step", "sleep"], "cpu")
+    assert not list((tmp_path / "temporary").iterdir())
     assert failed.status == "failed" and "the head is broken" in failed.reason
     assert hanging.status == "failed" and "was not done after 5 s" in hanging.reason
     assert skipped.status == "skipped" and "shares no memory" in skipped.reason
