@@ -122,7 +122,7 @@ class _Turns:
 
 def _trace(config: Config, rows: Sequence[Mapping[str, Any]], turns: _Turns) -> Trace:
     replicas = len(config.engine.urls) or config.engine.replicas
-    step_time, call_s, generation_s = _engine_times(turns, replicas)
+    step_time, call_s, generation_s, calls_are_told = _engine_times(turns, replicas)
     fixed, per_token = _trainer_times(rows)
     skipped = int(len(rows) * WARM_UP)
     parameters = {
@@ -146,11 +146,15 @@ def _trace(config: Config, rows: Sequence[Mapping[str, Any]], turns: _Turns) -> 
     }
     step_s = (rows[-1]["time"] - rows[skipped]["time"]) / (len(rows) - 1 - skipped)
     work = EmpiricalWork(turns.plans(generation_s))
-    return Trace(parameters, work, turns.episodes, len(rows), step_s, tuple(_not_modelled(config)))
+    return Trace(
+        parameters, work, turns.episodes, len(rows), step_s, tuple(_not_modelled(config, calls_are_told))
+    )
 
 
-def _not_modelled(config: Config) -> Iterator[str]:
+def _not_modelled(config: Config, calls_are_told: bool) -> Iterator[str]:
     rollout = config.rollout
+    if not calls_are_told:
+        yield "the time of a call besides its tokens (longer first turns did not take longer)"
     if config.loop == "one_step_off":
         yield "loop: one_step_off (simulated as async with max_staleness: 1)"
     if rollout.over_sample:
@@ -167,10 +171,15 @@ def _trainer_times(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     return fixed, per_token
 
 
-def _engine_times(turns: _Turns, replicas: int) -> tuple[StepTime, float, np.ndarray]:
-    """Return a replica's step time, a call's time besides its tokens, and each turn's generation time."""
+def _engine_times(turns: _Turns, replicas: int) -> tuple[StepTime, float, np.ndarray, bool]:
+    """Return a replica's step time, a call's time besides its tokens, each turn's generation time, and
+    whether the time of a call could be told from that of tokens.
+
+    It cannot if longer first turns took no longer than shorter ones. All of their time then counts for
+    tokens.
+    """
     first, tokens = turns.gaps[turns.first], turns.tokens[turns.first]
-    step_time, call_s = StepTime(float((first / tokens).min())), 0.0
+    step_time, call_s, calls_are_told = StepTime(float((first / tokens).min())), 0.0, True
     running = np.ones(len(turns.tokens))
     for _ in range(ROUNDS):
         spans = turns.generation_s(step_time, call_s, running)
@@ -178,12 +187,12 @@ def _engine_times(turns: _Turns, replicas: int) -> tuple[StepTime, float, np.nda
         call_s, base, slope = least_squares(
             np.stack([np.ones_like(tokens), tokens, tokens * running[turns.first]], 1), first
         )
-        if base + slope <= 0:
-            raise ConfigError(
-                "the run's first turns show no time per token; use a run with turns of different lengths"
-            )
+        calls_are_told = base + slope > 0
+        if not calls_are_told:
+            call_s = 0.0
+            base, slope = least_squares(np.stack([tokens, tokens * running[turns.first]], 1), first)
         step_time = StepTime(base, slope)
-    return step_time, call_s, turns.generation_s(step_time, call_s, running)
+    return step_time, call_s, turns.generation_s(step_time, call_s, running), calls_are_told
 
 
 def mean_running(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:

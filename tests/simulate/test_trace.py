@@ -57,7 +57,8 @@ class Recorded(_Simulation):
 
 def test_the_engine_and_the_tools_are_read_off_the_turns() -> None:
     turns = _Turns.of(Recorded(SCENARIO).run_recorded())
-    step_time, call_s, generation_s = _engine_times(turns, replicas=1)
+    step_time, call_s, generation_s, calls_are_told = _engine_times(turns, replicas=1)
+    assert calls_are_told
     assert step_time.base_s == pytest.approx(0.004, rel=0.25)
     assert step_time(40) == pytest.approx(SCENARIO.step_time(40), rel=0.1)
     assert call_s == pytest.approx(0.02, abs=0.03)
@@ -67,6 +68,15 @@ def test_the_engine_and_the_tools_are_read_off_the_turns() -> None:
     assert simulate(again).step_s == pytest.approx(simulate(SCENARIO).step_s, rel=0.1)
     synchronous = simulate(replace(SCENARIO, max_staleness=0)).step_s
     assert simulate(replace(again, max_staleness=0)).step_s == pytest.approx(synchronous, rel=0.15)
+
+
+def test_where_longer_turns_took_no_longer_all_of_their_time_counts_for_tokens() -> None:
+    times = [TurnTime(str(n), 10.0 * n, 10.0 * n + 1.0 - 0.1 * n, 2 + n) for n in range(4)]
+    step_time, call_s, generation_s, calls_are_told = _engine_times(_Turns.of(times), replicas=1)
+    assert (call_s, calls_are_told) == (0.0, False)
+    tokens, seconds = np.arange(2, 6), 1.0 - 0.1 * np.arange(4)
+    assert step_time(1) == pytest.approx((tokens @ seconds) / (tokens @ tokens))  # of least squares
+    assert generation_s == pytest.approx(seconds)
 
 
 def test_episodes_whose_turns_were_sampled_side_by_side_are_left_out() -> None:
