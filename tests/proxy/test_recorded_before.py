@@ -240,6 +240,9 @@ def test_turns_are_remembered_in_the_order_of_the_store(renderer: ChatRenderer, 
         assert [turn.id for turn in session.forest.turns] == order
         assert session.pending_writes == 0
         await asyncio.wait([call.task for call in calls], timeout=30)
+        async with asyncio.timeout(30):  # a turn is marked after it is recorded, by a callback of its own
+            while len(session.ledger.undelivered) < 2:
+                await asyncio.sleep(0.002)
         assert session.ledger.undelivered == {order[1], order[3]}
         turns = store.turns_of("e")
         assert [turn.id for turn in turns] == order
