@@ -111,14 +111,15 @@ def versus(
     out: Annotated[Path, typer.Option(help="The folder of the runs; what it has is not made again.")] = Path(
         "runs/versus"
     ),
-    steps: Annotated[int, typer.Option(help="Steps of each training.", min=5)] = 40,
+    steps: Annotated[int, typer.Option(help="Steps of each training.", min=1)] = 40,
+    every: Annotated[int, typer.Option(help="Steps between weights that are evaluated.", min=1)] = 5,
     seed: Annotated[int, typer.Option(help="The seed of both.")] = 0,
     tasks: Annotated[int, typer.Option(help="Held-out tasks of an evaluation.", min=1)] = 256,
 ) -> None:
     """The quick start trained by this project and by TRL's GRPOTrainer, one after the other (minutes)."""
     from benchmarks.versus.run import run
 
-    run(out=out, json=as_json, steps=steps, seed=seed, tasks=tasks)
+    run(out=out, json=as_json, steps=steps, every=every, seed=seed, tasks=tasks)
 
 
 @app.command("simulator")

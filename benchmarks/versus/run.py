@@ -24,7 +24,6 @@ from rich.table import Table
 from areal_agents.errors import ConfigError
 
 CONFIG = Path("examples/search_agent/config.yaml")
-EVERY = 5  # steps between weights that are evaluated
 TARGET = 0.85  # held-out reward
 _SAMPLED_EVERY_S = 1.0
 _AREAL_CODE = ("examples/search_agent/agent.py", "examples/search_agent/config.yaml")
@@ -65,17 +64,20 @@ class Training:
     code_lines: int
 
 
-def run(*, out: Path, json: bool, steps: int, seed: int, tasks: int) -> None:
+def run(*, out: Path, json: bool, steps: int, every: int, seed: int, tasks: int) -> None:
     """Train with both, evaluate, and print the table.
 
     Args:
         out: a folder for runs and results; what it has already is not made again.
+        every: steps between weights that are evaluated; it divides `steps`.
         tasks: held-out tasks of an evaluation.
 
     Raises:
-        ConfigError: there is no quick start in the working directory, TRL is not installed, or a program
-            fails.
+        ConfigError: `every` does not divide `steps`, there is no quick start in the working directory, TRL is
+            not installed, or a program fails.
     """
+    if steps % every:
+        raise ConfigError(f"--steps has to be a multiple of --every {every}, got {steps}")
     if not CONFIG.is_file():
         raise ConfigError(f"the quick start is trained, but there is no {CONFIG} here")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -85,7 +87,8 @@ def run(*, out: Path, json: bool, steps: int, seed: int, tasks: int) -> None:
         done = out / f"{name}.json"
         if not done.exists():
             console.print(f"training {steps} steps with {name}")
-            done.write_text(jsonlib.dumps(asdict(train(out / name, steps, seed, tasks, console))) + "\n")
+            result = train(out / name, steps, every, seed, tasks, console)
+            done.write_text(jsonlib.dumps(asdict(result)) + "\n")
         kept = jsonlib.loads(done.read_text())
         results.append(Training(**{**kept, "held_out": {int(k): v for k, v in kept["held_out"].items()}}))
     _show(results)
@@ -93,33 +96,33 @@ def run(*, out: Path, json: bool, steps: int, seed: int, tasks: int) -> None:
         print(jsonlib.dumps({"cores": os.cpu_count(), "trainings": [asdict(result) for result in results]}))
 
 
-def _train_ours(folder: Path, steps: int, seed: int, tasks: int, console: Console) -> Training:
+def _train_ours(folder: Path, steps: int, every: int, seed: int, tasks: int, console: Console) -> Training:
     command = [
         *(sys.executable, "-m", "areal_agents", "train", str(CONFIG), "--quiet"),
         *(f"run_dir={folder / 'run'}", f"seed={seed}", f"trainer.steps={steps}", "eval=null"),
-        *(f"trainer.checkpoint_every={EVERY}", f"trainer.keep_checkpoints={steps // EVERY + 1}"),
+        *(f"trainer.checkpoint_every={every}", f"trainer.keep_checkpoints={steps // every + 1}"),
     ]
     begun, memory = time.time(), _run(command, folder)
     rows = _rows(folder / "run" / "metrics.jsonl")
     times = [row["time"] - begun for row in rows]
     held_out = {
         step: _held_out(f"{folder / 'run'}@{step}", folder / f"eval-{step}", tasks, console)
-        for step in range(EVERY, steps + 1, EVERY)
+        for step in range(every, steps + 1, every)
     }
     tokens = sum(row["sampled_tokens"] for row in rows)
     return _training("areal-agents", times, held_out, tokens, memory, _AREAL_CODE)
 
 
-def _train_trl(folder: Path, steps: int, seed: int, tasks: int, console: Console) -> Training:
+def _train_trl(folder: Path, steps: int, every: int, seed: int, tasks: int, console: Console) -> Training:
     command = [
         *(sys.executable, "-m", "benchmarks.versus.trl_training", str(folder / "run")),
-        *("--steps", str(steps), "--every", str(EVERY), "--seed", str(seed)),
+        *("--steps", str(steps), "--every", str(every), "--seed", str(seed)),
     ]
     memory = _run(command, folder)
     times = [row["time_s"] for row in _rows(folder / "run" / "steps.jsonl")]
     held_out = {
         step: _held_out(str(folder / "run" / f"checkpoint-{step}"), folder / f"eval-{step}", tasks, console)
-        for step in range(EVERY, steps + 1, EVERY)
+        for step in range(every, steps + 1, every)
     }
     logged = _rows(folder / "run" / "log.jsonl")
     tokens = sum(128 * row["completions/mean_length"] for row in logged if "completions/mean_length" in row)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from areal_agents.errors import ConfigError
 from benchmarks.__main__ import app
-from benchmarks.versus.run import _training
+from benchmarks.versus.run import _training, run
 
 
 def test_times_to_the_target_are_those_of_the_first_weights_that_reach_it(tmp_path: Path) -> None:
@@ -21,6 +22,11 @@ def test_times_to_the_target_are_those_of_the_first_weights_that_reach_it(tmp_pa
     assert (found.tokens_per_s, found.code_lines, found.steps) == (100.0, 2, 6)
     never = _training("x", times, {6: 0.84}, 1.0, 1.5, [str(code)])
     assert never.to_target_s is None
+
+
+def test_weights_are_evaluated_at_the_last_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--steps has to be a multiple of --every 2, got 5"):
+        run(out=tmp_path, json=False, steps=5, every=2, seed=0, tasks=16)
 
 
 @pytest.mark.slow
