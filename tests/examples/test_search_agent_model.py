@@ -21,6 +21,7 @@ from warmup.copying import LENGTHS, SPAN, copy_batch, train_copying
 from warmup.export import save_model
 from warmup.imitation import imitation_loss
 from warmup.network import Network, Shape, load_hf_state, to_hf_state
+from warmup.optim import Muon
 from warmup.tokenizer import MARKERS, TAGS, train_tokenizer
 
 from areal_agents.core.messages import Message
@@ -176,6 +177,22 @@ def test_shared_prefix_changes_neither_loss_nor_gradient(
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(128, 384), (768, 128)])
+def test_muon_is_that_of_torch_in_float32(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(*shape, generator=generator)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    optimizers = Muon([ours], lr=0.1), torch.optim.Muon([theirs], lr=0.1, weight_decay=0.0)
+    for _ in range(3):
+        ours.grad = torch.randn(*shape, generator=generator)
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = (theirs - start).norm()
+    assert (ours - theirs).norm() < 0.01 * moved  # what bfloat16 rounds
+    assert moved > 0.1
 
 
 def test_batches_and_saved_models(
