@@ -171,8 +171,8 @@ def role(
     host: Annotated[
         str,
         typer.Option(
-            help="The address at which the other machines reach this one; default: the one from which this "
-            "machine reaches the store."
+            help="The address or the name at which the other machines reach this one; default: the address "
+            "from which this machine reaches the store."
         ),
     ] = "",
     port: Annotated[int, typer.Option(min=0, help="The port of its server; 0: one that is free.")] = 0,

@@ -9,7 +9,7 @@ ignores these proxies by default.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -178,17 +178,22 @@ def websocket_errors() -> tuple[type[Exception], ...]:
     return (ConnectionClosed,)
 
 
-def bypassing_proxies(environment: Mapping[str, str], *urls: str) -> dict[str, str]:
+def bypassing_proxies(
+    environment: Mapping[str, str], *urls: str, hosts: Sequence[str] = ()
+) -> dict[str, str]:
     """Return `environment` with the hosts of `urls` added to NO_PROXY, for a child process that calls them.
 
     Only hosts of this machine and of private networks are added: "localhost" and literal addresses that are
     loopback, private or link-local. A public host may be reachable only through the user's HTTP proxy.
+
+    Args:
+        hosts: further names and addresses of this machine, which are added whatever they are.
     """
-    hosts = [host for url in urls if (host := urlsplit(url).hostname) is not None and _is_local(host)]
+    local = [host for url in urls if (host := urlsplit(url).hostname) is not None and _is_local(host)]
     given = [name.strip() for variable in _NO_PROXY for name in environment.get(variable, "").split(",")]
     if "*" in given:
         return dict(environment) | dict.fromkeys(_NO_PROXY, "*")
-    names = dict.fromkeys(name for name in (*given, *hosts) if name)
+    names = dict.fromkeys(name for name in (*given, *local, *hosts) if name)
     return dict(environment) | dict.fromkeys(_NO_PROXY, ",".join(names)) if names else dict(environment)
 
 

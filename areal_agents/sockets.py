@@ -18,7 +18,7 @@ def listen(host: str, port: int, *, setting: str = "") -> socket.socket:
     Raises ConfigError, which names `setting` if given, if the port is taken or the host is not an address of
     this machine.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -42,6 +42,28 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 def address_of(host: str, port: int) -> str:
     """Return host:port as it stands in a URL, where an IPv6 address has brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of the socket that can listen on a host: IPv4 if it has such an address."""
+    if ":" in host:
+        return socket.AF_INET6
+    if not is_name(host):
+        return socket.AF_INET
+    try:
+        families = {found[0] for found in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    except OSError:  # the name is not known here, which an attempt to listen will report
+        return socket.AF_INET
+    return socket.AF_INET6 if families == {socket.AF_INET6} else socket.AF_INET
+
+
+def is_name(host: str) -> bool:
+    """Whether a host is a name, and not an address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host != ""
+    return False
 
 
 def own_address(host: str, port: int) -> str:

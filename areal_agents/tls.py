@@ -6,8 +6,9 @@ import os
 import ssl
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -18,7 +19,10 @@ _READ_BY_CLIENTS = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"
 
 
 class TlsConfig(Settings):
-    """The certificate of each machine of a cluster, and the authority that all of them trust."""
+    """The certificate of each machine of a cluster, and the authority that all of them trust.
+
+    For Kubernetes, cluster.kubernetes.tls_secret has them instead.
+    """
 
     certificate: str = Field(
         min_length=1,
@@ -50,18 +54,61 @@ def certificate_fault(url: str, error: Exception) -> str:
     return f"{url} has no valid certificate for its address from cluster.tls.authority: {error}"
 
 
+def check_certificate(tls: TlsConfig, host: str) -> None:
+    """Check, by a handshake within this process, that callers accept the certificate for an address.
+
+    Args:
+        host: the name or the address at which the server is called.
+
+    Raises:
+        ConfigError: they refuse it: it is for other addresses, not of the authority, or not valid today.
+    """
+    callers = ssl.create_default_context(cafile=tls.authority)
+    try:
+        _shake_hands(callers, server_context(tls), host)
+    except ssl.SSLCertVerificationError as error:
+        callers.check_hostname, callers.verify_mode = False, ssl.CERT_OPTIONAL
+        fault = error.verify_message.rstrip(".")
+        with suppress(ssl.SSLError):  # the authority did not sign it, which the fault says
+            names = _shake_hands(callers, server_context(tls), host).get("subjectAltName", ())
+            fault += f"; it is for {', '.join(name for _, name in names) or 'no address'}"
+        raise ConfigError(
+            f"cluster.tls: the certificate {tls.certificate} is not valid for {host}, where this process "
+            f"will be called: {fault}"
+        ) from None
+
+
+def _shake_hands(callers: ssl.SSLContext, server: ssl.SSLContext, host: str) -> dict[str, Any]:
+    """Connect a caller to a server in memory, and return the certificate that the caller is shown."""
+    to_server, to_caller = ssl.MemoryBIO(), ssl.MemoryBIO()
+    caller = callers.wrap_bio(to_caller, to_server, server_hostname=host)
+    sides = [caller, server.wrap_bio(to_server, to_caller, server_side=True)]
+    while sides:
+        for side in tuple(sides):
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+                sides.remove(side)
+    return caller.getpeercert() or {}
+
+
 @contextmanager
-def trusting(tls: TlsConfig | None) -> Iterator[None]:
+def trusting(tls: TlsConfig | None, *, serves: bool = True) -> Iterator[None]:
     """Let this process, and what it starts, trust the authority of a run within the with-block.
 
     The authority is added to those of the machine by variables that are read by the HTTP clients of this
-    package, the SDKs of OpenAI and Anthropic, requests, curl and Node.js. None: nothing changes.
+    package, the SDKs of OpenAI and Anthropic, requests, curl and Node.js.
+
+    Args:
+        tls: None: nothing changes.
+        serves: whether this process needs a certificate too.
 
     Raises:
         ConfigError: a file of this machine is missing, or the certificate has another key.
     """
     if tls is not None:
-        _check_files(tls)
+        if serves:
+            _check_certificate_file(tls)
+        _check_authority_file(tls)
     with trusting_authority("" if tls is None else tls.authority):
         yield
 
@@ -90,13 +137,16 @@ def trusting_authority(authority: str) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def _check_files(tls: TlsConfig) -> None:
+def _check_certificate_file(tls: TlsConfig) -> None:
     try:
         server_context(tls)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
             f"cluster.tls: the certificate {tls.certificate} with the key {tls.key} cannot be used: {error}"
         ) from None
+
+
+def _check_authority_file(tls: TlsConfig) -> None:
     try:
         ssl.create_default_context(cafile=tls.authority)
     except OSError as error:

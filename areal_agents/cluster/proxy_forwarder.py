@@ -95,7 +95,7 @@ class ProxyForwarder:
         give_up_at = loop.time() + _FIND_S
         try:
             while client.transport is not None and loop.time() < give_up_at:
-                for index, url in self._running():
+                for index, url, owner in self._running():
                     parts = urlsplit(url)
                     host, port = parts.hostname or "", parts.port or 80
                     tls = self._tls if parts.scheme == "https" else None
@@ -107,7 +107,7 @@ class ProxyForwarder:
                         what = str(error) or "no answer"
                         _logger.warning("proxy %d at %s cannot be reached: %s", index, url, what)
                         continue
-                    if client.join(side, index, url):
+                    if client.join(side, index, owner):
                         return
                 with contextlib.suppress(StoreError):  # it is read again, and the thread that reads it logs
                     await self._table.refresh()
@@ -115,21 +115,25 @@ class ProxyForwarder:
             if client.transport is not None:
                 _logger.error("no proxy of the run could be reached for %.0f s", _FIND_S)
         finally:
-            if client.url is None:
+            if client.owner is None:
                 client.abort()
 
-    def _running(self) -> list[tuple[int, str]]:
-        """Return (index, URL) of the proxies that are running, in the order in which they are tried."""
-        found = [(index, url) for index in self._order if (url := self._table.address(index)) is not None]
+    def _running(self) -> list[tuple[int, str, str]]:
+        """Return (index, URL, owner name) of the proxies that are running, in the order of attempts."""
+        found = []
+        for index in self._order:
+            owner = self._table.owner_of(index)
+            if owner is not None and (url := self._table.address(index)) is not None:
+                found.append((index, url, owner))
         now = time.monotonic()
         return sorted(found, key=lambda one: now - self._unreached.get(one[1], -1e9) < _AVOIDED_S)
 
     async def _check(self) -> None:
-        """Close the connections to proxies that have moved or are dead."""
+        """Close the connections to proxies that are dead, also if another process has their address."""
         while True:
             await asyncio.sleep(_CHECK_S)
             for client in list(self._clients):
-                if client.url is not None and self._table.address(client.index) != client.url:
+                if client.owner is not None and self._table.owner_of(client.index) != client.owner:
                     client.abort()
 
     async def _end(self, server: asyncio.AbstractServer, checking: asyncio.Task[None]) -> None:
@@ -207,7 +211,8 @@ class _Client(_Side):
         end: called when it is closed.
 
     Attributes:
-        index, url: the proxy to which it is passed; the URL is None until there is one.
+        index: the proxy to which it is passed.
+        owner: the owner name of the process that this proxy is; None until there is one.
     """
 
     def __init__(self, begin: Callable[[_Client], None], end: Callable[[_Client], None]) -> None:
@@ -215,7 +220,7 @@ class _Client(_Side):
         self._begin = begin
         self._end = end
         self.index = -1
-        self.url: str | None = None
+        self.owner: str | None = None
         self._early = b""  # received before there is a proxy
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -229,13 +234,13 @@ class _Client(_Side):
             self._early += data
             self.transport.pause_reading()
 
-    def join(self, side: _Side, index: int, url: str) -> bool:
+    def join(self, side: _Side, index: int, owner: str) -> bool:
         """Pass this connection on to that of a proxy; return whether both are open."""
         if self.transport is None or side.transport is None:
             if side.transport is not None:
                 side.transport.abort()
             return False
-        self.index, self.url = index, url
+        self.index, self.owner = index, owner
         self.other, side.other = side.transport, self.transport
         self.other.write(self._early)
         self._early = b""

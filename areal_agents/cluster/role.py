@@ -32,11 +32,11 @@ from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.supervision import EXIT_STOPPED, SUPERVISED, end_with_supervisor
 from areal_agents.process_control import RUN_MARK, end_leftovers, end_process, signal_group
 from areal_agents.secret_variables import take_token
-from areal_agents.sockets import address_of
+from areal_agents.sockets import address_of, is_name, is_this_machine
 from areal_agents.store import Store
-from areal_agents.store.roles import Role
+from areal_agents.store.roles import SERVERS, Role
 from areal_agents.store.urls import shown_store
-from areal_agents.tls import trusting
+from areal_agents.tls import check_certificate, trusting
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ _POLL_S = 0.2
 _LONGEST_WAIT_S = 3600.0  # for the others, whose machines may have to wait in a queue
 _SERVER_STOP_S = 15.0
 _LOOPBACK = "127.0.0.1"
+_LONGEST_NAME_S = 300.0  # until the name servers know a new machine
 
 
 def run_role(
@@ -52,14 +53,14 @@ def run_role(
     """Run one process of a run until it ends, or SIGTERM; return its exit code.
 
     Args:
-        host: the address of this machine at which the others reach it; "": the one from which this machine
-            reaches the store.
+        host: the address, or a name, of this machine at which the others reach it; "": the address from
+            which this machine reaches the store.
         port: the port of its server; 0: one that is free.
         run_dir: the run folder on this machine; "": that of the configuration.
 
     Raises:
-        ConfigError: the run has no such process, this one does not have the token of the run, or another
-            process has its place.
+        ConfigError: the run has no such process, this one does not have the token of the run, another
+            process has its place, or `cluster.tls` has no certificate for the address of a server.
         StoreError: the store cannot be opened, or has no run.
     """
     end_with_supervisor()
@@ -89,11 +90,38 @@ def run_role(
                 file.unlink()  # the programs in its sandboxes might read it
             logger.info("%s %d of %s at %s", role, index, shown_store(store_url), address)
             count = counts(config, record.nodes)[role]
-            with trusting(config.cluster.tls):
+            serves = role in SERVERS
+            with trusting(config.cluster.tls, serves=serves):
+                if serves and config.cluster.tls is not None:
+                    check_certificate(config.cluster.tls, address)
+                if serves and not _knows_own_name(address, told):
+                    return EXIT_STOPPED
                 keys = record.keys(token, config)
                 if role == "sandbox":
                     return serve_sandboxes(store, config, keys.secret, place, told, port)
                 return _Process(store, record, keys, config, file, place, count, told).run(port)
+
+
+def _knows_own_name(host: str, told: threading.Event) -> bool:
+    """Wait until a name is that of this machine, which a new machine's need not be yet; False if told to end.
+
+    An address is not looked at.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not is_name(host):
+        return True
+    deadline = time.monotonic() + _LONGEST_NAME_S
+    while not is_this_machine(host):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"--host {host} has not become a name of this machine within {_LONGEST_NAME_S:.0f} s; give "
+                "a name that the name servers of this machine resolve to its address"
+            )
+        if told.wait(_POLL_S):
+            return False
+    return True
 
 
 def counts(config: Config, nodes: int) -> dict[Role, int]:

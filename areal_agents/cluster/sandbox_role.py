@@ -25,7 +25,7 @@ from areal_agents.rollout.config import CommandAgentConfig
 from areal_agents.sandbox.isolations import check_isolation
 from areal_agents.sandbox.remote.host import SandboxHost
 from areal_agents.sandbox.remote.messages import token_of
-from areal_agents.sockets import allow_many_connections, listen, url_of
+from areal_agents.sockets import address_of, allow_many_connections, listen
 from areal_agents.store import Store
 from areal_agents.tls import TlsConfig
 
@@ -81,7 +81,9 @@ async def _serve(
         await _prepare(host, agent)
         listener = listen(place.row.host, port)
         await host.listen(listener, tls)
-        url = url_of(listener, "http" if tls is None else "https")
+        scheme = "http" if tls is None else "https"
+        # Its own address may be a name, for which the certificate is.
+        url = f"{scheme}://{address_of(place.row.host, listener.getsockname()[1])}"
         await asyncio.to_thread(place.announce, url)
         logger.info("sandboxes with isolation %s at %s", agent.isolation, url)
         while not told.is_set():

@@ -103,7 +103,8 @@ def train_on_cluster(
         with (
             Store.open(url, config.store.durability) as store,
             Place.claim(store, "supervisor", 0, host=address_for_store(url)) as place,
-            trusting(config.cluster.tls),
+            # What something else starts may be on other machines only, and this one serves nothing.
+            trusting(config.cluster.tls, serves=launcher.name != "external"),
         ):
             run = _ClusterRun(config, folder, store, url, launcher, nodes, report, place.row.epoch, token)
             begun = time.monotonic()
@@ -147,6 +148,12 @@ def _faults(config: Config, launcher: Launcher) -> Iterator[str]:
         yield (
             "cluster.sandboxes: the agent of this run runs in no sandbox; give it an isolation, or leave "
             "cluster.sandboxes out"
+        )
+    if config.cluster.kubernetes.tls_secret and config.cluster.tls is None:
+        yield (
+            "cluster.kubernetes.tls_secret has the certificates of pods, and this launcher starts none, so "
+            "its processes would serve plain HTTP; give the files of its machines as cluster.tls, or leave "
+            "cluster.kubernetes.tls_secret out"
         )
     if engine.colocate != "none":
         yield "engine.colocate: in a cluster, engines and trainer have GPUs of their own; leave it out"

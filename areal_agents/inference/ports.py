@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from random import SystemRandom
 
 from areal_agents.errors import ConfigError
+from areal_agents.sockets import family_of
 
 _PORTS = range(20_000, 32_000)  # below the ephemeral ports: Linux begins at 32768, others at 49152
 _HOLDS = sys.platform == "linux"  # elsewhere a bound socket excludes the server's socket too
@@ -43,7 +44,7 @@ def reserved_ports(count: int, host: str = "127.0.0.1") -> Iterator[tuple[int, .
 
 def _hold(host: str, port: int) -> socket.socket | None:
     """Return a bound socket that still lets a server listen on the port; None if the port is in use."""
-    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    holder = socket.socket(family_of(host))
     try:
         holder.bind((host, port))  # without SO_REUSEADDR: fails beside any other socket, bound or listening
     except OSError:

@@ -18,6 +18,7 @@ from areal_agents.store.errors import Conflict, NotFound
 from areal_agents.store.schema import roles, store_meta
 
 Role = Literal["supervisor", "engine", "proxy", "rollout", "sandbox", "trainer"]
+SERVERS: tuple[Role, ...] = ("engine", "proxy", "sandbox")  # those that other machines call over HTTP
 
 BEAT_S = 2.0  # between two heartbeats
 DEAD_AFTER_S = 20.0  # without a heartbeat

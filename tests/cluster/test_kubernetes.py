@@ -12,11 +12,15 @@ import yaml
 
 from areal_agents.cli import app
 from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.external import ExternalLauncher
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
 from areal_agents.cluster.launchers.kubernetes.manifests import Run, as_yaml, manifests, object_name
 from areal_agents.cluster.launchers.rendered import Rendered, render, submit
+from areal_agents.cluster.train import check_config
+from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
 from areal_agents.store.roles import Role
+from areal_agents.tls import TlsConfig
 
 QUICK_START = Path(__file__).parents[2] / "examples/search_agent/config.yaml"
 CONFIG = "model: Qwen/Qwen3-0.6B\nagent: agent.py:play\n"
@@ -45,6 +49,9 @@ RUN = Run(
 
 SANDBOXED = replace(RUN, processes=[*RUN.processes, *processes("sandbox", 8, cpus=2)])
 SANDBOX_SETTINGS = SETTINGS.model_copy(update={"sandbox_image": "registry/agent:1"})
+TLS_SETTINGS = KubernetesConfig(
+    image="registry/run:1", namespace="training", tls_secret="run-tls", sandbox_tls_secret="sandbox-tls"
+)
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +208,142 @@ def test_what_a_sandbox_pod_cannot_do_is_refused(agent: str, message: str) -> No
         render("kubernetes", QUICK_START, overrides)
 
 
+def test_with_certificates_servers_have_the_names_of_their_pods_and_serve_https() -> None:
+    pods = {
+        made["metadata"]["name"].removeprefix("my-run-1-"): pod_of(made)
+        for made in manifests(SANDBOXED, TLS_SETTINGS)
+        if made["kind"] in ("Job", "StatefulSet")
+    }
+    found = {}
+    for role, pod in pods.items():
+        (container,) = pod["containers"]
+        [volume] = [one for one in pod["volumes"] if one["name"] == "tls"]
+        assert {"name": "tls", "mountPath": "/etc/areal-agents/tls", "readOnly": True} in container[
+            "volumeMounts"
+        ]
+        assert volume["projected"]["defaultMode"] == 0o440
+        files = {
+            (source["secret"]["name"], item["path"])
+            for source in volume["projected"]["sources"]
+            for item in source["secret"]["items"]
+        }
+        command = container["command"]
+        probes = [container[probe] for probe in container if probe.endswith("Probe")]
+        found[role] = (
+            command[command.index("--host") + 1] if "--host" in command else None,
+            [container_port["name"] for container_port in container.get("ports", ())],
+            {probe["httpGet"]["scheme"] for probe in probes},
+            files,
+        )
+    authority = ("run-tls", "ca.crt")
+    own = {authority, ("run-tls", "tls.crt"), ("run-tls", "tls.key")}
+    of_sandbox = {authority, ("sandbox-tls", "tls.crt"), ("sandbox-tls", "tls.key")}
+    domain = "training.svc"
+    assert found == {
+        "supervisor": (None, [], set(), {authority}),
+        "engine": (f"$(POD_NAME).my-run-1-engine.{domain}", ["https"], {"HTTPS"}, own),
+        "proxy": (f"$(POD_NAME).my-run-1-proxy.{domain}", ["https"], {"HTTPS"}, own),
+        "trainer": ("$(POD_IP)", ["http"], set(), {authority}),
+        "rollout": ("$(POD_IP)", [], set(), {authority}),
+        "sandbox": (f"$(POD_NAME).my-run-1-sandbox.{domain}", ["https"], {"HTTPS"}, of_sandbox),
+    }
+    (engine,) = pods["engine"]["containers"]
+    assert {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}} in engine["env"]
+
+
+def test_certificates_change_nothing_about_who_reaches_whom() -> None:
+    def policies(settings: KubernetesConfig) -> list[dict[str, Any]]:
+        return [one["spec"] for one in manifests(SANDBOXED, settings) if one["kind"] == "NetworkPolicy"]
+
+    assert policies(TLS_SETTINGS) == policies(SANDBOX_SETTINGS)
+
+
+TLS_OVERRIDES = (
+    *("store.url=postgresql://areal@db/areal", "cluster.kubernetes.image=registry/run:1"),
+    *("cluster.kubernetes.namespace=training", "cluster.kubernetes.tls_secret=run-tls"),
+)
+AGENT = "agent={command: play, isolation: process, limits: {memory_mb: null, processes: null}}"
+
+
+def test_the_dry_run_says_for_which_names_the_certificates_must_be() -> None:
+    comments = [
+        line for line in render("kubernetes", QUICK_START, TLS_OVERRIDES).text.splitlines() if line[:1] == "#"
+    ]
+    assert comments == [
+        "# The certificate in the Secret run-tls must be for: *.search-agent-engine.training.svc, "
+        "*.search-agent-proxy.training.svc"
+    ]
+    sandboxed = (*TLS_OVERRIDES, AGENT, "cluster.sandboxes=2", "cluster.kubernetes.sandbox_tls_secret=other")
+    text = render("kubernetes", QUICK_START, sandboxed).text
+    assert "# The certificate in the Secret other must be for: *.search-agent-sandbox.training.svc\n" in text
+
+
+def test_the_supervisor_of_a_run_with_certificates_accepts_its_configuration() -> None:
+    made = [*yaml.safe_load_all(render("kubernetes", QUICK_START, TLS_OVERRIDES).text)]
+    [supervisor] = [one for one in made if one["metadata"]["name"] == "search-agent-supervisor"]
+    command = pod_of(supervisor)["containers"][0]["command"]
+    arguments = [one for one in command[command.index("external") + 1 :] if not one.startswith("run_dir=")]
+    config = load_config(QUICK_START, arguments, weights=False)
+    check_config(config, ExternalLauncher(config.store.url or ""))
+    folder = "/etc/areal-agents/tls"
+    assert config.cluster.tls == TlsConfig(
+        certificate=f"{folder}/tls.crt", key=f"{folder}/tls.key", authority=f"{folder}/ca.crt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "overrides", "message"),
+    [
+        (
+            "kubernetes",
+            ("cluster.tls={certificate: a, key: b, authority: c}",),
+            "^cluster.tls has files of machines; for Kubernetes leave it out, .*kubernetes.tls_secret",
+        ),
+        (
+            "kubernetes",
+            ("cluster.kubernetes.namespace=''",),
+            "cluster.kubernetes.*tls_secret needs namespace",
+        ),
+        (
+            "kubernetes",
+            (AGENT, "cluster.sandboxes=1"),
+            "^cluster.kubernetes.sandbox_tls_secret: name a Secret .*cluster.sandboxes",
+        ),
+        (
+            "kubernetes",
+            ("cluster.kubernetes.sandbox_tls_secret=run-tls",),
+            "tls_secret and sandbox_tls_secret are both run-tls",
+        ),
+        (
+            "kubernetes",
+            ("cluster.kubernetes.tls_secret=''", "cluster.kubernetes.sandbox_tls_secret=other"),
+            "sandbox_tls_secret needs tls_secret",
+        ),
+        (
+            "skypilot",
+            (),
+            "^cluster.kubernetes.tls_secret: the addresses of the machines that SkyPilot starts",
+        ),
+        (
+            "skypilot",
+            ("cluster.kubernetes.tls_secret=''", "cluster.tls={certificate: a, key: b, authority: c}"),
+            "^cluster.tls: the addresses of the machines that SkyPilot starts",
+        ),
+    ],
+)
+def test_certificates_that_the_pods_cannot_have_are_refused(
+    launcher: str, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        render(launcher, QUICK_START, (*TLS_OVERRIDES, *overrides))
+
+
+def test_a_launcher_that_starts_no_pods_does_not_ignore_that_they_would_have_certificates() -> None:
+    config = load_config(QUICK_START, TLS_OVERRIDES, weights=False)
+    with pytest.raises(ConfigError, match=r"^cluster\.kubernetes\.tls_secret has the certificates of pods"):
+        check_config(config, ExternalLauncher(config.store.url or ""))
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "key"),
     [
@@ -244,6 +387,7 @@ def every_manifest() -> Iterator[dict[str, Any]]:
     for settings in (SETTINGS, ALL_SETTINGS, SETTINGS.model_copy(update={"claim": "shared"})):
         yield from manifests(RUN, settings)
     yield from manifests(SANDBOXED, SANDBOX_SETTINGS)
+    yield from manifests(SANDBOXED, TLS_SETTINGS)
 
 
 @pytest.mark.cluster

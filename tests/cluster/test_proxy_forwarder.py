@@ -85,6 +85,14 @@ class Servers:
             connection.execute(sa.update(roles).where(roles.c.index == index).values(beat_at=old))
         engine.dispose()
 
+    def replace(self, index: int) -> None:
+        """Another process has the place of a proxy, and its address."""
+        engine = sa.create_engine(self.store.url)
+        with engine.begin() as connection:
+            own = sa.and_(roles.c.role == "proxy", roles.c.index == index)
+            connection.execute(sa.update(roles).where(own).values(epoch=roles.c.epoch + 1))
+        engine.dispose()
+
     def close(self) -> None:
         self.release.set()
         self._open.close()
@@ -142,6 +150,17 @@ def test_a_call_to_a_dead_proxy_breaks_off_and_the_next_one_reaches_another(serv
         assert ask(client) == b"1"
 
 
+def test_a_call_breaks_off_when_another_process_has_the_address_of_its_proxy(servers: Servers) -> None:
+    servers.start(0)
+    with forwarded(servers, preferred=0) as client:
+        replacing = threading.Thread(target=lambda: (servers.begun.wait(20), servers.replace(0)))
+        replacing.start()
+        with pytest.raises(httpx.RemoteProtocolError):
+            ask(client, b"wait")
+        replacing.join()
+        assert ask(client) == b"0"
+
+
 def test_a_connection_waits_until_there_is_a_proxy(servers: Servers) -> None:
     with forwarded(servers, preferred=0) as client:
         starting = threading.Timer(0.5, servers.start, args=(1,))
@@ -166,12 +185,12 @@ def test_a_forwarder_that_cannot_end_hides_no_error(
     monkeypatch.setattr(proxy_forwarder, "_END_S", 0.1)
     held, release = threading.Event(), threading.Event()
 
-    def address(index: int) -> None:
+    def owner_of(index: int) -> None:
         held.set()
         release.wait(30)
 
     table = ProxyTable(servers.store)
-    monkeypatch.setattr(table, "address", address)
+    monkeypatch.setattr(table, "owner_of", owner_of)
     forwarder = ProxyForwarder(table, count=1, preferred=0)
     with (
         pytest.raises(KeyError),

@@ -56,10 +56,14 @@ async def test_a_process_is_alive_until_it_leaves_is_replaced_or_is_silent(store
             assert not own.is_alive(stranger)
         make_old(store, 1)
         await own.refresh()
-        assert not own.is_alive(other) and own.address(1) is None and own.measured() == [0]
+        assert not own.is_alive(other) and own.address(1) is own.owner_of(1) is None
+        assert own.measured() == [0]
         third = claim(store, 1)
         await own.refresh()
         assert own.is_alive(owner_name(1, third)) and not own.is_alive(other)
+        assert (own.address(1), own.owner_of(1)) == ("http://h:1", owner_name(1, third)), (
+            "at the same address"
+        )
         store.leave_role("proxy", 1, third)
         await own.refresh()
         assert not own.is_alive(owner_name(1, third)) and own.address(1) is None

@@ -20,7 +20,7 @@ from areal_agents.inference.engine_process import ServerProcess
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.proxy.server import build_server
 from areal_agents.sockets import listen, url_of
-from areal_agents.tls import trusting
+from areal_agents.tls import TlsConfig, check_certificate, trusting
 
 
 class Elsewhere(ServerProcess):
@@ -79,6 +79,37 @@ def test_a_server_is_verified_by_the_authority_of_the_run(
             server.should_exit = True
             thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_certificate_is_checked_for_the_address_of_its_server_before_anybody_calls(tmp_path: Path) -> None:
+    names = "DNS:*.run-engine.training.svc,DNS:localhost,IP:10.0.0.11"
+    tls, other = made_tls_files(tmp_path / "tls", names=names), made_tls_files(tmp_path / "other")
+    for host in (
+        "run-engine-0.run-engine.training.svc",
+        "run-engine-11.run-engine.training.svc",
+        "10.0.0.11",
+    ):
+        check_certificate(tls, host)
+
+    def refusal(host: str, tls: TlsConfig = tls) -> str:
+        with pytest.raises(ConfigError) as raised:
+            check_certificate(tls, host)
+        return str(raised.value)
+
+    for host in ("run-proxy-0.run-proxy.training.svc", "run-engine-0.run-engine.other.svc", "10.0.0.12"):
+        message = refusal(host)
+        assert f"{tls.certificate} is not valid for {host}, where" in message
+        assert message.endswith("it is for *.run-engine.training.svc, localhost, 10.0.0.11")
+    foreign = refusal("localhost", tls.model_copy(update={"authority": other.authority}))
+    assert "unable to get local issuer certificate" in foreign and "it is for" not in foreign
+
+
+def test_a_process_that_serves_nothing_needs_only_the_authority(tmp_path: Path) -> None:
+    tls = made_tls_files(tmp_path / "tls").model_copy(update={"key": str(tmp_path / "none.key")})
+    with trusting(tls, serves=False):
+        assert os.environ["SSL_CERT_FILE"]
+    with pytest.raises(ConfigError, match=r"none\.key"), trusting(tls):
+        pass
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

@@ -10,12 +10,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.cluster.launchers.external import ExternalLauncher
-from areal_agents.cluster.launchers.kubernetes.manifests import Run, as_yaml, manifests, object_name
+from areal_agents.cluster.launchers.kubernetes.manifests import (
+    MOUNTED_TLS,
+    Run,
+    as_yaml,
+    certificate_names,
+    manifests,
+    object_name,
+)
 from areal_agents.cluster.launchers.skypilot.task import as_yaml as task_yaml
 from areal_agents.cluster.launchers.skypilot.task import task
 from areal_agents.cluster.train import check_config, processes_of
@@ -51,14 +58,9 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
     Raises:
         ConfigError: the configuration cannot be run on several machines, or has a secret.
     """
-    config = load_config(path, overrides, weights=False)
+    config = _with_mounted_tls(load_config(path, overrides, weights=False), launcher)
     check_config(config, ExternalLauncher(config.store.url or ""))
     assert config.store.url is not None  # as was just checked
-    if config.cluster.tls is not None:
-        raise ConfigError(
-            "cluster.tls: the addresses of pods and of new machines are not known before they run, so no "
-            "certificate has them; leave it out, and encrypt below the run, as a service mesh or a VPN does"
-        )
     name = object_name(config.name)
     processes = processes_of(config, config.store.url, nodes=max(1, config.trainer.nodes))
     if launcher == "skypilot":
@@ -94,13 +96,53 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
     )
     _check_sandbox_pods(config)
     settings = config.cluster.kubernetes
+    names = certificate_names(run.name, settings, {process.role for process in processes})
     namespace = ("-n", settings.namespace) if settings.namespace else ()
     kubectl = " ".join(("kubectl", *namespace))
     return Rendered(
-        as_yaml(manifests(run, settings)),
+        _names_comment(names) + as_yaml(manifests(run, settings)),
         ("kubectl", "apply", "-f", "-"),
         f"to follow the run: {kubectl} logs -f job/{name}-supervisor\n"
         f"to end it: {kubectl} delete jobs,statefulsets -l app.kubernetes.io/instance={name}",
+    )
+
+
+def _with_mounted_tls(config: Config, launcher: str) -> Config:
+    """Return the configuration with the files that the pods of a run with certificates have.
+
+    Raises:
+        ConfigError: the certificates of the launcher's machines cannot be given in this way.
+    """
+    settings, tls = config.cluster.kubernetes, config.cluster.tls
+    if launcher == "skypilot" and (tls is not None or settings.tls_secret):
+        key = "cluster.kubernetes.tls_secret" if tls is None else "cluster.tls"
+        raise ConfigError(
+            f"{key}: the addresses of the machines that SkyPilot starts are not known before, so no "
+            "certificate has them; leave it out, and encrypt below the run, as a VPN does"
+        )
+    if launcher == "skypilot":
+        return config
+    if tls is not None:
+        raise ConfigError(
+            "cluster.tls has files of machines; for Kubernetes leave it out, and name the Secret with the "
+            "certificate as cluster.kubernetes.tls_secret"
+        )
+    if not settings.tls_secret:
+        return config
+    if config.cluster.sandboxes and not settings.sandbox_tls_secret:
+        raise ConfigError(
+            "cluster.kubernetes.sandbox_tls_secret: name a Secret with a certificate for the sandbox pods "
+            "(cluster.sandboxes); that of tls_secret is kept from the programs that run there"
+        )
+    cluster = config.cluster.model_copy(update={"tls": MOUNTED_TLS})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def _names_comment(names: Mapping[str, Sequence[str]]) -> str:
+    """Return what a certificate of each Secret must be for, as comments of YAML."""
+    return "".join(
+        f"# The certificate in the Secret {secret} must be for: {', '.join(found)}\n"
+        for secret, found in names.items()
     )
 
 

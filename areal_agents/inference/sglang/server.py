@@ -229,8 +229,7 @@ def server_environment(
     environment |= {**nccl_environment(config), ENGINE_KEY: key}
     if placement.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(placement.gpus, environment))
-    address = f"[{host}]" if ":" in host else host
-    return bypassing_proxies(environment, "http://127.0.0.1", "http://localhost", f"http://{address}")
+    return bypassing_proxies(environment, "http://127.0.0.1", "http://localhost", hosts=(host,))
 
 
 def nccl_environment(config: EngineConfig) -> dict[str, str]:

@@ -112,8 +112,9 @@ class WorkerRouting:
                 raise episode_elsewhere(
                     f"worker {index}, which has the episode, does not answer; try again later"
                 )
-            if (url := self._peers.address(index)) is not None:
-                if await self._siblings.forward(index, url, request, body, send):
+            owner = self._peers.owner_of(index)
+            if owner is not None and (url := self._peers.address(index)) is not None:
+                if await self._siblings.forward(owner, url, request, body, send):
                     return None
                 _mark_as_retry(request)
             if request.scope["path"] == "/episodes":  # the episode may already be open
@@ -237,8 +238,11 @@ class Siblings:
                 retry_after_s=_METRICS_S,
             ) from error
 
-    async def forward(self, index: int, url: str, request: Request, body: ReplayableBody, send: Send) -> bool:
+    async def forward(self, owner: str, url: str, request: Request, body: ReplayableBody, send: Send) -> bool:
         """Forward a request to a sibling at `url`, and its response to the client.
+
+        Args:
+            owner: the owner name of the sibling's process.
 
         Returns:
             False if there was no response, so that the sender should look up the owner again.
@@ -246,7 +250,7 @@ class Siblings:
         gone = asyncio.ensure_future(body.wait_for_disconnect())
         pending = asyncio.ensure_future(self._send(url, request, await body.read() or b""))
         try:
-            if not await self._has_answer(index, url, pending, gone):
+            if not await self._has_answer(owner, pending, gone):
                 return gone.done()
             answer = pending.result()
             try:
@@ -254,15 +258,14 @@ class Siblings:
             finally:
                 answer.close() if gone.done() else answer.release()
         except (aiohttp.ClientError, TimeoutError) as error:
-            _logger.info("worker %d did not answer: %s", index, str(error) or type(error).__name__)
+            _logger.info("worker %s did not answer: %s", owner, str(error) or type(error).__name__)
             return False
         finally:
             await _end(pending, gone)
 
     async def _has_answer(
         self,
-        index: int,
-        url: str,
+        owner: str,
         pending: asyncio.Future[aiohttp.ClientResponse],
         gone: asyncio.Future[None],
     ) -> bool:
@@ -272,7 +275,7 @@ class Siblings:
         """
         while not pending.done() and not gone.done():
             await asyncio.wait((pending, gone), timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-            if not pending.done() and self._peers.address(index) != url:
+            if not pending.done() and not self._peers.is_alive(owner):
                 return False  # the connection may stay open: the supervisor has it, or a machine is lost
         return pending.done()
 

@@ -84,8 +84,12 @@ class Workers:
 
     def is_up(self, index: int) -> bool:
         """Whether a worker of this run is running."""
-        name = owner_name(self._spec.run, index, "*")
-        return any(is_held(path) for path in self._spec.folder.glob(name + _LOCK))
+        return self.owner_of(index) is not None
+
+    def owner_of(self, index: int) -> str | None:
+        """Return the owner name of the process that is a worker now; None while it is down."""
+        locks = self._spec.folder.glob(owner_name(self._spec.run, index, "*") + _LOCK)
+        return next((path.name.removesuffix(_LOCK) for path in locks if is_held(path)), None)
 
     def index_of(self, owner: str | None) -> int | None:
         """Return the index of the worker with an owner name, None for an owner of another run."""

@@ -35,6 +35,12 @@ class Peers(Protocol):
     def address(self, index: int) -> str | None:
         """Return the base URL of the process that has this index; None if none is running."""
 
+    def owner_of(self, index: int) -> str | None:
+        """Return the owner name of the process that has this index; None if none is running.
+
+        A process that is started again can have the address of the earlier one, and never its name.
+        """
+
     def is_alive(self, owner: str) -> bool:
         """Whether the process with this owner name is still running."""
 

@@ -76,6 +76,11 @@ class ProxyTable:
         row = self._rows.get(index)
         return row.url if row is not None and self._is_running(row) else None
 
+    def owner_of(self, index: int) -> str | None:
+        """Return the owner name of the process that has a place; None if none is running."""
+        row = self._rows.get(index)
+        return owner_name(index, row.epoch) if row is not None and self._is_running(row) else None
+
     async def refresh(self) -> None:
         """Read the table again, unless that was done just now."""
         await asyncio.to_thread(self._read)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from areal_agents.core.settings import Settings
 
@@ -55,6 +57,16 @@ class KubernetesConfig(Settings):
         description="A Secret of the namespace whose entries become variables of all pods, such as "
         "PGPASSWORD and HF_TOKEN. Manifests contain no secrets.",
     )
+    tls_secret: str = Field(
+        default="",
+        description="A Secret (tls.crt, tls.key and ca.crt, as cert-manager makes them) with the certificate "
+        "of engine and proxy pods; they serve HTTPS. --dry-run says for which names; empty: HTTP.",
+    )
+    sandbox_tls_secret: str = Field(
+        default="",
+        description="The same for sandbox pods, whose programs can read it: another Secret, from the same "
+        "authority. Its ca.crt is not used.",
+    )
     claim: str = Field(
         default="",
         description="A PersistentVolumeClaim (ReadWriteMany) for the folders of runs; empty: one is made.",
@@ -82,3 +94,20 @@ class KubernetesConfig(Settings):
     )
     user: int = Field(default=1000, ge=1, description="User and group of all processes, and of the volumes.")
     memory: RoleMemory = Field(default_factory=RoleMemory)
+
+    @model_validator(mode="after")
+    def _check_certificates(self) -> Self:
+        if self.tls_secret and not self.namespace:
+            raise ValueError(
+                "tls_secret needs namespace: the names of the pods, for which the certificate is, have it"
+            )
+        if self.sandbox_tls_secret and not self.tls_secret:
+            raise ValueError(
+                "sandbox_tls_secret needs tls_secret, with the certificate of engines and proxies"
+            )
+        if self.sandbox_tls_secret and self.sandbox_tls_secret == self.tls_secret:
+            raise ValueError(
+                f"tls_secret and sandbox_tls_secret are both {self.tls_secret}: the programs in sandboxes "
+                "can read the second, and must not have the key of engines and proxies; use two Secrets"
+            )
+        return self

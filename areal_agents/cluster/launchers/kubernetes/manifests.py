@@ -2,17 +2,18 @@
 
 The supervisor, the trainer and the rollout processes end with the run, so they are Jobs; engines, proxies and
 sandbox hosts do not, so they are StatefulSets. The index of a pod is that of its process in the run, so a pod
-that replaces another takes its place. Pods find each other in the store; the headless services give them
-names for people and for network policies. A manifest has no secret: pods get theirs as variables from the
-Secret that the configuration names, and a configuration that has keys or passwords is refused. Sandbox pods
-run the programs of agents: they have no folder of the run, of its Secret what a process needs to take part in
-it, and they reach the proxies, the store and name resolution only.
+that replaces another takes its place. Pods find each other in the store, by their addresses, or with TLS by
+the names that the headless services give them, because a certificate can be made for these before there are
+pods. A manifest has no secret: pods get theirs as variables from the Secret that the configuration names, and
+a configuration that has keys or passwords is refused. Sandbox pods run the programs of agents: they have no
+folder of the run, of its Secret what a process needs to take part in it, and they reach the proxies, the
+store and name resolution only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,8 @@ from areal_agents.errors import ConfigError
 from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.secret_variables import RUN_TOKEN
 from areal_agents.store.postgres import host_of
-from areal_agents.store.roles import DEAD_AFTER_S, Role
+from areal_agents.store.roles import DEAD_AFTER_S, SERVERS, Role
+from areal_agents.tls import TlsConfig
 
 RUNS = "/runs"  # where pods see the folders of runs
 PORT = 8000  # of each engine, proxy and trainer; every pod has an address of its own
@@ -34,8 +36,9 @@ _LONGEST_NAME = 40  # leaves room for role, index and Kubernetes' own suffixes i
 _START_S = 3600  # longest start of an engine or a proxy: a download and the loading of a large model
 _STOP_S = {"supervisor": 60, "engine": 40, "proxy": 40, "rollout": 60, "sandbox": 60}
 _RESTARTS = 20  # the failures of one pod of a Job until the Job fails
-_SERVERS = ("engine", "proxy", "sandbox")
 _COMPONENT = "app.kubernetes.io/component"
+_TLS = "/etc/areal-agents/tls"  # where pods see the entries of a Secret with a certificate
+MOUNTED_TLS = TlsConfig(certificate=f"{_TLS}/tls.crt", key=f"{_TLS}/tls.key", authority=f"{_TLS}/ca.crt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +87,30 @@ def manifests(run: Run, settings: KubernetesConfig) -> list[dict[str, Any]]:
     ]
     for role, processes in by_role.items():
         objects.append(pods.headless_service(role))
-        if role in _SERVERS:
+        if role in SERVERS:
             objects.append(pods.stateful_set(role, processes))
             if len(processes) > 1:
                 objects.append(pods.disruption_budget(role))
         else:
             objects.append(pods.job(role, processes))
     return objects
+
+
+def certificate_names(run: str, settings: KubernetesConfig, roles: Iterable[Role]) -> dict[str, list[str]]:
+    """Return the names for which the certificate of each Secret must be; {} without certificates.
+
+    Args:
+        run: the name of the run.
+        roles: the roles that the run has.
+    """
+    if not settings.tls_secret:
+        return {}
+    secrets: dict[str, list[str]] = {}
+    for role in SERVERS:
+        if role in roles:
+            secret = settings.sandbox_tls_secret if role == "sandbox" else settings.tls_secret
+            secrets.setdefault(secret, []).append(f"*.{_domain(object_name(run), role, settings.namespace)}")
+    return secrets
 
 
 def as_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
@@ -184,7 +204,7 @@ class _Pods:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": self._labels_of(role),
-            "ports": [{"name": "http", "port": PORT}],
+            "ports": [{"name": self._scheme_of(role), "port": PORT}],
         }
         return self.object("v1", "Service", f"{self._name}-{role}", role=role, spec=spec)
 
@@ -198,6 +218,7 @@ class _Pods:
             *("areal-agents", "train", f"{project}/{CONFIG}", "--launcher", "external"),
             *self._run.overrides,
             *(f"name={self._run.name}", f"run_dir={RUNS}/{self._name}"),
+            *(f"cluster.tls.{name}={path}" for name, path in MOUNTED_TLS if self._settings.tls_secret),
         ]
         pod = self._pod("supervisor", command, cpus=1)
         pod["containers"][0]["volumeMounts"].append(
@@ -216,7 +237,8 @@ class _Pods:
         labels = self._labels_of(role)
         index = "metadata.labels['apps.kubernetes.io/pod-index']"
         pod = self._role_pod(role, processes[0], index)
-        probe = {"httpGet": {"path": "/health", "port": PORT}}
+        get: dict[str, Any] = {"path": "/health", "port": PORT}
+        probe = {"httpGet": {**get, "scheme": "HTTPS"} if self._settings.tls_secret else get}
         pod["containers"][0].update(
             startupProbe={**probe, "periodSeconds": 10, "failureThreshold": _START_S // 10},
             readinessProbe={**probe, "periodSeconds": 5, "timeoutSeconds": 5},
@@ -244,12 +266,16 @@ class _Pods:
         return self.object("batch/v1", "Job", f"{self._name}-{role}", role=role, spec=spec)
 
     def _role_pod(self, role: Role, process: RoleProcess, index: str) -> dict[str, Any]:
+        fields = {"INDEX": index, "POD_IP": "status.podIP"}
+        host = "$(POD_IP)"
+        if self._scheme_of(role) == "https":  # a certificate can have names that are known before, not IPs
+            fields = {"INDEX": index, "POD_NAME": "metadata.name"}
+            host = f"$(POD_NAME).{_domain(self._name, role, self._settings.namespace)}"
         command = [
             *("areal-agents", "role", role, "--run", self._run.store_url, "--index", "$(INDEX)"),
-            *("--host", "$(POD_IP)", "--port", str(PORT)),
+            *("--host", host, "--port", str(PORT)),
         ]
         pod = self._pod(role, command, cpus=process.cpus, gpus=process.gpus)
-        fields = {"INDEX": index, "POD_IP": "status.podIP"}
         pod["containers"][0]["env"] += [
             {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()
         ]
@@ -278,6 +304,9 @@ class _Pods:
         if is_sandbox:
             volumes.append({"name": "files", "emptyDir": {"sizeLimit": settings.sandbox_disk}})
             mounts.append({"name": "files", "mountPath": "/tmp"})
+        if settings.tls_secret:
+            volumes.append({"name": "tls", "projected": self._certificate(role)})
+            mounts.append({"name": "tls", "mountPath": _TLS, "readOnly": True})
         threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
         variables = {
             **{name: str(cpus) for name in threads},
@@ -300,8 +329,8 @@ class _Pods:
             },
             "volumeMounts": mounts,
         }
-        if role in _SERVERS or role == "trainer":
-            container["ports"] = [{"name": "http", "containerPort": PORT}]
+        if role in SERVERS or role == "trainer":
+            container["ports"] = [{"name": self._scheme_of(role), "containerPort": PORT}]
         if settings.secret and is_sandbox:
             for key in ("PGPASSWORD", RUN_TOKEN):
                 entry = {"name": settings.secret, "key": key, "optional": True}
@@ -310,7 +339,7 @@ class _Pods:
             container["envFrom"] = [{"secretRef": {"name": settings.secret}}]
         stop_s = self._run.trainer_stop_s if role == "trainer" else _STOP_S[role]
         pod: dict[str, Any] = {
-            "restartPolicy": "Always" if role in _SERVERS else "OnFailure",
+            "restartPolicy": "Always" if role in SERVERS else "OnFailure",
             "terminationGracePeriodSeconds": round(stop_s + DEAD_AFTER_S),
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -335,11 +364,36 @@ class _Pods:
             pod["tolerations"] = [dict(toleration) for toleration in settings.tolerations]
         return pod
 
+    def _certificate(self, role: str) -> dict[str, Any]:
+        """Return the files of the volume with the authority, and for a server with its own certificate."""
+        settings = self._settings
+        own = {"engine": settings.tls_secret, "proxy": settings.tls_secret}
+        own["sandbox"] = settings.sandbox_tls_secret
+        entries = [(settings.tls_secret, ["ca.crt"])]
+        if role in own:
+            entries.append((own[role], ["tls.crt", "tls.key"]))
+        sources = [
+            {"secret": {"name": name, "items": [{"key": file, "path": file} for file in files]}}
+            for name, files in entries
+        ]
+        return {"defaultMode": 0o440, "sources": sources}
+
+    def _scheme_of(self, role: str) -> str:
+        return "https" if self._settings.tls_secret and role in SERVERS else "http"
+
     def _template(self, role: str, pod: Mapping[str, Any]) -> dict[str, Any]:
         return {"metadata": {"labels": self._labels_of(role)}, "spec": dict(pod)}
 
     def _labels_of(self, role: str) -> dict[str, str]:
         return {**self._labels, **({_COMPONENT: role} if role else {})}
+
+
+def _domain(name: str, role: str, namespace: str) -> str:
+    """Return what the names of the pods of a role have after the name of the pod.
+
+    The domain of the cluster is left out: the resolver of every pod appends it.
+    """
+    return f"{name}-{role}.{namespace}.svc"
 
 
 def _pods(selector: Mapping[str, Any]) -> dict[str, Any]:

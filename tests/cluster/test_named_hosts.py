@@ -1,0 +1,157 @@
+"""Roles that are called by a name: their certificate is for the name, and for no address.
+
+The name is `localhost`, which every machine resolves to itself, as the name servers of a cluster resolve the
+name of a pod to its address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+from tls_files import made_tls_files
+
+from areal_agents.cluster import role as role_module
+from areal_agents.cluster.proxy_forwarder import forwarding_to_proxies
+from areal_agents.cluster.role import run_role
+from areal_agents.cluster.run_record import RunKeys, RunRecord, text_of
+from areal_agents.config import load_config
+from areal_agents.direct_http import direct_client
+from areal_agents.errors import ConfigError
+from areal_agents.inference.ports import reserved_ports
+from areal_agents.rollout.sandbox_hosts import hosts_of_run
+from areal_agents.sandbox.remote.client import RemoteIsolation
+from areal_agents.secret_variables import RUN_TOKEN, bearer
+from areal_agents.store import Store
+from areal_agents.tls import TlsConfig, trusting
+from tests.sandbox.conftest import spec_for
+
+REPOSITORY = Path(__file__).parents[2]
+QUICK_START = REPOSITORY / "examples/search_agent/config.yaml"
+TOKEN = "t" * 32
+START_S = 240.0
+AGENT = "agent={command: play, isolation: process, limits: {memory_mb: 256, processes: 64}}"
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> TlsConfig:
+    return made_tls_files(tmp_path / "tls", names="DNS:localhost")
+
+
+@contextlib.contextmanager
+def run_of(folder: Path, tls: TlsConfig, *overrides: str) -> Iterator[tuple[Store, RunKeys]]:
+    """The store of a run whose supervisor has written its record."""
+    files = [f"cluster.tls.{name}={path}" for name, path in tls]
+    own = [f"run_dir={folder / 'run'}", f"store.url={folder / 'store.db'}"]
+    config = load_config(QUICK_START, [*own, *files, *overrides], weights=False)
+    with Store.open(folder / "store.db") as store:
+        record = RunRecord.of(text_of(config, folder), nodes=1, first_version=0, epoch=1, token=TOKEN)
+        record.write(store)
+        yield store, record.keys(TOKEN, config)
+
+
+@contextlib.contextmanager
+def roles(store: Store, folder: Path, *names: str) -> Iterator[Mapping[str, str]]:
+    """Processes of roles that are told to be `localhost`; yields their addresses, once they have them."""
+    with contextlib.ExitStack() as started:
+        processes = {}
+        for name in names:
+            log = started.enter_context(open(folder / f"{name}.log", "wb"))
+            command = [sys.executable, "-m", "areal_agents", "role", name, "--run", str(store.path)]
+            processes[name] = subprocess.Popen(
+                [*command, "--host", "localhost"], stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, RUN_TOKEN: TOKEN},
+            )  # fmt: skip
+            started.callback(processes[name].wait, 60)
+            started.callback(processes[name].terminate)
+        deadline = time.monotonic() + START_S
+        while not all(store.addresses(name) for name in names):
+            for name, process in processes.items():
+                assert process.poll() is None, (folder / f"{name}.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield {name: store.addresses(name)[0] for name in names}
+
+
+async def test_the_host_of_sandboxes_is_called_by_its_name(tmp_path: Path, tls: TlsConfig) -> None:
+    with (
+        run_of(tmp_path, tls, AGENT, "cluster.sandboxes=1") as (store, keys),
+        roles(store, tmp_path, "sandbox") as found,
+        trusting(tls),
+    ):
+        assert found["sandbox"].startswith("https://localhost:")
+        with direct_client(timeout_s=30) as client:
+            assert client.get(f"{found['sandbox']}/health").status_code == 200
+            with pytest.raises(httpx.ConnectError, match="VERIFY_FAILED"):
+                client.get(f"{found['sandbox'].replace('localhost', '127.0.0.1')}/health")
+        isolation = RemoteIsolation("process", hosts_of_run(store, keys.secret))
+        sandbox = await isolation.start(spec_for("process"))
+        assert (await sandbox.run(["echo", "here"], timeout_s=60)).status == 0
+        await sandbox.end()
+        await isolation.close()
+
+
+@pytest.mark.cluster
+def test_a_proxy_calls_its_engine_and_is_called_by_their_names(tmp_path: Path, tls: TlsConfig) -> None:
+    with (
+        run_of(tmp_path, tls, "engine.replicas=1") as (store, keys),
+        roles(store, tmp_path, "engine", "proxy") as found,
+        trusting(tls),
+        reserved_ports(1) as [port],
+        forwarding_to_proxies(store, "127.0.0.1", port, count=1, preferred=0),
+        direct_client(timeout_s=20, base_url=f"http://127.0.0.1:{port}") as client,
+    ):
+        assert all(url.startswith("https://localhost:") for url in found.values())
+        deadline = time.monotonic() + START_S
+        metrics = ""
+        while not re.search(r"^areal_agents_engine_healthy\{.*\} 1\.0$", metrics, re.MULTILINE):
+            assert time.monotonic() < deadline, (tmp_path / "proxy.log").read_text()
+            with contextlib.suppress(httpx.TransportError):
+                metrics = client.get("/metrics", headers=bearer(keys.admin)).text
+            time.sleep(0.1)
+        with direct_client(timeout_s=30) as own:
+            info = own.get(f"{found['engine']}/model_info", headers=bearer(keys.engine))
+            assert info.status_code == 200
+
+
+def test_a_role_without_a_certificate_for_its_address_ends_at_once(
+    tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_of(tmp_path, tls) as (store, _):
+        monkeypatch.setenv(RUN_TOKEN, TOKEN)
+        message = r"is not valid for 127\.0\.0\.1, where this process will be called: .*; it is for localhost"
+        with pytest.raises(ConfigError, match=message):
+            run_role("engine", 0, str(store.path))
+        assert store.addresses("engine") == {}
+
+
+def test_a_role_waits_until_it_has_its_name(
+    tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def is_this_machine(host: str) -> bool:
+        asked.append(host)
+        return len(asked) > 2
+
+    monkeypatch.setattr(role_module, "is_this_machine", is_this_machine)
+    told = role_module.threading.Event()
+    assert role_module._knows_own_name("engine-0.engine.training.svc", told)
+    assert asked == ["engine-0.engine.training.svc"] * 3
+    assert role_module._knows_own_name("10.0.0.11", told) and len(asked) == 3
+    told.set()
+    asked.clear()
+    assert not role_module._knows_own_name("engine-0.engine.training.svc", told)
+    monkeypatch.setattr(role_module, "_LONGEST_NAME_S", 0.0)
+    asked[:] = []
+    told.clear()
+    with pytest.raises(ConfigError, match="has not become a name of this machine within 0 s"):
+        role_module._knows_own_name("engine-0.engine.training.svc", told)
