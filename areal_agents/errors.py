@@ -4,6 +4,7 @@
     ├── ConfigError          a configuration cannot be used: names the key and what to write instead
     ├── DataError            a data set is missing, empty or malformed
     ├── AgentError           an agent cannot be imported, raised an exception, or exceeded its time limit
+    │   └── AgentLost            what ran the agent was lost, such as the node of its job
     ├── RewardError          a reward function failed, or gave no valid reward
     ├── TaskEnvironmentError an environment cannot be opened, or failed while it was played
     ├── SandboxError         a sandbox cannot be started, or cannot do what was asked
@@ -48,6 +49,10 @@ class DataError(ArealAgentsError):
 
 class AgentError(ArealAgentsError):
     """An agent cannot be imported, raised an exception, or exceeded its time limit."""
+
+
+class AgentLost(AgentError):
+    """What ran the agent was lost, or had no room for it; the agent and the policy are not the cause."""
 
 
 class RewardError(ArealAgentsError):

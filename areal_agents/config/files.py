@@ -264,7 +264,11 @@ def _with_absolute_agent(agent: Mapping[str, Any], base: Path) -> dict[str, Any]
         out["workdir"] = _absolute(out["workdir"], base, always=True)
     if "image" in named and isolation == "bubblewrap":  # a folder; with docker it is the name of an image
         out["image"] = _absolute(out["image"], base, always=False)
-    if "command" in named and isolation == "none":
+    job = out.get("job")
+    if isinstance(job, dict) and isinstance(job.get("template"), str):
+        out["job"] = {**job, "template": _absolute(job["template"], base, always=True)}
+    in_pod = isinstance(job, dict) and job.get("kind") == "kubernetes"  # whose image has other files
+    if "command" in named and isolation == "none" and not in_pod:
         out["command"] = _with_absolute_files(out["command"], base)
     if "cli" in named and ("/" in out["cli"] or out["cli"].endswith(".toml")):
         out["cli"] = _absolute(out["cli"], base, always=True)

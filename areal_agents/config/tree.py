@@ -228,6 +228,12 @@ def _episode_faults(config: Config) -> Iterator[str]:
             yield f"data: with environments, tasks are in data.sources, by the names {', '.join(names)}"
     if isinstance(config.agent, dict) and not is_environment and "cli" not in config.agent:
         yield f"agent: {_WRONG_AGENT}{json.dumps(config.agent, ensure_ascii=False)}"
+    job = config.agent.job if isinstance(config.agent, CommandAgentConfig) else None
+    if job is not None and job.wait_s >= config.proxy.idle_timeout_s:
+        yield (
+            f"agent.job.wait_s: {job.wait_s:g} s, but an episode without a call fails after "
+            f"proxy.idle_timeout_s ({config.proxy.idle_timeout_s:g} s); raise that, or wait less"
+        )
     if config.reward is not None and config.reward.group and config.rollout.over_sample:
         yield (
             "rollout.over_sample: a reward function of a group needs all its episodes, so none may be "

@@ -28,6 +28,7 @@ from areal_agents.evaluation.played import Played, played_in_journal, played_in_
 from areal_agents.evaluation.policies import NamedPolicy
 from areal_agents.evaluation.results import Results, field_of_tasks
 from areal_agents.evaluation.scoring import ScoringFunction, score
+from areal_agents.launch.agent_jobs import check_jobs, refuse_jobs
 from areal_agents.launch.agent_sandbox import check_sandbox
 from areal_agents.launch.children import Children
 from areal_agents.launch.engines import EnginePlan
@@ -93,6 +94,10 @@ def evaluate(
     else:
         model = policy.fingerprint
     check_sandbox(config)
+    if isinstance(policy, Endpoint):
+        refuse_jobs(config, "eval --endpoint")
+    else:
+        check_jobs(config)
     config = without_trainer(config)
     folder = RunFolder((out or Path(config.run_dir + "-eval")).resolve())
     files = EvaluationFolder(folder.root)

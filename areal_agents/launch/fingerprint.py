@@ -138,6 +138,9 @@ def _of_agent(agent: Any) -> dict[str, str]:
         return {_NAMED: _function_of(agent), **digests_of(agent)}
     setting = agent.model_dump(mode="json") if isinstance(agent, CommandAgentConfig) else dict(agent)
     files = digests_of(setting["command"]) if "command" in setting else {}
+    job = setting.pop("job", None)
+    if job is not None:
+        files |= digests_of(job["template"])
     return {_NAMED: json.dumps(setting, sort_keys=True, default=str), **files}
 
 

@@ -37,6 +37,7 @@ from areal_agents.inspection.forks import (
     metadata_of,
 )
 from areal_agents.inspection.sources import store_of_run
+from areal_agents.launch.agent_jobs import refuse_jobs
 from areal_agents.launch.agent_sandbox import check_sandbox
 from areal_agents.launch.children import Children
 from areal_agents.launch.context_length import told_of_context
@@ -149,6 +150,7 @@ def fork(
         raise ConfigError("fork samples with weights in an engine that it starts; leave engine.urls out")
     check_greedy(forked, how)
     check_sandbox(config)
+    refuse_jobs(config, "fork")
     config = without_trainer(config)
     engine = config.engine.model_copy(update={"replicas": 1})
     config = config.model_copy(update={"engine": engine, "run_dir": str(out.root)})

@@ -347,6 +347,7 @@ def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
 
 async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.evaluation.folder import EvaluationFolder
+    from areal_agents.launch.agent_jobs import owner_of_jobs
     from areal_agents.launch.context_length import told_of_context
     from areal_agents.launch.fingerprint import Fingerprint, FingerprintFile, notice_of
     from areal_agents.rollout.agents.blocking import BlockingWatch
@@ -368,6 +369,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
         BlockingWatch(notify, adds_up=True),
     ):
         fingerprint = Fingerprint.of(config)
+        owner = owner_of_jobs(config, folder.root, endpoints.place)
         if options.evaluate is None:
             latest = store.latest_version()
             file = FingerprintFile(folder.fingerprint)
@@ -404,6 +406,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 # In a cluster that is the address of a forwarder, which lasts when proxies are started again.
                 agents_url=endpoints.proxy_url if place and config.proxy.public_url is None else None,
                 hosts=hosts,
+                job_owner=owner,
             )
             if stop.is_set():
                 raise SystemExit(EXIT_STOPPED)
@@ -429,6 +432,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             tasks=tasks,
             fingerprint=fingerprint.digest,
             split="train" if options.collects else "eval",
+            job_owner=owner,
         )
         if stop.is_set():
             raise SystemExit(EXIT_STOPPED)

@@ -13,6 +13,7 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 from areal_agents.core.rollout import LARGEST_GROUP, OnStale
 from areal_agents.core.settings import Settings
 from areal_agents.environments.config import EnvironmentConfig
+from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.sandbox.config import SandboxConfig
 
 
@@ -21,6 +22,10 @@ class CommandAgentConfig(SandboxConfig):
 
     command: str = Field(
         description="The program and its arguments, which are run for each episode; docs/agents.md."
+    )
+    job: JobConfig | None = Field(
+        default=None,
+        description="The command of each episode runs as a job of a cluster; null: it runs in a process.",
     )
 
     @field_validator("command")
@@ -35,6 +40,14 @@ class CommandAgentConfig(SandboxConfig):
                 "an agent must be module:function, file.py:function, {command: …} or {cli: …}, got no command"
             )
         return command
+
+    @model_validator(mode="after")
+    def _one_place(self) -> CommandAgentConfig:
+        if self.job is not None and self.isolation != "none":
+            raise ValueError(
+                f"job and isolation: {self.isolation} exclude each other; isolate the command in the template"
+            )
+        return self
 
 
 # How a configuration names an agent: "module:function" or "file.py:function", a command, a command-line agent

@@ -22,7 +22,7 @@ from typing import Any
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import FINGERPRINT, OPENED_BY_RUNNER, RUNNER, Split, Task
 from areal_agents.errors import RequestError
-from areal_agents.rollout.agents.agent import Agent
+from areal_agents.rollout.agents.agent import Agent, WaitsForPlace
 from areal_agents.rollout.agents.attempt import (
     Attempt,
     FailureStreak,
@@ -199,7 +199,8 @@ async def play_attempts(
         own = {**metadata, "attempt": index}
         of_attempt = Attempt(task, split, metadata=own, sampling=sampling, id=named)
         try:
-            opened = await open_attempt(client, of_attempt, limits=limits)
+            waits = isinstance(agent, WaitsForPlace)
+            opened = await open_attempt(client, of_attempt, limits=limits, waits_for_place=waits)
         except RequestError as error:
             if named is not None and error.status == 409:
                 raise _PlayedElsewhere from None

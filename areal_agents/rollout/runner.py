@@ -61,6 +61,7 @@ async def run(
     worker: WorkerShare | None = None,
     agents_url: str | None = None,
     hosts: SandboxHosts | None = None,
+    job_owner: str = "",
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
 
@@ -87,6 +88,8 @@ async def run(
             each process by itself. Every process returns when the run has ended.
         agents_url: the URL at which agents reach the proxy; None: the one that the proxy gives.
         hosts: where the sandboxes of the agent are; None: on this machine.
+        job_owner: a name of this process's place in the run, for an agent whose episodes are jobs: jobs that
+            an earlier process of this place has left are cancelled. "": there is none.
 
     Raises:
         AgentError: the agent cannot be loaded, or too many attempts in a row failed.
@@ -118,6 +121,7 @@ async def run(
         worker,
         agents_url,
         hosts,
+        job_owner,
     ) as runner:
         running = runner.run(
             source,
@@ -146,6 +150,7 @@ async def evaluate(
     tasks: Sequence[Task] | None = None,
     fingerprint: str = "",
     split: Split = "eval",
+    job_owner: str = "",
 ) -> None:
     """Evaluate the weights that are served now. Arguments and errors are those of `run`.
 
@@ -156,7 +161,17 @@ async def evaluate(
     tasks = held_out_tasks(evaluation) if tasks is None else tasks
     latest = store.latest_version()
     async with _runner(
-        store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward, fingerprint
+        store,
+        proxy_url,
+        admin_key,
+        agent,
+        rollout,
+        evaluation,
+        seed,
+        logs,
+        reward,
+        fingerprint,
+        job_owner=job_owner,
     ) as runner:
         await unless_stopped(
             runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True, split=split),
@@ -202,14 +217,18 @@ async def _runner(
     worker: WorkerShare | None = None,
     agents_url: str | None = None,
     hosts: SandboxHosts | None = None,
+    job_owner: str = "",
 ) -> AsyncIterator[_RolloutRunner]:
     """Create a runner, and close its agents and connections at the end of the block."""
     assert rollout.concurrency, "RolloutConfig.for_engines chooses an automatic concurrency"
     function = RewardFunction(reward) if reward is not None else None
     # Two agents, so that evaluation has worker processes of its own.
-    trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency), logs=logs, hosts=hosts)
+    workers = min(rollout.workers, rollout.concurrency)
+    owner = f"{job_owner}-train" if job_owner else ""
+    trained = load_agent(agent, workers=workers, logs=logs, hosts=hosts, job_owner=owner)
     workers = min(rollout.workers, evaluation.concurrency if evaluation else 1)
-    evaluated = load_agent(agent, workers=workers, logs=logs, hosts=hosts)
+    owner = f"{job_owner}-eval" if job_owner else ""
+    evaluated = load_agent(agent, workers=workers, logs=logs, hosts=hosts, job_owner=owner)
     client = AsyncClient(proxy_url, admin_key, agents_url=agents_url, patience_s=PROXY_PATIENCE_S)
     try:
         yield _RolloutRunner(

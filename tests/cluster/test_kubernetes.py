@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,30 @@ def test_sandbox_pods_are_reached_by_rollouts_and_reach_proxies_and_the_store_on
             ],
         },
     }
+
+
+def test_rollout_pods_that_create_jobs_have_a_token_and_the_jobs_reach_the_proxies() -> None:
+    run = replace(RUN, creates_jobs=True)
+    with pytest.raises(ConfigError, match=r"^cluster\.kubernetes\.service_account: the rollout pods create"):
+        manifests(run, SETTINGS)
+    made = manifests(run, ALL_SETTINGS)
+    tokens = {
+        one["metadata"]["name"]: pod_of(one)["automountServiceAccountToken"]
+        for one in made
+        if "template" in one.get("spec", {})
+    }
+    assert [name for name, has_token in tokens.items() if has_token] == ["my-run-1-rollout"]
+    assert not any(
+        pod_of(one)["automountServiceAccountToken"]
+        for one in manifests(RUN, ALL_SETTINGS)
+        if "template" in one.get("spec", {})
+    )
+    [policy] = [one["spec"] for one in made if one["metadata"]["name"] == "my-run-1-jobs"]
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "proxy"
+    [rule] = policy["ingress"]
+    assert rule["ports"] == [{"protocol": "TCP", "port": 8000}]
+    jobs = {"matchExpressions": [{"key": "areal-agents/jobs-of", "operator": "Exists"}]}
+    assert rule["from"] == [{"podSelector": jobs}]
 
 
 def test_a_sandbox_pod_has_no_folder_of_the_run_and_only_the_secrets_to_take_part_in_it() -> None:
@@ -344,6 +369,21 @@ def test_a_launcher_that_starts_no_pods_does_not_ignore_that_they_would_have_cer
         check_config(config, ExternalLauncher(config.store.url or ""))
 
 
+def test_a_configuration_whose_agent_is_a_job() -> None:
+    job = {"kind": "kubernetes", "template": str(QUICK_START.parents[1] / "agent_jobs/agent-job.yaml")}
+    overrides = (
+        *("store.url=postgresql://areal@db/areal", "cluster.kubernetes.image=registry/run:1"),
+        *(f"agent={json.dumps({'command': 'python agent.py', 'job': job})}", "ablation=null"),
+    )
+    with pytest.raises(ConfigError, match=r"^proxy\.public_url: the agent's jobs do not reach"):
+        render("kubernetes", QUICK_START, overrides)
+    overrides += ("proxy.public_url=http://search-agent-proxy:8000",)
+    with pytest.raises(ConfigError, match=r"^cluster\.kubernetes\.service_account: "):
+        render("kubernetes", QUICK_START, overrides)
+    made = render("kubernetes", QUICK_START, (*overrides, "cluster.kubernetes.service_account=runs")).text
+    assert "search-agent-jobs" in [one["metadata"]["name"] for one in yaml.safe_load_all(made)]
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "key"),
     [
@@ -388,6 +428,8 @@ def every_manifest() -> Iterator[dict[str, Any]]:
         yield from manifests(RUN, settings)
     yield from manifests(SANDBOXED, SANDBOX_SETTINGS)
     yield from manifests(SANDBOXED, TLS_SETTINGS)
+
+    yield from manifests(replace(SANDBOXED, creates_jobs=True), ALL_SETTINGS)
 
 
 @pytest.mark.cluster

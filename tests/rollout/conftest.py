@@ -5,6 +5,7 @@ played by the test.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import threading
@@ -19,6 +20,8 @@ import httpx
 import pytest
 import uvicorn
 from real_tokenizers import qwen_folder
+from stand_in_kubectl import StandInKubernetes
+from stand_in_slurm import StandInSlurm
 from store_queries import lease_groups
 
 from areal_agents.inference import SGLangEngine, running_engine
@@ -186,6 +189,24 @@ def serving(engine_url: str, **parts: Any) -> Iterator[str]:
         servers[0].should_exit = True
         thread.join(timeout=60)
         listener.close()
+
+
+@pytest.fixture
+def slurm_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInSlurm:
+    """Puts programs into PATH that stand in for those of Slurm."""
+    stand_in = StandInSlurm(tmp_path / "slurm")
+    stand_in.install()
+    monkeypatch.setenv("PATH", f"{stand_in.programs}:{os.environ['PATH']}")
+    return stand_in
+
+
+@pytest.fixture
+def kubernetes_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInKubernetes:
+    """Puts a program into PATH that stands in for kubectl and a cluster."""
+    stand_in = StandInKubernetes(tmp_path / "kubernetes")
+    stand_in.install()
+    monkeypatch.setenv("PATH", f"{stand_in.programs}:{os.environ['PATH']}")
+    return stand_in
 
 
 @pytest.fixture(autouse=True)

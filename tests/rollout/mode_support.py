@@ -18,6 +18,8 @@ from areal_agents.sandbox.docker import LABEL
 from tests.sandbox.conftest import IMAGE
 from tests.sandbox.conftest import needs as needs_isolation
 
+SLURM_TEMPLATE = Path(__file__).parents[2] / "examples/agent_jobs/agent.sbatch"
+KUBERNETES_TEMPLATE = SLURM_TEMPLATE.with_name("agent-job.yaml")
 SEAM = """
 program = "python3"
 install = "the Python of the tests"
@@ -51,10 +53,24 @@ def command_line_agent(script: Path, folder: Path, *readable: Path, **sandbox: A
     return {"cli": str(seam), "executable": python, "prompt": "{task}", **sandbox}
 
 
+def slurm_job(script: Path, _folder: Path, *_readable: Path) -> dict[str, Any]:
+    """A program as a batch job; the fixture `slurm_programs` has the commands of Slurm."""
+    job = {"kind": "slurm", "template": str(SLURM_TEMPLATE), "poll_s": 0.2}
+    return {"command": shlex.join([sys.executable, str(script)]), "job": job}
+
+
+def kubernetes_job(script: Path, _folder: Path, *_readable: Path) -> dict[str, Any]:
+    """A program as a Job; the fixture `kubernetes_programs` has kubectl."""
+    job = {"kind": "kubernetes", "template": str(KUBERNETES_TEMPLATE), "poll_s": 0.2}
+    return {"command": shlex.join([sys.executable, str(script)]), "job": job}
+
+
 # Of each mode, a function of the script, a folder for its files, and what else the script reads.
 MODES_OF_PROGRAMS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "command": command,
     "cli": command_line_agent,
+    "command as a Slurm job": slurm_job,
+    "command as a Kubernetes Job": kubernetes_job,
     "command in process": partial(command, isolation="process"),
     "command in bubblewrap": partial(command, isolation="bubblewrap"),
     "cli in bubblewrap": partial(command_line_agent, isolation="bubblewrap"),

@@ -124,6 +124,7 @@ def cgroups(owner: str) -> list[Path]:
     return list(Path("/sys/fs/cgroup").rglob(f"{PREFIX}{owner}-*"))
 
 
+@pytest.mark.usefixtures("slurm_programs", "kubernetes_programs")
 @pytest.mark.parametrize("mode", MODES)
 async def test_an_agent_that_fails_in_any_way(
     scripted: Any, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -176,6 +177,7 @@ async def test_an_agent_that_fails_in_any_way(
             rollout=config,
             evaluation=None,
             steps=1,
+            logs=scripted.folder / "logs",
         )
         await dropping
         deciding.cancel()

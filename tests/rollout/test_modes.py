@@ -104,6 +104,7 @@ async def test_a_decorated_function_as_a_command(scripted: Any, expected: Any) -
     assert record(await play_in(scripted, {"command": command})) == expected
 
 
+@pytest.mark.usefixtures("slurm_programs", "kubernetes_programs")
 @pytest.mark.parametrize("mode", MODES_OF_PROGRAMS)
 async def test_a_program(scripted: Any, expected: Any, mode: str) -> None:
     needs(mode)

@@ -28,6 +28,7 @@ from areal_agents.cluster.launchers.skypilot.task import task
 from areal_agents.cluster.train import check_config, processes_of
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
+from areal_agents.launch.agent_jobs import check_jobs, job_of_agent
 from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.stopping import stop_timeout_s
 
@@ -60,6 +61,7 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
     """
     config = _with_mounted_tls(load_config(path, overrides, weights=False), launcher)
     check_config(config, ExternalLauncher(config.store.url or ""))
+    check_jobs(config, is_cluster=True)
     assert config.store.url is not None  # as was just checked
     name = object_name(config.name)
     processes = processes_of(config, config.store.url, nodes=max(1, config.trainer.nodes))
@@ -93,6 +95,7 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
         store_url=config.store.url,
         trainer_stop_s=stop_timeout_s(config),
         processes=processes,
+        creates_jobs=(job := job_of_agent(config)) is not None and job.kind == "kubernetes",
     )
     _check_sandbox_pods(config)
     settings = config.cluster.kubernetes

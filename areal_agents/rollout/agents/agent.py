@@ -1,6 +1,7 @@
 """Loads the user's agent and runs it: as a coroutine in this process, in a worker process, or as a command.
 
-In every case, cancelling `run` ends the agent: a coroutine is cancelled, and a process is killed.
+In every case, cancelling `run` ends the agent: a coroutine is cancelled, a process is killed, and the job of
+a cluster is cancelled, which may take until its node has done so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from areal_agents.rollout.agents.cli.config import CliAgentConfig
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
 from areal_agents.rollout.agents.environment_agent import MixedEnvironmentAgent, environment_agent
+from areal_agents.rollout.agents.jobs.agent import JobAgent
 from areal_agents.rollout.agents.sandboxed_command import SandboxedCommandAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
 from areal_agents.rollout.config import AgentSpec, CommandAgentConfig
@@ -66,8 +68,11 @@ class LeavesFiles(Protocol):
 class WaitsForPlace(Protocol):
     """An agent whose episode may have to wait until a machine has room for it, before its time begins."""
 
-    async def prepare(self, task: Mapping[str, Any], episode: str) -> None:
-        """Get what the episode needs to begin. Raises AgentError if there is no room in time."""
+    async def prepare(self, task: Mapping[str, Any], ep: Episode, time_s: float) -> None:
+        """Get what the episode needs to begin, within the time limit `time_s` from then on.
+
+        Raises AgentError if there is no room in time.
+        """
         ...
 
     async def release(self, episode: str) -> None:
@@ -81,6 +86,7 @@ def load_agent(
     workers: int = 8,
     logs: Path | None = None,
     hosts: SandboxHosts | None = None,
+    job_owner: str = "",
 ) -> Agent:
     """Load the agent that a configuration names.
 
@@ -92,10 +98,11 @@ def load_agent(
         workers: the most processes for a synchronous function.
         logs: a folder for the output of commands; None: the output is discarded.
         hosts: where the sandboxes of a program are; None: on this machine.
+        job_owner: see `JobAgent`; for a command that runs as jobs.
 
     Raises:
-        AgentError: the agent cannot be imported, is not a function of (task, ep), the command is empty, or
-            the program of a command-line agent is missing.
+        AgentError: the agent cannot be imported, is not a function of (task, ep), the command is empty, the
+            program of a command-line agent is missing, or its command cannot run as jobs from here.
         TaskEnvironmentError: the environment cannot be opened.
     """
     if isinstance(spec, Mapping) and "environment" in spec:
@@ -121,6 +128,8 @@ def load_agent(
             ) from None
     if isinstance(spec, CommandAgentConfig):
         command = shlex.split(spec.command)
+        if spec.job is not None:
+            return JobAgent(command, spec.job, owner=job_owner, logs=logs)
         if spec.isolation == "none":
             return CommandAgent(command, logs=logs)
         return SandboxedCommandAgent(command, spec, logs=logs, hosts=hosts)

@@ -13,7 +13,7 @@ from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.core.reward_values import checked_reward
 from areal_agents.core.rollout import AGENT_ERROR, OPENED_BY_RUNNER, Split, Task
 from areal_agents.episode import Episode, ForkPoint
-from areal_agents.errors import AgentError, RequestError, RewardError
+from areal_agents.errors import AgentError, AgentLost, RequestError, RewardError
 from areal_agents.rollout.agents.agent import Agent, LeavesFiles, WaitsForPlace
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.rollout.rewarding import RewardFunction, finished_episode
@@ -88,11 +88,17 @@ class Outcome:
     both_rewarded: str = ""
 
 
-async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig) -> OpenedEpisode:
+async def open_attempt(
+    client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig, waits_for_place: bool = False
+) -> OpenedEpisode:
     """Open the episode of an attempt. Raises RequestError if the proxy refuses or cannot be reached.
 
     A cancellation waits for the proxy's answer, so that a caller that then aborts open episodes finds this
     one.
+
+    Args:
+        waits_for_place: whether the agent may have to wait until a machine has room for it. `run_rollout`
+            then holds the time limit alone: the proxy would count from now on.
     """
     opening = asyncio.create_task(
         client.open_episode(
@@ -104,7 +110,7 @@ async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsC
             index=attempt.index,
             split=attempt.split,
             metadata={**OPENED_BY_RUNNER, **attempt.metadata},
-            limits=limits.model_dump(exclude_none=True),
+            limits=limits.model_dump(exclude_none=True, exclude={"time_s"} if waits_for_place else None),
             sampling=attempt.sampling,
         )
     )
@@ -173,9 +179,10 @@ async def _run(
     ep = Episode(opened.id, opened.base_url, opened.api_key, report, fork)
     limit = asyncio.timeout(limits.time_s)
     error: str | None = None
+    is_lost = False
     try:
         if isinstance(agent, WaitsForPlace):
-            await agent.prepare(task.input, ep.id)
+            await agent.prepare(task.input, ep, limits.time_s)
         async with limit:
             value = await agent.run(task.input, ep)
         if value is not None:
@@ -183,6 +190,7 @@ async def _run(
     except Exception as raised:
         if not limit.expired():
             error = str(raised) if isinstance(raised, AgentError) else describe(raised)
+            is_lost = isinstance(raised, AgentLost)
     given_up = [body["error"] for path, body in reports if path == "fail"]
     if given_up:
         return await _fail(client, opened, given_up[0])
@@ -190,7 +198,8 @@ async def _run(
     if error is not None:
         state = await client.get_episode(opened.id)
         if state["limit_reached"] is None:
-            if agent_error_reward is None or not state["turns"] or _concerns_the_connection(error):
+            of_agent = bool(state["turns"]) and not is_lost and not _concerns_the_connection(error)
+            if agent_error_reward is None or not of_agent:
                 return await _fail(client, opened, error)
             logger.info("episode %s is scored although its agent raised: %s", opened.id, error)
             rewards.append({"reward": agent_error_reward, "name": AGENT_ERROR})

@@ -21,16 +21,24 @@ class EpisodeLogs:
         self._folder = folder
         self._kept: deque[Path] = deque()
 
-    @contextmanager
-    def opened(self, episode: str) -> Iterator[BinaryIO | None]:
-        """Open the log of an episode inside the block."""
+    def create(self, episode: str) -> Path | None:
+        """Create the log of an episode, which something else writes; return its path."""
         if self._folder is None:
-            yield None
-            return
+            return None
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{episode}.log"
         self._kept.append(path)
         if len(self._kept) > KEPT_LOGS:
             self._kept.popleft().unlink(missing_ok=True)
+        path.touch()
+        return path
+
+    @contextmanager
+    def opened(self, episode: str) -> Iterator[BinaryIO | None]:
+        """Open the log of an episode inside the block."""
+        path = self.create(episode)
+        if path is None:
+            yield None
+            return
         with open(path, "wb", buffering=0) as log:
             yield log

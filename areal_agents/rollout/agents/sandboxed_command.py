@@ -67,9 +67,9 @@ class SandboxedCommandAgent:
         self._pool = SandboxPool(self._isolation, self._spec, warm=0 if hosts else sandbox.warm)
         self._prepared = PreparedSandboxes()
 
-    async def prepare(self, task: Mapping[str, Any], episode: str) -> None:
+    async def prepare(self, task: Mapping[str, Any], ep: Episode, time_s: float) -> None:
         """Take the sandbox of an episode, or wait for one. Raises AgentError if it cannot be started."""
-        await self._prepared.prepare(episode, self._pool.take())
+        await self._prepared.prepare(ep.id, self._pool.take())
 
     async def release(self, episode: str) -> None:
         """End the sandbox of an episode, if its run has not taken it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import FINGERPRINT, RUNNER, training_group_id
 from areal_agents.errors import RequestError
-from areal_agents.rollout.agents.agent import Agent
+from areal_agents.rollout.agents.agent import Agent, WaitsForPlace
 from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
@@ -182,7 +182,8 @@ class Collector:
             metadata=self._metadata,
             sampling=sampling,
         )
-        opened = await open_attempt(self._client, attempt, limits=limits)
+        waits = isinstance(self._agent, WaitsForPlace)
+        opened = await open_attempt(self._client, attempt, limits=limits, waits_for_place=waits)
         group.registered = True
         group.open[index] = opened.id
         function = self._function

@@ -90,7 +90,9 @@ class KubernetesConfig(Settings):
         default="", description="The Secret with which the image is pulled; empty: none."
     )
     service_account: str = Field(
-        default="", description="Service account of the pods; empty: the default. Its token is not mounted."
+        default="",
+        description="Service account of the pods; empty: the default. Only rollout pods that create Jobs for "
+        "the agent (agent.job) have its token.",
     )
     user: int = Field(default=1000, ge=1, description="User and group of all processes, and of the volumes.")
     memory: RoleMemory = Field(default_factory=RoleMemory)

@@ -24,6 +24,7 @@ from areal_agents.cluster.launchers.config_secrets import refuse_secrets
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
 from areal_agents.errors import ConfigError
 from areal_agents.rollout.agent_variables import agent_variables
+from areal_agents.rollout.agents.jobs.kubernetes import OWNER as OWNER_OF_JOBS
 from areal_agents.secret_variables import RUN_TOKEN
 from areal_agents.store.postgres import host_of
 from areal_agents.store.roles import DEAD_AFTER_S, SERVERS, Role
@@ -52,6 +53,7 @@ class Run:
         store_url: without a password.
         trainer_stop_s: longest time in seconds that the trainer takes to end.
         processes: every process of the run but the supervisor.
+        creates_jobs: whether rollout processes create a Job for each episode.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Run:
     store_url: str
     trainer_stop_s: float
     processes: Sequence[RoleProcess]
+    creates_jobs: bool = False
 
 
 def manifests(run: Run, settings: KubernetesConfig) -> list[dict[str, Any]]:
@@ -73,6 +76,11 @@ def manifests(run: Run, settings: KubernetesConfig) -> list[dict[str, Any]]:
             "cluster.kubernetes.image: name an image that has this package with the extras train and "
             "postgres, and the project"
         )
+    if run.creates_jobs and not settings.service_account:
+        raise ConfigError(
+            "cluster.kubernetes.service_account: the rollout pods create Jobs for the agent (agent.job); "
+            "name a service account that may do so (docs/clusters.md)"
+        )
     refuse_secrets(run.config, run.overrides)
     name = object_name(run.name)
     pods = _Pods(name, run, settings)
@@ -83,6 +91,7 @@ def manifests(run: Run, settings: KubernetesConfig) -> list[dict[str, Any]]:
         pods.object("v1", "ConfigMap", f"{name}-config", data={CONFIG: run.config}),
         *([] if settings.claim else [pods.claim()]),
         *(pods.network_policies("sandbox" in by_role)),
+        *([pods.policy_of_jobs()] if run.creates_jobs else []),
         pods.supervisor(),
     ]
     for role, processes in by_role.items():
@@ -181,6 +190,13 @@ class _Pods:
                 egress=[{"to": [_pods(proxy)], "ports": http}, {"ports": store}, {"ports": names}],
             ),
         ]
+
+    def policy_of_jobs(self) -> dict[str, Any]:
+        """The pods of agents that are Jobs reach the proxies; what these pods may do else is their user's."""
+        jobs = {"matchExpressions": [{"key": OWNER_OF_JOBS, "operator": "Exists"}]}
+        http = [{"protocol": "TCP", "port": PORT}]
+        proxy = {"matchLabels": self._labels_of("proxy")}
+        return self._policy("-jobs", proxy, [{"from": [_pods(jobs)], "ports": http}])
 
     def _policy(
         self,
@@ -341,7 +357,7 @@ class _Pods:
         pod: dict[str, Any] = {
             "restartPolicy": "Always" if role in SERVERS else "OnFailure",
             "terminationGracePeriodSeconds": round(stop_s + DEAD_AFTER_S),
-            "automountServiceAccountToken": False,
+            "automountServiceAccountToken": role == "rollout" and self._run.creates_jobs,
             "enableServiceLinks": False,
             "securityContext": {
                 "runAsNonRoot": True,

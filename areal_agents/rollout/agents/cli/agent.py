@@ -94,10 +94,10 @@ class CliAgent:
         self._sandboxes = SandboxedPrograms(config.isolation, hosts) if config.isolation != "none" else None
         self._folders: dict[str, Path] = {}  # of the episodes that were not released
 
-    async def prepare(self, task: Mapping[str, Any], episode: str) -> None:
+    async def prepare(self, task: Mapping[str, Any], ep: Episode, time_s: float) -> None:
         """Start the sandbox of an episode, if it has one. Raises AgentError if it cannot be started."""
         if self._sandboxes is not None:
-            await self._sandboxes.prepare(episode, self._config.spec(self._source(task)))
+            await self._sandboxes.prepare(ep.id, self._config.spec(self._source(task)))
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of the output, if the program fails."""

@@ -1,0 +1,125 @@
+"""Runs a command as `CommandAgent` does, but as a job of a cluster for each episode.
+
+The command gets the same task and variables. Its time begins when the job does. A job that is lost (its node
+died, it was preempted, somebody cancelled it) is no fault of the agent: the attempt fails and is repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError, AgentLost
+from areal_agents.rollout.agents.command import LONGEST_VARIABLE, TASK_VARIABLE, command_variables
+from areal_agents.rollout.agents.episode_logs import EpisodeLogs
+from areal_agents.rollout.agents.jobs.config import JobConfig
+from areal_agents.rollout.agents.jobs.followed import FollowedJob, FollowedJobs
+from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, read_manifest
+from areal_agents.rollout.agents.jobs.queue import JobQueue, NewJob
+from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, read_script
+
+# Gives a program its task on standard input, which a job does not have.
+_WITH_TASK = ("sh", "-c", f'printf %s "${TASK_VARIABLE}" | "$@"', "sh")
+_SHOWN_EPISODE = 24  # characters of the id of the episode in the name of a job
+
+
+class JobAgent:
+    """Runs a command for each episode as a job."""
+
+    capacity: int | None = None
+    must_reward = False
+
+    def __init__(
+        self, command: Sequence[str], config: JobConfig, *, owner: str = "", logs: Path | None = None
+    ) -> None:
+        """Args:
+        command: the program and its arguments.
+        owner: a name, in lower-case letters, digits and dashes, of the only agent that has such jobs now:
+            what earlier agents of this name have left is cancelled. "": a new one.
+        logs: see `CommandAgent`.
+
+        Raises:
+            AgentError: the template cannot be used, or this machine has no commands of the scheduler.
+        """
+        self._command = shlex.join((*_WITH_TASK, *command))
+        self._wait_s = config.wait_s
+        self._owner = owner or f"areal-{secrets.token_hex(5)}"
+        self._logs = EpisodeLogs(None if logs is None else logs.absolute())
+        self._jobs = FollowedJobs(queue_of(config, owner=self._owner), poll_s=config.poll_s)
+        self._prepared: dict[str, tuple[FollowedJob, NewJob]] = {}
+
+    async def prepare(self, task: Mapping[str, Any], ep: Episode, time_s: float) -> None:
+        """Submit the job of an episode, and wait for its start.
+
+        Raises AgentError if it is refused or does not start in time.
+        """
+        text = json.dumps(dict(task))
+        if len(text) > LONGEST_VARIABLE:
+            raise AgentError(
+                f"the task has {len(text)} bytes, and a job gets at most {LONGEST_VARIABLE}, in a variable; "
+                "put what is long into a file that the job can read, and its path into the task"
+            )
+        new = NewJob(
+            name=self._name(ep.id),
+            episode=ep.id,
+            command=self._command,
+            variables=command_variables(text, ep),
+            time_s=time_s,
+            log=self._logs.create(ep.id),
+        )
+        job = await self._jobs.submit(new)
+        self._prepared[ep.id] = (job, new)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await job.started()
+        except TimeoutError:
+            reason = f" ({job.state.detail})" if job.state.detail else ""
+            raise AgentLost(f"job {job.id} did not start within {self._wait_s:g} s{reason}") from None
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
+        """Wait for the end of the job. Raises AgentError, with the end of its output, if it failed."""
+        job, new = self._prepared.pop(ep.id)
+        try:
+            state = await job.ended()
+        finally:
+            job.cancel()
+        said = await self._jobs.output(job, new)
+        if state.phase == "succeeded":
+            return
+        error = f"job {job.id} {state.detail}" + (f": {said}" if said else "")
+        raise AgentLost(error) if state.phase == "lost" else AgentError(error)
+
+    async def release(self, episode: str) -> None:
+        """Cancel the job of an episode, if its run has not taken it."""
+        if episode in self._prepared:
+            self._prepared.pop(episode)[0].cancel()
+
+    async def close(self) -> None:
+        """Cancel every job that is left."""
+        await self._jobs.close()
+
+    def _name(self, episode: str) -> str:
+        """Return a new name, which says whose job it is to people who list jobs."""
+        shown = re.sub(r"[^a-z0-9]+", "-", episode.lower())[-_SHOWN_EPISODE:].strip("-")
+        return f"{self._owner}-{shown}-{secrets.token_hex(2)}"
+
+
+def check_template(config: JobConfig) -> None:
+    """Raise AgentError if the template of jobs cannot be used."""
+    if config.kind == "slurm":
+        read_script(config.template)
+    else:
+        read_manifest(config.template)
+
+
+def queue_of(config: JobConfig, *, owner: str) -> JobQueue:
+    """Return the queue in which the jobs of an owner are. Raises AgentError if it cannot be used here."""
+    made = SlurmJobs if config.kind == "slurm" else KubernetesJobs
+    return made(config.template, owner=owner)

@@ -1,0 +1,202 @@
+"""Follows the jobs of one agent: one query at a time for the states of all of them, and cancellations.
+
+A job that nobody wants any more is cancelled until the scheduler has accepted that, also if the wait for its
+submission was cancelled, and so are the jobs that an earlier process of the same owner has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from areal_agents.rollout.agents.jobs.queue import JobQueue, JobState, NewJob, SchedulerError
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 10.0  # longest wait until the scheduler has accepted the last cancellations
+_COMMANDS = 4  # of the scheduler at the same time
+_VANISHED = JobState("lost", "vanished: the scheduler does not know it any more")
+_Answer = TypeVar("_Answer")
+
+
+class FollowedJob:
+    """A submitted job. Only `FollowedJobs` makes and changes it."""
+
+    def __init__(self, id: str, drop: Callable[[str], None]) -> None:
+        self.id = id
+        self.state = JobState("waiting")
+        self._drop = drop
+        self._changed = asyncio.Event()
+
+    async def started(self) -> None:
+        """Return when the job runs or has ended."""
+        while self.state.phase == "waiting":
+            await self._next_change()
+
+    async def ended(self) -> JobState:
+        """Return how the job ended, when it has."""
+        while not self.state.has_ended:
+            await self._next_change()
+        return self.state
+
+    def cancel(self) -> None:
+        """End the job, if it has not ended; this does not wait for its end."""
+        if not self.state.has_ended:
+            self._drop(self.id)
+
+    def note(self, state: JobState) -> None:
+        """Record what the scheduler says."""
+        self.state = state
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+class FollowedJobs:
+    """The jobs of one agent. It is used on one event loop only.
+
+    Args:
+        queue: the jobs of an owner; no other process uses that owner at the same time.
+        poll_s: seconds between two queries.
+    """
+
+    def __init__(self, queue: JobQueue, *, poll_s: float) -> None:
+        self._queue = queue
+        self._poll_s = poll_s
+        self._threads = ThreadPoolExecutor(_COMMANDS, thread_name_prefix="jobs")
+        self._jobs: dict[str, FollowedJob] = {}
+        self._unwanted: set[str] = set()
+        self._submitting: set[asyncio.Task[str]] = set()
+        self._beginning = asyncio.Lock()
+        self._following: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # there is a job more to follow or to cancel
+        self._said = ""
+
+    async def submit(self, new: NewJob) -> FollowedJob:
+        """Submit a job. Raises SchedulerError if that fails. If this is cancelled, so is the job."""
+        await self._begin()
+        submitting = asyncio.create_task(self._call(self._queue.submit, new))
+        self._submitting.add(submitting)
+        submitting.add_done_callback(self._submitting.discard)
+        try:
+            id = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(self._cancel_submitted)
+            raise
+        job = self._jobs[id] = FollowedJob(id, self._cancel)
+        self._changed.set()
+        return job
+
+    async def output(self, job: FollowedJob, new: NewJob) -> str:
+        """Return the end of the output of an ended job; "", with a warning, if it cannot be read."""
+        try:
+            return await self._call(self._queue.output, job.id, new.log)
+        except SchedulerError as error:
+            logger.warning("%s", error)
+            return ""
+
+    async def close(self) -> None:
+        """Cancel every job, and wait until the scheduler has accepted that, for at most CLOSE_S."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait({self._following})
+        for job in list(self._jobs.values()):
+            job.cancel()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                while self._submitting:
+                    await asyncio.wait(set(self._submitting))
+                while self._unwanted:
+                    await self._cancel_unwanted()
+                    if self._unwanted:
+                        await asyncio.sleep(min(1.0, self._poll_s))
+        except TimeoutError:
+            logger.error("these jobs could not be cancelled: %s", ", ".join(sorted(self._unwanted)))
+        self._threads.shutdown(wait=False)
+
+    async def _begin(self) -> None:
+        """Begin to follow jobs, first of all those that an earlier process has left."""
+        async with self._beginning:
+            if self._following is None:
+                found = await self._call(self._queue.states)
+                left = {id for id, state in found.items() if not state.has_ended}
+                if left:
+                    logger.warning("jobs of an earlier process are cancelled: %s", ", ".join(sorted(left)))
+                self._unwanted |= left
+                self._following = asyncio.create_task(self._follow(), name="follows jobs")
+                self._following.add_done_callback(self._lose_all)
+
+    async def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_look = loop.time()
+        while True:
+            self._changed.clear()
+            if self._unwanted:
+                await self._cancel_unwanted()
+            if self._jobs and loop.time() >= next_look:
+                await self._look()
+                next_look = loop.time() + self._poll_s
+            waits = bool(self._jobs or self._unwanted)
+            try:
+                async with asyncio.timeout_at(max(next_look, loop.time() + 0.05) if waits else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _look(self) -> None:
+        """Ask for the states of all jobs, once."""
+        asked = set(self._jobs)  # those that are submitted meanwhile may not be in the answer
+        try:
+            states = await self._call(self._queue.states)
+        except SchedulerError as error:  # the controller may be restarting; jobs go on meanwhile
+            self._say(f"the states of jobs are not known: {error}")
+            return
+        self._said = ""
+        for id in asked & self._jobs.keys():
+            job = self._jobs[id]
+            job.note(states.get(id, _VANISHED))
+            if job.state.has_ended:
+                del self._jobs[id]
+
+    async def _cancel_unwanted(self) -> None:
+        ids = sorted(self._unwanted)
+        try:
+            await self._call(self._queue.cancel, ids)
+        except SchedulerError as error:  # they are cancelled again after the next interval
+            self._say(f"jobs are not cancelled yet: {error}")
+            await asyncio.sleep(min(1.0, self._poll_s))
+        else:
+            self._unwanted.difference_update(ids)
+
+    def _cancel(self, id: str) -> None:
+        self._jobs.pop(id, None)
+        self._unwanted.add(id)
+        self._changed.set()
+
+    def _cancel_submitted(self, submitting: asyncio.Task[str]) -> None:
+        if not submitting.cancelled() and submitting.exception() is None:
+            self._cancel(submitting.result())
+
+    def _lose_all(self, following: asyncio.Task[None]) -> None:
+        """Let no episode wait for a job that a fault of this program keeps from being followed."""
+        if following.cancelled() or (error := following.exception()) is None:
+            return
+        logger.error("jobs are not followed any more", exc_info=error)
+        self._following = None
+        for job in list(self._jobs.values()):
+            self._cancel(job.id)
+            job.note(JobState("lost", f"is not followed any more: {error!r}"))
+
+    def _say(self, text: str) -> None:
+        """Log a warning, unless it is the last one again."""
+        if text != self._said:
+            logger.warning("%s", text)
+            self._said = text
+
+    async def _call(self, function: Callable[..., _Answer], *arguments: object) -> _Answer:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)

@@ -1,0 +1,250 @@
+"""Agents as Jobs of Kubernetes, through kubectl.
+
+A Job is created from the user's manifest, and then a Secret of the same name with the variables of the
+episode, which the manifest names; its pod waits for that. The Secret is owned by the Job and is removed with
+it. A Job has one pod, which is never replaced, because a second one would play its episode again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob, SchedulerError, run_command
+from areal_agents.rollout.agents.jobs.template import fill, read_template
+
+PLACES = ("name", "command", "seconds")
+OWNER = "areal-agents/jobs-of"  # label of the Jobs and pods of an agent, which network policies can select
+_LONGEST_LOG = 1 << 20  # bytes
+_LAST_LINES = 10_000
+_MARGIN_S = 300  # the limit of the pod ends only what no rollout process follows any more
+
+
+class KubernetesJobs:
+    """The Jobs of one owner, which have its name as a label."""
+
+    def __init__(self, template: str, *, owner: str) -> None:
+        """Args:
+        template: the path of a manifest of a Job.
+        owner: the value of the label of its Jobs.
+
+        Raises:
+            AgentError: the template cannot be used, or this machine has no kubectl.
+        """
+        self._manifest = read_manifest(template)
+        self._owner = owner
+        self._container = next(_containers_with_the_command(self._manifest))["name"]
+        namespace = self._manifest["metadata"].get("namespace")
+        self._kubectl = ("kubectl", *(["--namespace", namespace] if namespace else []))
+        if shutil.which("kubectl") is None:
+            raise AgentError(
+                "agent.job: kubectl is not installed on this machine, where the rollout process runs"
+            )
+
+    def submit(self, job: NewJob) -> str:
+        """Create the Job and its Secret, and return the name of both. Raises SchedulerError."""
+        created = json.loads(self._run("create", "-f", "-", "-o", "json", stdin=json.dumps(self._job(job))))
+        owner = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "name": job.name,
+            "uid": created["metadata"]["uid"],
+        }
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": job.name, "labels": self._labels(), "ownerReferences": [owner]},
+            "type": "Opaque",
+            "stringData": dict(job.variables),
+        }
+        try:
+            self._run("create", "-f", "-", stdin=json.dumps(secret))
+        except SchedulerError:
+            self.cancel([job.name])
+            raise
+        return job.name
+
+    def states(self) -> Mapping[str, JobState]:
+        """Return the states of the Jobs that are left. Raises SchedulerError."""
+        listed = self._run("get", "jobs,pods", "--selector", f"{OWNER}={self._owner}", "-o", "json")
+        items = json.loads(listed)["items"]
+        pods = {
+            owner["name"]: item
+            for item in items
+            if item["kind"] == "Pod"
+            for owner in item["metadata"].get("ownerReferences", ())
+        }
+        jobs = {item["metadata"]["name"]: item for item in items if item["kind"] == "Job"}
+        return {name: _state(job, pods.get(name)) for name, job in jobs.items()}
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """Delete Jobs with their pods and Secrets, by one command. Raises SchedulerError."""
+        self._run("delete", "jobs", *ids, "--ignore-not-found", "--cascade=background", "--wait=false")
+
+    def output(self, id: str, log: Path | None) -> str:
+        """Write what the container has written into the log, and return the end. Raises SchedulerError."""
+        text = self._run(
+            "logs",
+            f"job/{id}",
+            f"--container={self._container}",
+            f"--tail={_LAST_LINES}",
+            f"--limit-bytes={_LONGEST_LOG}",
+        )
+        if log is not None:
+            log.write_text(text)
+        return text[-TAIL:].strip()
+
+    def _job(self, job: NewJob) -> dict[str, Any]:
+        """Return the manifest of an episode's Job."""
+        seconds = math.ceil(job.time_s) + _MARGIN_S
+        values = {
+            "name": job.name,
+            "command": job.command.replace("$", "$$"),  # which Kubernetes reads as a $ in commands
+            "seconds": str(seconds),
+        }
+
+        def filled(text: str) -> Any:
+            return seconds if text == "{{seconds}}" else fill(text, values)
+
+        made: dict[str, Any] = _with_texts(self._manifest, filled)
+        template = made["spec"]["template"]
+        for metadata in (made["metadata"], template.setdefault("metadata", {})):
+            metadata["labels"] = {**metadata.get("labels", {}), **self._labels()}
+            metadata["annotations"] = {**metadata.get("annotations", {}), "areal-agents/episode": job.episode}
+        return made
+
+    def _labels(self) -> dict[str, str]:
+        return {"app.kubernetes.io/managed-by": "areal-agents", OWNER: self._owner}
+
+    def _run(self, *arguments: str, stdin: str = "") -> str:
+        return run_command((*self._kubectl, *arguments), stdin=stdin)
+
+
+def read_manifest(template: str) -> dict[str, Any]:
+    """Return the manifest of a Job with places. Raises AgentError if it cannot be used."""
+    text = read_template(template, PLACES)
+    try:
+        made = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise AgentError(
+            f"agent.job.template: {template} is not valid YAML (a place such as {{{{command}}}} needs quotes "
+            f"around it): {error}"
+        ) from None
+    for fault in _faults(made):
+        raise AgentError(f"agent.job.template: {template}: {fault} (docs/clusters.md)")
+    assert isinstance(made, dict), "else there is a fault"
+    return made
+
+
+def _faults(made: Any) -> Iterator[str]:
+    if not isinstance(made, dict) or made.get("kind") != "Job" or made.get("apiVersion") != "batch/v1":
+        yield "it must be one manifest of the kind Job, apiVersion batch/v1"
+        return
+    spec, pod = _at(made, "spec"), _at(made, "spec", "template", "spec")
+    again = "a second pod would play the episode again"
+    for path, found, expected, why in (
+        ("metadata.name", _at(made, "metadata").get("name"), "{{name}}", "each episode has a Job of its own"),
+        ("spec.backoffLimit", spec.get("backoffLimit"), 0, again),
+        ("spec.completions", spec.get("completions", 1), 1, again),
+        ("spec.parallelism", spec.get("parallelism", 1), 1, again),
+        ("spec.template.spec.restartPolicy", pod.get("restartPolicy"), "Never", again),
+        (
+            "spec.template.spec.activeDeadlineSeconds",
+            pod.get("activeDeadlineSeconds"),
+            "{{seconds}}",
+            "it ends a Job whose rollout process is lost",
+        ),
+    ):
+        if found != expected:
+            yield f"{path} must be {expected!r}, got {found!r}: {why}"
+    if not isinstance(spec.get("ttlSecondsAfterFinished"), int):
+        yield "spec.ttlSecondsAfterFinished must be a number, such as 600: it removes Jobs that have ended"
+    container = next(_containers_with_the_command(made), None)
+    if container is None:
+        yield "no container has {{command}} in its command or its args"
+        return
+    sources = [_at(source, "secretRef").get("name") for source in container.get("envFrom") or ()]
+    if "{{name}}" not in sources:
+        yield (
+            "the container with {{command}} needs envFrom: [{secretRef: {name: '{{name}}'}}], the Secret "
+            "with the variables of the episode"
+        )
+
+
+def _containers_with_the_command(made: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for container in _at(made, "spec", "template", "spec").get("containers") or ():
+        words = [*(container.get("command") or ()), *(container.get("args") or ())]
+        if any("{{command}}" in str(word) for word in words):
+            yield container
+
+
+def _at(tree: Any, *path: str) -> dict[str, Any]:
+    """Return the mapping at a path; an empty one if there is none."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else {}
+
+
+def _with_texts(tree: Any, changed: Callable[[str], Any]) -> Any:
+    """Return a copy of a tree with all its strings changed."""
+    if isinstance(tree, dict):
+        return {name: _with_texts(value, changed) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_with_texts(value, changed) for value in tree]
+    return changed(tree) if isinstance(tree, str) else tree
+
+
+def _state(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> JobState:
+    """Return the state of a Job and its pod; pod None: it has none, or none any more."""
+    ended = {
+        condition["type"]: condition
+        for condition in job.get("status", {}).get("conditions") or ()
+        if condition["status"] == "True"
+    }
+    if "Complete" in ended:
+        return JobState("succeeded")
+    if "deletionTimestamp" in job["metadata"]:
+        return JobState("lost", "was deleted")
+    status = {} if pod is None else pod.get("status", {})
+    conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
+    containers = [one.get("state", {}) for one in status.get("containerStatuses") or ()]
+    if "Failed" in ended:
+        return _failure(ended["Failed"], pod, status, conditions, containers)
+    if status.get("phase") in ("Running", "Succeeded", "Failed"):
+        return JobState("running")
+    waiting = [one["waiting"].get("reason", "") for one in containers if "waiting" in one]
+    scheduled = conditions.get("PodScheduled", {})
+    unplaced = scheduled.get("message", "") if scheduled.get("status") == "False" else ""
+    return JobState("waiting", unplaced or ", ".join(filter(None, waiting)))
+
+
+def _failure(
+    failed: Mapping[str, Any],
+    pod: Mapping[str, Any] | None,
+    status: Mapping[str, Any],
+    conditions: Mapping[str, Mapping[str, Any]],
+    containers: list[dict[str, Any]],
+) -> JobState:
+    if pod is None:
+        return JobState("lost", f"failed without its pod ({failed.get('reason', 'no reason is known')})")
+    disruption = conditions.get("DisruptionTarget", {})
+    if disruption.get("status") == "True":
+        return JobState("lost", f"was disrupted ({disruption.get('reason', '')})")
+    if status.get("reason") == "DeadlineExceeded":
+        return JobState("failed", "reached its activeDeadlineSeconds")
+    if status.get("reason"):  # such as Evicted, NodeLost, Shutdown
+        return JobState("lost", f"lost its pod ({status['reason']})")
+    codes = [one["terminated"] for one in containers if one.get("terminated", {}).get("exitCode")]
+    if not codes:
+        return JobState("failed", f"failed ({failed.get('reason', '')})")
+    reason = codes[0].get("reason", "Error")
+    return JobState(
+        "failed", f"exited with status {codes[0]['exitCode']}" + (f" ({reason})" if reason != "Error" else "")
+    )

@@ -1,0 +1,110 @@
+"""What a rollout process asks of a cluster's scheduler, whichever it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from areal_agents.errors import AgentError
+
+COMMAND_S = 60.0  # longest wait for a command of the scheduler
+TAIL = 4096  # bytes of a job's output in a message
+
+
+class SchedulerError(AgentError):
+    """A command of the scheduler failed; the message is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """The job of one attempt at an episode.
+
+    Attributes:
+        name: unique, and valid as a name of Kubernetes.
+        episode: the id of the episode.
+        command: the command as one shell command line.
+        variables: the variables by which the command finds its task, the model and its episode.
+        time_s: the time limit of the episode in seconds.
+        log: an absolute path for the output; None: it is discarded.
+    """
+
+    name: str
+    episode: str
+    command: str
+    variables: Mapping[str, str] = field(repr=False)  # with the key of the episode
+    time_s: float
+    log: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """The state of a job.
+
+    Attributes:
+        phase: failed: the command failed. lost: something else ended the job, such as the loss of its node.
+        detail: why it waits, or how it ended.
+    """
+
+    phase: Literal["waiting", "running", "succeeded", "failed", "lost"]
+    detail: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended in any way."""
+        return self.phase not in ("waiting", "running")
+
+
+class JobQueue(Protocol):
+    """The jobs of one owner in the queue of a cluster. Its methods block, for `COMMAND_S` at most.
+
+    All of them raise SchedulerError if the scheduler does not answer, or refuses.
+    """
+
+    def submit(self, job: NewJob) -> str:
+        """Submit a job, and return the id by which the other methods name it."""
+        ...
+
+    def states(self) -> Mapping[str, JobState]:
+        """Return the states of all jobs of the owner, also of earlier processes, by one query."""
+        ...
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """End jobs. Those that have ended, or are not known, are no error."""
+        ...
+
+    def output(self, id: str, log: Path | None) -> str:
+        """Return the end of what an ended job wrote; its log is complete afterwards."""
+        ...
+
+
+def run_command(
+    command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str] | None = None
+) -> str:
+    """Run a command of the scheduler, and return what it writes.
+
+    Args:
+        environment: its variables; None: those of this process.
+
+    Raises:
+        SchedulerError: it failed, or did not end in time.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input=stdin.encode(),
+            capture_output=True,
+            timeout=COMMAND_S,
+            env=dict(os.environ if environment is None else environment),
+        )
+    except subprocess.TimeoutExpired:
+        raise SchedulerError(f"{command[0]} did not end within {COMMAND_S:g} s") from None
+    except OSError as error:
+        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+        raise SchedulerError(f"{command[0]} failed: {said}")
+    return done.stdout.decode(errors="replace")

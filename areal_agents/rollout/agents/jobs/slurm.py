@@ -1,0 +1,132 @@
+"""Agents as batch jobs of Slurm, through sbatch, squeue and scancel.
+
+The variables of the episode travel in the environment of sbatch, which Slurm gives to the job: no command
+line and no script has the key of the episode. A job is never requeued by Slurm, because it would play its
+episode a second time; a lost one is a failed attempt.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from areal_agents.direct_http import bypassing_proxies
+from areal_agents.errors import AgentError
+from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
+from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob, SchedulerError, run_command
+from areal_agents.rollout.agents.jobs.template import fill, read_template
+from areal_agents.secret_variables import without_secrets
+
+PLACES = ("name", "command", "minutes", "log")
+_MARGIN_MINUTES = 5  # Slurm's own limit ends only jobs that no rollout process follows any more
+_PROGRAMS = ("sbatch", "squeue", "scancel")
+# Options that a template must leave to the run: the first would withhold the variables of the episode.
+_REFUSED = re.compile(r"^#SBATCH\s.*?(--export|--array|-a\b|--requeue|--wait\b|-W\b)", re.MULTILINE)
+_OF_THE_RUN = ("SLURM_", "SBATCH_", "SRUN_")  # variables of the job that this process may be in
+_MARKS = (RUN_MARK, AGENT_MARK, INNER_AGENT_MARK)  # by which processes of this machine are found and ended
+_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+_BY_THE_COMMAND = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT")
+_LOST = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED")
+
+
+class SlurmJobs:
+    """The jobs of one owner, whose names begin with that of the owner."""
+
+    def __init__(self, template: str, *, owner: str) -> None:
+        """Args:
+        template: the path of a batch script.
+        owner: how the names of its jobs begin.
+
+        Raises:
+            AgentError: the template cannot be used, or this machine has no commands of Slurm.
+        """
+        self._script = read_script(template)
+        self._owner = owner
+        if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
+            raise AgentError(
+                f"agent.job: {missing[0]} is not installed on this machine, where the rollout process runs; "
+                "run it on a machine that submits jobs to Slurm"
+            )
+
+    def submit(self, job: NewJob) -> str:
+        """Submit a batch script, and return the number of the job. Raises SchedulerError."""
+        values = {
+            "name": job.name,
+            "command": job.command,
+            "minutes": str(math.ceil(job.time_s / 60) + _MARGIN_MINUTES),
+            "log": "/dev/null" if job.log is None else str(job.log),
+        }
+        answer = run_command(
+            ("sbatch", "--parsable", "--no-requeue"),
+            stdin=fill(self._script, values),
+            environment={**_inherited(job.variables["OPENAI_BASE_URL"]), **job.variables},
+        )
+        return answer.strip().partition(";")[0]
+
+    def states(self) -> Mapping[str, JobState]:
+        """Return the states of the jobs that Slurm still knows. Raises SchedulerError."""
+        fields = "JobID:|,State:|,exit_code:|,Reason:|,Name:|"
+        listed = run_command(("squeue", "--me", "--noheader", "--states=all", f"--Format={fields}"))
+        found = {}
+        for line in listed.splitlines():
+            number, state, code, reason, name, *_ = [*line.split("|"), "", "", "", ""]
+            if name.startswith(f"{self._owner}-"):
+                found[number] = _state(state, code, reason)
+        return found
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """End jobs, by one command. Raises SchedulerError."""
+        run_command(("scancel", "--quiet", *ids))
+
+    def output(self, id: str, log: Path | None) -> str:
+        """Return the end of the log, which the job itself has written."""
+        if log is None:
+            return ""
+        try:
+            with open(log, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+                return file.read().decode(errors="replace").strip()
+        except OSError as error:
+            raise SchedulerError(f"the log of job {id} cannot be read: {error.strerror}") from None
+
+
+def read_script(template: str) -> str:
+    """Return the text of a batch script with places. Raises AgentError if it cannot be used."""
+    text = read_template(template, PLACES)
+    if not text.startswith("#!"):
+        raise AgentError(f"agent.job.template: {template} must begin with a line such as #!/bin/bash")
+    if found := _REFUSED.search(text):
+        raise AgentError(
+            f"agent.job.template: {template} has the option {found[1]}; leave it out: an episode is one job, "
+            "which runs once and gets its variables from the run"
+        )
+    return text
+
+
+def _inherited(base_url: str) -> dict[str, str]:
+    """Return the variables of this process for a job, as another command of an agent gets them."""
+    kept = {
+        name: value
+        for name, value in without_secrets(os.environ).items()
+        if name not in _MARKS and (name == "SLURM_CONF" or not name.startswith(_OF_THE_RUN))
+    }
+    return bypassing_proxies(kept, base_url)
+
+
+def _state(state: str, code: str, reason: str) -> JobState:
+    if state == "COMPLETED":
+        return JobState("succeeded")
+    if state in _BY_THE_COMMAND:
+        status = os.waitstatus_to_exitcode(int(code)) if code.isdigit() else None
+        if state == "FAILED" and reason == "NonZeroExitCode" and status is not None:
+            return JobState("failed", f"exited with status {status}")
+        return JobState(
+            "failed", f"ended as {state}" + (f" ({reason})" if reason not in ("", "None") else "")
+        )
+    if state in _LOST:
+        return JobState("lost", f"ended as {state}")
+    return JobState("running" if state in _RUNNING else "waiting", reason)

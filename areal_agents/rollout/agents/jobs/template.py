@@ -1,0 +1,51 @@
+"""Templates of jobs: text of the user with named places in double braces, such as {{command}}.
+
+Every place that a kind of job needs must be there, and no other may be, so that a mistake in a template ends
+the run at its start and not its first episode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from areal_agents.errors import AgentError
+
+_PLACE = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+
+
+def read_template(path: str, places: Collection[str]) -> str:
+    """Return the text of a template.
+
+    Args:
+        places: the names of the places that it must have.
+
+    Raises:
+        AgentError: it cannot be read, lacks a place, or has an unknown one.
+    """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AgentError(f"agent.job.template: {path} cannot be read: {error}") from None
+    found = set(_PLACE.findall(text))
+    if missing := [name for name in places if name not in found]:
+        raise AgentError(
+            f"agent.job.template: {path} has no {_shown(missing[0])}; it needs the places "
+            f"{', '.join(map(_shown, places))} (docs/clusters.md)"
+        )
+    if unknown := sorted(found - set(places)):
+        raise AgentError(
+            f"agent.job.template: {path} has the unknown place {_shown(unknown[0])}; there are "
+            f"{', '.join(map(_shown, places))} (docs/clusters.md)"
+        )
+    return text
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Return a text with its places filled in."""
+    return _PLACE.sub(lambda place: values[place[1]], text)
+
+
+def _shown(name: str) -> str:
+    return f"{{{{{name}}}}}"

@@ -1,0 +1,130 @@
+"""Which runs can have agents that are jobs of a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_agents.config import Config, load_config, save_config
+from areal_agents.errors import ConfigError
+from areal_agents.launch.agent_jobs import check_jobs, job_of_agent, owner_of_jobs, refuse_jobs
+from areal_agents.launch.fingerprint import Fingerprint
+from areal_agents.launch.run_folder import ClusterPlace
+from areal_agents.rollout.config import CommandAgentConfig
+
+ROOT = Path(__file__).parents[2]
+QUICK_START = ROOT / "examples/search_agent/config.yaml"
+TEMPLATE = ROOT / "examples/agent_jobs/agent.sbatch"
+
+
+def loaded(*overrides: str, template: Path = TEMPLATE, **job: Any) -> Config:
+    agent = {"command": "python agent.py", "job": {"kind": "slurm", "template": str(template), **job}}
+    return load_config(QUICK_START, [f"agent={json.dumps(agent)}", "ablation=null", *overrides])
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty programs, of which only the names matter."""
+    for program in ("sbatch", "squeue", "scancel"):
+        (tmp_path / program).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(
+    ("settings", "key", "address"),
+    [
+        ([], "proxy.host", "127.0.0.1"),
+        (["proxy.host=localhost"], "proxy.host", "localhost"),
+        (["proxy.host=0.0.0.0"], "proxy.host", "0.0.0.0"),
+        (["proxy.public_url=http://127.0.0.1:80"], "proxy.public_url", "http://127.0.0.1:80"),
+        (["proxy.public_url='http://[::1]:80'"], "proxy.public_url", r"http://\[::1\]:80"),
+    ],
+)
+def test_an_address_that_jobs_do_not_reach_is_refused(settings: list[str], key: str, address: str) -> None:
+    message = f"^{key}: the agent's jobs run on other machines, which do not reach {address};"
+    with pytest.raises(ConfigError, match=message):
+        check_jobs(loaded(*settings))
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize(
+    "settings", [["proxy.host=10.0.0.1"], ["proxy.host=0.0.0.0", "proxy.public_url=http://login1:8100"]]
+)
+def test_an_address_that_jobs_reach(settings: list[str]) -> None:
+    check_jobs(loaded(*settings))
+
+
+def test_in_a_cluster_jobs_need_a_public_url() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^proxy\.public_url: the agent's jobs do not reach the address at"
+    ):
+        check_jobs(loaded("proxy.host=10.0.0.1"), is_cluster=True)
+    check_jobs(loaded("proxy.public_url=http://balancer:8000"), is_cluster=True)
+
+
+def test_a_wrong_template_and_a_missing_program_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "agent.sbatch"
+    template.write_text(TEMPLATE.read_text().replace("{{log}}", "log.txt"))
+    with pytest.raises(ConfigError, match=r"^agent\.job\.template: .*agent\.sbatch has no \{\{log\}\}"):
+        check_jobs(loaded("proxy.public_url=http://balancer:8000", template=template), is_cluster=True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^agent\.job: sbatch is not installed on this machine"):
+        check_jobs(loaded("proxy.host=10.0.0.1"))
+
+
+def test_waiting_must_end_before_the_proxy_ends_the_episode() -> None:
+    with pytest.raises(ConfigError, match=r"agent\.job\.wait_s: 3600 s, but an episode without a call fails"):
+        loaded(wait_s=3600)
+    assert job_of_agent(loaded("proxy.idle_timeout_s=7200", wait_s=3600)) is not None
+
+
+def test_a_job_has_no_isolation() -> None:
+    agent = {"command": "a", "job": {"kind": "slurm", "template": "t"}, "isolation": "process"}
+    with pytest.raises(ConfigError, match="job and isolation: process exclude each other"):
+        load_config(QUICK_START, [f"agent={json.dumps(agent)}", "ablation=null"])
+
+
+def test_commands_that_play_here_refuse_jobs() -> None:
+    with pytest.raises(ConfigError, match=r"^agent\.job: fork plays episodes on this machine"):
+        refuse_jobs(loaded(), "fork")
+    refuse_jobs(load_config(QUICK_START), "fork")
+    check_jobs(load_config(QUICK_START))
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_paths_are_relative_to_the_configuration(tmp_path: Path, kind: str) -> None:
+    """Those in the command only where the job sees the files of this machine."""
+    (tmp_path / "agent.py").touch()
+    agent = f"{{command: python agent.py, job: {{kind: {kind}, template: job.txt}}}}"
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: quickstart\nagent: {agent}\ndata: {{path: tasks.jsonl}}\n")
+    found = load_config(config).agent
+    assert isinstance(found, CommandAgentConfig) and found.job is not None
+    assert found.job.template == str(tmp_path / "job.txt")
+    assert found.command == f"python {tmp_path / 'agent.py' if kind == 'slurm' else 'agent.py'}"
+    save_config(load_config(config), tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", []).agent == found
+
+
+def test_the_fingerprint_has_the_template(tmp_path: Path) -> None:
+    template = tmp_path / "agent.sbatch"
+    template.write_text(TEMPLATE.read_text())
+    before = Fingerprint.of(loaded(template=template))
+    assert Fingerprint.of(loaded(template=template, wait_s=60)).digest == before.digest
+    template.write_text(TEMPLATE.read_text() + "\n")
+    after = Fingerprint.of(loaded(template=template))
+    assert after.changes_since(before.parts) == "the agent (agent.sbatch)"
+
+
+def test_the_owner_of_jobs_is_that_of_the_place(tmp_path: Path) -> None:
+    config = loaded("store.url=postgresql://db/areal?schema=run")
+    places = [ClusterPlace(index, 2, epoch, "secret") for index, epoch in ((0, 1), (0, 2), (1, 1))]
+    first, restarted, second = (owner_of_jobs(config, tmp_path, place) for place in places)
+    assert first == restarted != second
+    assert len({first, owner_of_jobs(config, tmp_path, None), owner_of_jobs(config, Path("/run"), None)}) == 3

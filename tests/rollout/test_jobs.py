@@ -1,0 +1,240 @@
+"""Templates of jobs, and how the jobs of one agent are followed and cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mode_support import SLURM_TEMPLATE
+from stand_in_slurm import StandInSlurm
+
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError, AgentLost
+from areal_agents.rollout.agents.jobs.agent import JobAgent
+from areal_agents.rollout.agents.jobs.config import JobConfig
+from areal_agents.rollout.agents.jobs.followed import FollowedJobs
+from areal_agents.rollout.agents.jobs.queue import JobState, NewJob, SchedulerError
+from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, read_script
+
+SCRIPT = SLURM_TEMPLATE.read_text()
+RUNNING, DONE = JobState("running"), JobState("succeeded")
+
+
+def new_job(name: str = "own-1") -> NewJob:
+    return NewJob(name, "episode-1", "true", {"OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}, 60.0, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (SCRIPT.replace("{{command}}", "python agent.py"), r"has no \{\{command\}\}; it needs the places"),
+        (SCRIPT.replace("{{minutes}}", "60"), r"has no \{\{minutes\}\}"),
+        (SCRIPT + "echo {{task}}\n", r"has the unknown place \{\{task\}\}; there are \{\{name\}\}, "),
+        (SCRIPT.removeprefix("#!/bin/bash\n"), "must begin with a line such as #!/bin/bash"),
+        (SCRIPT.replace("--nodes=1", "--export=NONE"), "has the option --export; leave it out"),
+        (SCRIPT.replace("--nodes=1", "--nodes=1 --array=0-3"), "has the option --array; leave it out"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_batch_script_that_cannot_be_used(tmp_path: Path, changed: str | None, message: str) -> None:
+    template = tmp_path / "agent.sbatch"
+    if changed is not None:
+        template.write_text(changed)
+    with pytest.raises(AgentError, match=rf"^agent\.job\.template: .*agent\.sbatch.*{message}"):
+        read_script(str(template))
+
+
+def test_braces_of_the_shell_and_of_other_programs_are_no_places(tmp_path: Path) -> None:
+    template = tmp_path / "agent.sbatch"
+    template.write_text(SCRIPT + "docker ps --format '{{.ID}}'; echo ${HOME} {a,b}\n")
+    assert read_script(str(template)) == template.read_text()
+
+
+def test_without_slurm_there_are_no_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(AgentError, match=r"agent\.job: sbatch is not installed on this machine"):
+        SlurmJobs(str(SLURM_TEMPLATE), owner="own")
+
+
+def test_the_variables_of_a_job(
+    slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has those of the run, without its secrets and without those of the job that the run is in."""
+    for name in ("AREAL_AGENTS_ADMIN_KEY", "AREAL_AGENTS_PROCESS", "SLURM_NTASKS", "SBATCH_EXPORT", "MINE"):
+        monkeypatch.setenv(name, "given")
+    queue = SlurmJobs(str(SLURM_TEMPLATE), owner="own")
+    log = tmp_path / "job.log"
+    variables = {"OPENAI_API_KEY": "key", "OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}
+    id = queue.submit(NewJob("own-1", "1", "printenv", variables, 3600.5, log))
+    while not queue.states()[id].has_ended:
+        pass
+    assert queue.states()[id] == DONE
+    found = dict(line.split("=", 1) for line in log.read_text().splitlines() if "=" in line)
+    assert {"MINE": "given", "NO_PROXY": "10.0.0.1", **variables}.items() <= found.items()
+    assert not {"AREAL_AGENTS_ADMIN_KEY", "AREAL_AGENTS_PROCESS", "SLURM_NTASKS", "SBATCH_EXPORT"} & {*found}
+    assert (slurm_programs.folder / "jobs" / id / "minutes").read_text() == "66"  # with the margin
+    assert not [line for line in slurm_programs.calls() if "key" in line]
+
+
+def test_only_jobs_of_the_owner_are_seen(slurm_programs: StandInSlurm) -> None:
+    (slurm_programs.folder / "held").touch()
+    mine, other = (SlurmJobs(str(SLURM_TEMPLATE), owner=owner) for owner in ("own", "ow"))
+    id = mine.submit(new_job())
+    assert mine.states() == {id: JobState("waiting", "Resources")} and other.states() == {}
+    for state, phase in [("NODE_FAIL", "lost"), ("PREEMPTED", "lost"), ("TIMEOUT", "failed")]:
+        slurm_programs.end_as("own-1", state)
+        assert mine.states()[id].phase == phase and state in mine.states()[id].detail
+
+
+def agent(poll_s: float = 0.1, **settings: Any) -> JobAgent:
+    config = JobConfig(kind="slurm", template=str(SLURM_TEMPLATE), poll_s=poll_s, **settings)
+    return JobAgent(["true"], config, owner="own")
+
+
+EP = Episode("episode-1", "http://10.0.0.1/e/key/v1", "key")
+
+
+async def test_a_job_that_does_not_start_in_time_is_cancelled(slurm_programs: StandInSlurm) -> None:
+    (slurm_programs.folder / "held").touch()
+    waiting = agent(wait_s=1.0)
+    with pytest.raises(AgentLost, match=r"^job 1 did not start within 1 s \(Resources\)$"):
+        await waiting.prepare({}, EP, 60.0)
+    await waiting.release(EP.id)
+    await waiting.close()
+    assert [*slurm_programs.states().values()] == ["CANCELLED"]
+
+
+async def test_a_job_whose_submission_is_cancelled_is_cancelled(slurm_programs: StandInSlurm) -> None:
+    (slurm_programs.folder / "held").touch()
+    waiting = agent()
+    preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
+    while not (slurm_programs.folder / "jobs").exists():  # sbatch runs
+        await asyncio.sleep(0.001)
+    preparing.cancel()
+    await asyncio.wait({preparing})
+    await waiting.release(EP.id)
+    await waiting.close()
+    assert [*slurm_programs.states().values()] == ["CANCELLED"]
+
+
+async def test_a_task_that_no_variable_holds_is_refused(slurm_programs: StandInSlurm) -> None:
+    longest = agent()
+    with pytest.raises(AgentError, match="the task has 120012 bytes, and a job gets at most 120000"):
+        await longest.prepare({"text": "x" * 120_000}, EP, 60.0)
+    await longest.close()
+
+
+async def test_what_slurm_refuses_is_said(slurm_programs: StandInSlurm, tmp_path: Path) -> None:
+    template = tmp_path / "agent.sbatch"
+    template.write_text(SCRIPT.replace("--nodes=1", "--partition=full"))
+    refused = JobAgent(["true"], JobConfig(kind="slurm", template=str(template)))
+    with pytest.raises(AgentError, match="sbatch failed: sbatch: error: .* Invalid partition"):
+        await refused.prepare({}, EP, 60.0)
+    await refused.close()
+
+
+class Queue:
+    """A scheduler whose answers the test gives one by one."""
+
+    def __init__(self, answers: list[Mapping[str, JobState] | None]) -> None:
+        self.answers = answers
+        self.queries = 0
+        self.submitted: list[str] = []
+        self.cancelled: list[set[str]] = []
+        self.refusals = 0
+        self.may_look = threading.Event()
+        self.may_look.set()
+
+    def submit(self, job: NewJob) -> str:
+        self.submitted.append(job.name)
+        return job.name
+
+    def states(self) -> Mapping[str, JobState]:
+        self.queries += 1
+        if self.queries > 1:  # after the one for what earlier processes have left
+            self.may_look.wait()
+        answer = self.answers.pop(0)
+        if answer is None:
+            raise SchedulerError("squeue failed: Unable to contact slurm controller")
+        return answer
+
+    def cancel(self, ids: Collection[str]) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise SchedulerError("scancel failed: Unable to contact slurm controller")
+        self.cancelled.append(set(ids))
+
+    def output(self, id: str, log: Path | None) -> str:
+        return ""
+
+
+async def test_one_query_is_for_all_jobs_and_may_fail() -> None:
+    names = [f"own-{number}" for number in range(40)]
+    running, done = dict.fromkeys(names, RUNNING), dict.fromkeys(names, DONE)
+    queue = Queue([{}, running, None, None, {**done, "own-7": RUNNING}, {}])
+    queue.may_look.clear()
+    jobs = FollowedJobs(queue, poll_s=0.1)
+    followed = await asyncio.gather(*(jobs.submit(new_job(name)) for name in names))
+    queue.may_look.set()
+    ends = await asyncio.gather(*(job.ended() for job in followed))
+    assert [end.phase for end in ends] == ["lost" if name == "own-7" else "succeeded" for name in names]
+    assert ends[7].detail == "vanished: the scheduler does not know it any more"
+    assert queue.queries == 6 and not queue.answers
+    await jobs.close()
+    assert queue.cancelled == []
+
+
+async def test_cancellations_are_repeated_until_they_are_accepted() -> None:
+    queue = Queue([{"own-old": RUNNING, "own-ended": DONE}, {"own-1": RUNNING}])
+    queue.refusals = 2
+    jobs = FollowedJobs(queue, poll_s=60.0)
+    first = await jobs.submit(new_job("own-1"))
+    first.cancel()
+    await jobs.close()
+    assert set[str]().union(*queue.cancelled) == {"own-old", "own-1"}
+
+
+async def test_a_fault_of_following_loses_the_jobs_and_does_not_hang() -> None:
+    class Faulty(Queue):
+        def states(self) -> Mapping[str, JobState]:
+            if self.queries:
+                raise ZeroDivisionError
+            return super().states()
+
+    queue = Faulty([{}])
+    jobs = FollowedJobs(queue, poll_s=0.1)
+    job = await jobs.submit(new_job())
+    assert (await job.ended()).detail == "is not followed any more: ZeroDivisionError()"
+    await jobs.close()
+    assert queue.cancelled == [{"own-1"}]
+
+
+async def test_at_most_four_commands_of_the_scheduler_run_at_the_same_time() -> None:
+    free, running, most = threading.Semaphore(0), 0, 0
+    lock = threading.Lock()
+
+    class Slow(Queue):
+        def submit(self, job: NewJob) -> str:
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            free.acquire()
+            with lock:
+                running -= 1
+            return super().submit(job)
+
+    names = [f"own-{number}" for number in range(12)]
+    queue = Slow([{}, dict.fromkeys(names, RUNNING)])
+    jobs = FollowedJobs(queue, poll_s=60.0)
+    submitting = [asyncio.create_task(jobs.submit(new_job(name))) for name in names]
+    while running < 4:
+        await asyncio.sleep(0.01)
+    free.release(12)
+    await asyncio.gather(*submitting)
+    assert most == 4
+    await jobs.close()

@@ -1,0 +1,219 @@
+"""Manifests of Jobs for agents, and what is made of a cluster's answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mode_support import KUBERNETES_TEMPLATE
+from stand_in_kubectl import StandInKubernetes
+
+from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, read_manifest
+from areal_agents.rollout.agents.jobs.queue import JobState, NewJob, SchedulerError
+
+MANIFEST = KUBERNETES_TEMPLATE.read_text()
+RELEASES = ("1.28", "1.37")
+SECRET = {"OPENAI_API_KEY": "key", "OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}
+DONE = JobState("succeeded")
+
+
+def new_job(command: str, log: Path | None = None) -> NewJob:
+    return NewJob("own-1", "Episode_1", command, SECRET, 59.5, log)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"{{command}}"', "true", r"has no \{\{command\}\}; it needs the places"),
+        ("automount", "note: '{{log}}'\n      automount", r"has the unknown place \{\{log\}\}"),
+        ('"{{name}}"\nspec', "{{name}}\nspec", "is not valid YAML .*needs quotes"),
+        ("kind: Job", "kind: Pod", "it must be one manifest of the kind Job, apiVersion batch/v1"),
+        (
+            'name: "{{name}}"\nspec',
+            'name: "my-{{name}}"\nspec',
+            r"metadata\.name must be '\{\{name\}\}', got",
+        ),
+        ("backoffLimit: 0", "backoffLimit: 3", r"spec\.backoffLimit must be 0, got 3: a second pod would"),
+        ("backoffLimit: 0\n", "suspend: false\n", r"spec\.backoffLimit must be 0, got None"),
+        ("backoffLimit: 0", "backoffLimit: 0\n  completions: 2", r"spec\.completions must be 1, got 2"),
+        (
+            "restartPolicy: Never",
+            "restartPolicy: OnFailure",
+            "restartPolicy must be 'Never', got 'OnFailure'",
+        ),
+        ('activeDeadlineSeconds: "{{seconds}}"', "x: '{{seconds}}'", "activeDeadlineSeconds must be"),
+        ("  ttlSecondsAfterFinished: 600\n", "", r"spec\.ttlSecondsAfterFinished must be a number"),
+        (
+            '[sh, -c, "{{command}}"]',
+            "[sh]\n          tty: '{{command}}'",
+            "no container has .* in its command",
+        ),
+        ('secretRef: {name: "{{name}}"}', "secretRef: {name: keys}", r"needs envFrom: \[\{secretRef: \{name"),
+    ],
+)
+def test_a_manifest_that_cannot_be_used(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in MANIFEST
+    template = tmp_path / "job.yaml"
+    template.write_text(MANIFEST.replace(old, new))
+    with pytest.raises(AgentError, match=rf"(?s)^agent\.job\.template: .*job\.yaml:? .*{message}"):
+        read_manifest(str(template))
+
+
+def test_without_kubectl_there_are_no_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(AgentError, match=r"agent\.job: kubectl is not installed on this machine"):
+        KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+
+
+def made(cluster: StandInKubernetes, command: str, template: Path = KUBERNETES_TEMPLATE) -> dict[str, Any]:
+    (cluster.folder / "held").touch()
+    queue = KubernetesJobs(str(template), owner="own")
+    queue.submit(new_job(command))
+    return {kind: cluster.objects(kind)["own-1"] for kind in ("Job", "Secret")}
+
+
+def test_a_job_and_its_secret(kubernetes_programs: StandInKubernetes) -> None:
+    found = made(kubernetes_programs, "echo 1")
+    job, secret = found["Job"], found["Secret"]
+    labels = {"app.kubernetes.io/managed-by": "areal-agents", "areal-agents/jobs-of": "own"}
+    pod = job["spec"]["template"]
+    assert job["metadata"]["labels"] == pod["metadata"]["labels"] == secret["metadata"]["labels"] == labels
+    assert job["metadata"]["annotations"] == {"areal-agents/episode": "Episode_1"}
+    assert pod["spec"]["activeDeadlineSeconds"] == 360
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["sh", "-c", "echo 1"]
+    assert container["envFrom"] == [{"secretRef": {"name": "own-1"}}]
+    assert secret["type"] == "Opaque" and {*secret["data"]} == {*SECRET}
+    (owner,) = secret["metadata"]["ownerReferences"]
+    assert owner == {"apiVersion": "batch/v1", "kind": "Job", "name": "own-1", "uid": "uid-of-own-1"}
+    shown = json.dumps([job, kubernetes_programs.calls()])
+    assert "own-1" in shown and "e/key" not in shown
+
+
+def test_labels_and_the_namespace_of_the_template_stay(
+    kubernetes_programs: StandInKubernetes, tmp_path: Path
+) -> None:
+    template = tmp_path / "job.yaml"
+    metadata = 'name: "{{name}}"\n  namespace: training\n  labels: {team: a}'
+    template.write_text(MANIFEST.replace('name: "{{name}}"', metadata, 1))
+    job = made(kubernetes_programs, "echo 1", template)["Job"]
+    assert job["metadata"]["labels"]["team"] == "a" and job["metadata"]["namespace"] == "training"
+    KubernetesJobs(str(template), owner="own").states()
+    assert all(call[:2] == ["--namespace", "training"] for call in kubernetes_programs.calls())
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_schemas_of_kubernetes_accept_what_is_created(
+    kubernetes_programs: StandInKubernetes, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed here: make test-cluster"
+    )
+    from areal_agents.rollout.agents.jobs import kubernetes
+
+    created = []
+
+    def run_command(command: Any, *, stdin: str = "") -> str:
+        created.append(json.loads(stdin))
+        return json.dumps({"metadata": {"uid": "1"}})
+
+    monkeypatch.setattr(kubernetes, "run_command", run_command)
+    KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own").submit(new_job("echo $1"))
+    assert [one["kind"] for one in created] == ["Job", "Secret"]
+    for one in created:
+        kubernetes_validate.validate(one, release, strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):  # the places are no values
+        kubernetes_validate.validate(yaml.safe_load(MANIFEST), release, strict=True)
+
+
+def test_dollars_of_a_command_reach_the_shell(kubernetes_programs: StandInKubernetes, tmp_path: Path) -> None:
+    queue, log = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own"), tmp_path / "job.log"
+    command = "printf %s, \"$OPENAI_API_KEY\" '$$' '$(OPENAI_API_KEY)' $(echo inner); exit 3"
+    id = queue.submit(new_job(command, log))
+    while not queue.states()[id].has_ended:
+        pass
+    assert queue.states()[id] == JobState("failed", "exited with status 3")
+    assert queue.output(id, log) == log.read_text() == "key,$$,$(OPENAI_API_KEY),inner,"
+
+
+def test_a_job_that_is_cancelled_leaves_nothing(kubernetes_programs: StandInKubernetes) -> None:
+    (kubernetes_programs.folder / "held").touch()
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    id = queue.submit(new_job("sleep 600"))
+    assert queue.states() == {id: JobState("waiting")}
+    assert KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="other").states() == {}
+    queue.cancel([id, "gone"])
+    assert queue.states() == {}
+    assert not any(kubernetes_programs.objects(kind) for kind in ("Job", "Pod", "Secret"))
+
+
+def test_a_job_whose_secret_is_refused_is_deleted(kubernetes_programs: StandInKubernetes) -> None:
+    (kubernetes_programs.folder / "refuse-Secret").touch()
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    with pytest.raises(SchedulerError, match="kubectl failed: Error from server: secrets .* is forbidden"):
+        queue.submit(new_job("true"))
+    assert not kubernetes_programs.objects("Job")
+
+
+def failed(reason: str = "BackoffLimitExceeded") -> dict[str, Any]:
+    return {"conditions": [{"type": "Failed", "status": "True", "reason": reason}]}
+
+
+def terminated(code: int, reason: str = "Error") -> dict[str, Any]:
+    return {"containerStatuses": [{"state": {"terminated": {"exitCode": code, "reason": reason}}}]}
+
+
+DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+UNPLACED = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+
+
+@pytest.mark.parametrize(
+    ("job", "pod", "state"),
+    [
+        ({}, {"conditions": [UNPLACED]}, JobState("waiting", "0/3 nodes are available")),
+        (
+            {},
+            {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
+            JobState("waiting", "ImagePullBackOff"),
+        ),
+        ({}, {"phase": "Running"}, JobState("running")),
+        ({}, {"phase": "Failed", **terminated(3)}, JobState("running")),  # its Job follows
+        ({"conditions": [{"type": "Complete", "status": "True"}]}, {"phase": "Succeeded"}, DONE),
+        (failed(), {"phase": "Failed", **terminated(3)}, JobState("failed", "exited with status 3")),
+        (
+            failed(),
+            {"phase": "Failed", **terminated(137, "OOMKilled")},
+            JobState("failed", "exited with status 137 (OOMKilled)"),
+        ),
+        (
+            failed(),
+            {"phase": "Failed", "conditions": [DISRUPTED], **terminated(137)},
+            JobState("lost", "was disrupted (PreemptionByScheduler)"),
+        ),
+        (failed(), {"phase": "Failed", "reason": "Evicted"}, JobState("lost", "lost its pod (Evicted)")),
+        (
+            failed(),
+            {"phase": "Failed", "reason": "DeadlineExceeded"},
+            JobState("failed", "reached its activeDeadlineSeconds"),
+        ),
+        (failed(), None, JobState("lost", "failed without its pod (BackoffLimitExceeded)")),
+    ],
+)
+def test_the_state_of_a_job(
+    kubernetes_programs: StandInKubernetes, job: dict[str, Any], pod: dict[str, Any] | None, state: JobState
+) -> None:
+    (kubernetes_programs.folder / "held").touch()
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    id = queue.submit(new_job("true"))
+    kubernetes_programs.change("Job", id, job)
+    if pod is None:
+        (kubernetes_programs.folder / f"Pod/{id}-pod.json").unlink()
+    else:
+        kubernetes_programs.change("Pod", f"{id}-pod", pod)
+    assert queue.states() == {id: state}
+    kubernetes_programs.end_pod(id)
