@@ -37,6 +37,8 @@ def new_job(name: str = "own-1") -> NewJob:
         (SCRIPT.removeprefix("#!/bin/bash\n"), "must begin with a line such as #!/bin/bash"),
         (SCRIPT.replace("--nodes=1", "--export=NONE"), "has the option --export; leave it out"),
         (SCRIPT.replace("--nodes=1", "--nodes=1 --array=0-3"), "has the option --array; leave it out"),
+        (SCRIPT.replace("--nodes=1", "-a0-3"), "has the option -a; leave it out"),
+        (SCRIPT.replace("--nodes=1", "hetjob"), "has the option hetjob; leave it out"),
         (None, "cannot be read"),
     ],
 )
@@ -50,7 +52,8 @@ def test_a_batch_script_that_cannot_be_used(tmp_path: Path, changed: str | None,
 
 def test_braces_of_the_shell_and_of_other_programs_are_no_places(tmp_path: Path) -> None:
     template = tmp_path / "agent.sbatch"
-    template.write_text(SCRIPT + "docker ps --format '{{.ID}}'; echo ${HOME} {a,b}\n")
+    script = SCRIPT.replace("--nodes=1", "--wait-all-nodes=1 --no-requeue")
+    template.write_text(script + "docker ps --format '{{.ID}}'; echo ${HOME} {a,b}\n")
     assert read_script(str(template)) == template.read_text()
 
 

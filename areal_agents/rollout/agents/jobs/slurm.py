@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,9 +23,10 @@ from areal_agents.secret_variables import without_secrets
 PLACES = ("name", "command", "minutes", "log")
 _MARGIN_MINUTES = 5  # Slurm's own limit ends only jobs that no rollout process follows any more
 _PROGRAMS = ("sbatch", "squeue", "scancel")
-# Options that a template must leave to the run: the first would withhold the variables of the episode.
-_REFUSED = re.compile(r"^#SBATCH\s.*?(--export|--array|-a\b|--requeue|--wait\b|-W\b)", re.MULTILINE)
-_OF_THE_RUN = ("SLURM_", "SBATCH_", "SRUN_")  # variables of the job that this process may be in
+# Options that a template must leave to the run, or that make more than one job of it.
+_REFUSED = ("--export", "--export-file", "--array", "-a", "--requeue", "--wait", "-W", "hetjob")
+# Variables of the job that this process may be in, and those that change what the commands do.
+_OF_THE_RUN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_")
 _MARKS = (RUN_MARK, AGENT_MARK, INNER_AGENT_MARK)  # by which processes of this machine are found and ended
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _BY_THE_COMMAND = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT")
@@ -63,14 +63,18 @@ class SlurmJobs:
         answer = run_command(
             ("sbatch", "--parsable", "--no-requeue"),
             stdin=fill(self._script, values),
-            environment={**_inherited(job.variables["OPENAI_BASE_URL"]), **job.variables},
+            environment={
+                **bypassing_proxies(_environment(), job.variables["OPENAI_BASE_URL"]),
+                **job.variables,
+            },
         )
         return answer.strip().partition(";")[0]
 
     def states(self) -> Mapping[str, JobState]:
         """Return the states of the jobs that Slurm still knows. Raises SchedulerError."""
         fields = "JobID:|,State:|,exit_code:|,Reason:|,Name:|"
-        listed = run_command(("squeue", "--me", "--noheader", "--states=all", f"--Format={fields}"))
+        query = ("squeue", "--me", "--noheader", "--states=all", f"--Format={fields}")
+        listed = run_command(query, environment=_environment())
         found = {}
         for line in listed.splitlines():
             number, state, code, reason, name, *_ = [*line.split("|"), "", "", "", ""]
@@ -80,7 +84,7 @@ class SlurmJobs:
 
     def cancel(self, ids: Collection[str]) -> None:
         """End jobs, by one command. Raises SchedulerError."""
-        run_command(("scancel", "--quiet", *ids))
+        run_command(("scancel", "--quiet", *ids), environment=_environment())
 
     def output(self, id: str, log: Path | None) -> str:
         """Return the end of the log, which the job itself has written."""
@@ -99,34 +103,37 @@ def read_script(template: str) -> str:
     text = read_template(template, PLACES)
     if not text.startswith("#!"):
         raise AgentError(f"agent.job.template: {template} must begin with a line such as #!/bin/bash")
-    if found := _REFUSED.search(text):
+    given = {
+        word.partition("=")[0] if word.startswith("--") or not word.startswith("-") else word[:2]
+        for line in text.splitlines()
+        if line.startswith("#SBATCH")
+        for word in line.split()[1:]
+    }
+    if refused := [option for option in _REFUSED if option in given]:
         raise AgentError(
-            f"agent.job.template: {template} has the option {found[1]}; leave it out: an episode is one job, "
-            "which runs once and gets its variables from the run"
+            f"agent.job.template: {template} has the option {refused[0]}; leave it out: an episode is one "
+            "job, which runs once and gets its variables from the run"
         )
     return text
 
 
-def _inherited(base_url: str) -> dict[str, str]:
-    """Return the variables of this process for a job, as another command of an agent gets them."""
-    kept = {
+def _environment() -> dict[str, str]:
+    """Return the variables of this process for commands of Slurm and, as for other commands, for jobs."""
+    return {
         name: value
         for name, value in without_secrets(os.environ).items()
         if name not in _MARKS and (name == "SLURM_CONF" or not name.startswith(_OF_THE_RUN))
     }
-    return bypassing_proxies(kept, base_url)
 
 
 def _state(state: str, code: str, reason: str) -> JobState:
+    why = "" if reason == "None" else reason
     if state == "COMPLETED":
         return JobState("succeeded")
+    if state == "FAILED" and why == "NonZeroExitCode" and code.isdigit():
+        return JobState("failed", f"exited with status {os.waitstatus_to_exitcode(int(code))}")
     if state in _BY_THE_COMMAND:
-        status = os.waitstatus_to_exitcode(int(code)) if code.isdigit() else None
-        if state == "FAILED" and reason == "NonZeroExitCode" and status is not None:
-            return JobState("failed", f"exited with status {status}")
-        return JobState(
-            "failed", f"ended as {state}" + (f" ({reason})" if reason not in ("", "None") else "")
-        )
+        return JobState("failed", f"ended as {state}" + (f" ({why})" if why else ""))
     if state in _LOST:
         return JobState("lost", f"ended as {state}")
-    return JobState("running" if state in _RUNNING else "waiting", reason)
+    return JobState("running" if state in _RUNNING else "waiting", why)
