@@ -36,6 +36,12 @@ class TimeLimits:
         return limit
 
     async def _end(self, limit: asyncio.Timeout, reached: Callable[[], object]) -> None:
-        while not reached():
+        while True:
+            if reached():
+                try:
+                    limit.reschedule(asyncio.get_running_loop().time())
+                except RuntimeError:  # not entered yet: a job runs before the rollout process has seen that
+                    pass
+                else:
+                    return
             await asyncio.sleep(0.01)
-        limit.reschedule(asyncio.get_running_loop().time())
