@@ -15,6 +15,7 @@ import httpx
 from openai import AsyncOpenAI, OpenAI
 
 from areal_agents import Episode, current_key, episode
+from areal_agents.errors import AgentLost
 
 SHORT: dict[str, Any] = {"model": "policy", "max_tokens": 2}
 
@@ -33,6 +34,12 @@ async def good(task: dict, ep: Episode) -> float:
 
 
 SHARED: list[AsyncOpenAI] = []
+
+
+@episode
+async def is_lost(task: dict, ep: Episode) -> float:
+    await ask(ep)
+    raise AgentLost("its node died")
 
 
 @episode

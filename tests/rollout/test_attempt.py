@@ -118,7 +118,7 @@ async def test_an_agents_error_can_be_scored_as_the_policys_doing(attempts: Atte
     assert attempts.served.store.group_counts()["complete"] == 1
 
 
-@pytest.mark.parametrize("agent", ["never_calls", "loses_the_connection", "says_it_failed"])
+@pytest.mark.parametrize("agent", ["never_calls", "loses_the_connection", "says_it_failed", "is_lost"])
 async def test_errors_that_the_policy_cannot_have_caused_are_not_scored(
     attempts: Attempts, agent: str
 ) -> None:
@@ -307,7 +307,7 @@ class Waits:
     capacity = None
     must_reward = True
 
-    async def prepare(self, task: Any, episode: str) -> None:
+    async def prepare(self, task: Any, ep: Handle, time_s: float) -> None:
         await asyncio.sleep(0.3)
 
     async def run(self, task: Any, ep: Handle) -> float:
@@ -321,6 +321,18 @@ class Waits:
 async def test_the_time_of_an_episode_begins_when_its_agent_has_a_place(attempts: Attempts) -> None:
     outcome, _ = await attempts(Waits(), time_s=0.2)
     assert outcome.error is not None and outcome.error.startswith("the agent made no model call; does")
+
+
+async def test_the_proxy_does_not_count_the_time_of_an_agent_that_waits_for_a_place(
+    attempts: Attempts,
+) -> None:
+    limits = LimitsConfig(time_s=0.2, max_turns=7)
+    found = []
+    for waits in (False, True):
+        place = Attempt(Task("t", {}), "train")
+        opened = await open_attempt(attempts.client, place, limits=limits, waits_for_place=waits)
+        found.append(attempts.served.store.episode_row(opened.id).limits)
+    assert found == [{"max_turns": 7, "time_s": 0.2}, {"max_turns": 7}]
 
 
 async def test_a_command_finds_its_episode_on_a_sandbox_host(attempts: Attempts, tmp_path: Path) -> None:
@@ -340,7 +352,7 @@ async def test_a_prepared_sandbox_that_no_run_takes_gives_its_place_back() -> No
         agent = load_agent({"command": "true", "isolation": "process"}, hosts=hosts)
         assert isinstance(agent, WaitsForPlace)
         for episode in ("first", "second"):
-            await agent.prepare({}, episode)
+            await agent.prepare({}, Handle(episode, "", ""), 60.0)
             await agent.release(episode)
         await agent.close()
 
