@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -69,6 +70,8 @@ def test_the_variables_of_a_job(
     """It has those of the run, without its secrets and without those of the job that the run is in."""
     for name in ("AREAL_AGENTS_ADMIN_KEY", "AREAL_AGENTS_PROCESS", "SLURM_NTASKS", "SBATCH_EXPORT", "MINE"):
         monkeypatch.setenv(name, "given")
+    monkeypatch.setenv("SSL_CERT_FILE", f"{tempfile.gettempdir()}/areal-agents-x/authorities.pem")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/etc/authority.pem")
     queue = SlurmJobs(str(SLURM_TEMPLATE), owner="own")
     log = tmp_path / "job.log"
     variables = {"OPENAI_API_KEY": "key", "OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}
@@ -77,8 +80,19 @@ def test_the_variables_of_a_job(
         pass
     assert queue.states()[id] == DONE
     found = dict(line.split("=", 1) for line in log.read_text().splitlines() if "=" in line)
-    assert {"MINE": "given", "NO_PROXY": "10.0.0.1", **variables}.items() <= found.items()
-    assert not {"AREAL_AGENTS_ADMIN_KEY", "AREAL_AGENTS_PROCESS", "SLURM_NTASKS", "SBATCH_EXPORT"} & {*found}
+    assert {
+        "MINE": "given",
+        "NO_PROXY": "10.0.0.1",
+        "REQUESTS_CA_BUNDLE": "/etc/authority.pem",
+        **variables,
+    }.items() <= found.items()
+    assert not {
+        "SSL_CERT_FILE",
+        "AREAL_AGENTS_ADMIN_KEY",
+        "AREAL_AGENTS_PROCESS",
+        "SLURM_NTASKS",
+        "SBATCH_EXPORT",
+    } & {*found}
     assert (slurm_programs.folder / "jobs" / id / "minutes").read_text() == "66"  # with the margin
     assert not [line for line in slurm_programs.calls() if "key" in line]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _REFUSED = ("--export", "--export-file", "--array", "-a", "--requeue", "--wait",
 # Variables of the job that this process may be in, and those that change what the commands do.
 _OF_THE_RUN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_")
 _MARKS = (RUN_MARK, AGENT_MARK, INNER_AGENT_MARK)  # by which processes of this machine are found and ended
+_CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _BY_THE_COMMAND = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT")
 _LOST = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED")
@@ -118,11 +120,18 @@ def read_script(template: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of this process for commands of Slurm and, as for other commands, for jobs."""
+    """Return the variables of this process for commands of Slurm and, as for other commands, for jobs.
+
+    Those that name a temporary file, such as that of the authorities of `cluster.tls`, are left out: no other
+    machine has it.
+    """
+    temporary = f"{tempfile.gettempdir()}/"
     return {
         name: value
         for name, value in without_secrets(os.environ).items()
-        if name not in _MARKS and (name == "SLURM_CONF" or not name.startswith(_OF_THE_RUN))
+        if name not in _MARKS
+        and (name == "SLURM_CONF" or not name.startswith(_OF_THE_RUN))
+        and not (name in _CERTIFICATES and value.startswith(temporary))
     }
 
 
