@@ -11,11 +11,13 @@ import pytest
 import yaml
 
 from areal_agents.cluster.launchers.base import RoleProcess
+from areal_agents.cluster.launchers.rendered import render
 from areal_agents.cluster.launchers.skypilot.config import SkyPilotConfig
 from areal_agents.cluster.launchers.skypilot.task import as_yaml, task
 from areal_agents.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+QUICK_START = ROOT / "examples/search_agent/config.yaml"
 SKY = ROOT / ".venv-skypilot" / "bin" / "python"
 PARSE = """
 import json, sys, yaml, sky
@@ -85,6 +87,36 @@ def test_a_run_on_cpus_names_no_accelerator(tmp_path: Path) -> None:
 def test_a_password_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^store\.url: manifests contain no passwords"):
         made(tmp_path, overrides=("store.url=postgresql://me:hush@db/areal",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_shared"),
+    [
+        ({}, False),
+        ({"volumes": {"/runs": "runs"}}, True),
+        ({"volumes": {"/data": "runs"}}, False),
+        ({"volumes": {"/data": "runs"}, "runs": "/data/runs"}, True),
+        ({"volumes": {"/data/runs/old": "runs"}, "runs": "/data/runs"}, False),
+        ({"file_mounts": {"/runs": {"source": "s3://bucket"}}}, True),
+        ({"file_mounts": {"/runs": {"source": "s3://bucket", "mode": "MOUNT_CACHED"}}}, True),
+        ({"file_mounts": {"/runs": {"source": "s3://bucket", "mode": "COPY"}}}, False),
+        ({"file_mounts": {"/runs": "s3://bucket"}}, False),
+        ({"file_mounts": {"/runs": "./runs"}}, False),
+    ],
+)
+def test_nodes_that_are_not_known_to_share_the_folder_of_runs_are_named(
+    settings: dict[str, Any], is_shared: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [
+        "store.url=postgresql://areal@db/areal",
+        *("cluster.skypilot.secrets=[PGPASSWORD]", "cluster.skypilot.accelerator=H100"),
+        *(f"cluster.skypilot.{name}={json.dumps(value)}" for name, value in settings.items()),
+    ]
+    shown = render("skypilot", QUICK_START, overrides)
+    assert "num_nodes" in shown.text
+    said = capsys.readouterr().err
+    assert ("the nodes share no folder of runs: name one in volumes" in said) is not is_shared
+    assert (said == "") is is_shared
 
 
 @pytest.mark.cluster

@@ -18,6 +18,7 @@ from websockets.exceptions import InvalidStatus
 from areal_agents.direct_http import direct_async_client
 from areal_agents.errors import SandboxError
 from areal_agents.sandbox.remote import client
+from areal_agents.sandbox.remote import host as host_module
 from areal_agents.sandbox.remote.archives import packed, unpack
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
@@ -247,6 +248,42 @@ async def test_a_writable_folder_is_as_the_command_left_it(tmp_path: Path) -> No
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert found == ["deep", "kept", "new", "replaced"]
     assert ((tmp_path / "kept").read_text(), (tmp_path / "replaced").read_text()) == ("before", "after\n")
+
+
+def test_a_folder_is_read_no_further_than_it_may_travel(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"x" * 5000)
+    assert len(packed(tmp_path, most_bytes=20_480)) <= 20_480
+    with open(tmp_path / "endless", "wb") as file:
+        file.truncate(1 << 40)  # a sparse file, which no memory could hold
+    with pytest.raises(SandboxError, match=r"it has more than the 1 MiB that can be sent at once"):
+        packed(tmp_path, most_bytes=1 << 20)
+
+
+async def test_the_folders_of_a_command_are_in_that_of_the_host_and_are_sent_back_up_to_a_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs("bubblewrap")
+    monkeypatch.setattr(host_module, "MOST_DATA", 1 << 20)
+    base, folder = tmp_path / "base", tmp_path / "folder"
+    folder.mkdir()
+    async with sandbox_host(base=base) as host:
+        isolation = RemoteIsolation("bubblewrap", SandboxHosts(lambda: [host]))
+        sandbox = await isolation.start(spec_for("bubblewrap"))
+
+        async def run(command: str) -> int:
+            mounts = [Mount("/logs", folder, is_writable=True)]
+            return (await sandbox.run(["/bin/sh", "-c", command], timeout_s=60, mounts=mounts)).status
+
+        running = asyncio.create_task(run("while [ ! -e /logs/go ]; do sleep 0.02; done"))
+        await _until(lambda: [*base.glob("*/mounts/*/0")])
+        [inside] = base.glob("*/mounts/*/0")  # so the next host removes it if this one is killed
+        (inside / "go").touch()
+        assert await running == 0 and (folder / "go").exists() and not [*base.glob("*/mounts/*")]
+        with pytest.raises(SandboxError, match="it has more than the 1 MiB that can be sent at once"):
+            await run("head -c 3000000 /dev/zero > /logs/much")
+        assert [path.name for path in folder.iterdir()] == ["go"] and not [*base.glob("*/mounts/*")]
+        assert await run("true") == 0
+        await isolation.close()
 
 
 async def test_a_warm_sandbox_is_started_before_its_caller_comes(tmp_path: Path) -> None:

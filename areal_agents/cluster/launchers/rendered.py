@@ -24,7 +24,7 @@ from areal_agents.cluster.launchers.kubernetes.manifests import (
     object_name,
 )
 from areal_agents.cluster.launchers.skypilot.task import as_yaml as task_yaml
-from areal_agents.cluster.launchers.skypilot.task import task
+from areal_agents.cluster.launchers.skypilot.task import shares_runs, task
 from areal_agents.cluster.train import check_config, processes_of
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
@@ -80,6 +80,14 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
         if not config.cluster.skypilot.secrets:
             print(
                 "cluster.skypilot.secrets is empty, so the nodes get no PGPASSWORD and no token of the run",
+                file=sys.stderr,
+            )
+        if not shares_runs(config.cluster.skypilot):
+            # It is no error: `setup` or an image can mount the folder too, which is not seen here.
+            print(
+                f"cluster.skypilot: no volume and no mounted bucket is at {config.cluster.skypilot.runs}, so "
+                "unless setup mounts a file system there, the nodes share no folder of runs: name one in "
+                "volumes. What is not on a volume is lost with its machine",
                 file=sys.stderr,
             )
         secrets = [f"--secret={secret}" for secret in config.cluster.skypilot.secrets]

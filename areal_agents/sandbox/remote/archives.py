@@ -13,19 +13,44 @@ import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal_agents.errors import SandboxError
 from areal_agents.folders import remove_folder
+from areal_agents.sandbox.remote.messages import MOST_DATA
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 KEPT_FOLDERS = 64  # of which no sandbox works in a copy; the least recently used ones are removed
 
 
-def packed(folder: Path) -> bytes:
-    """Return a folder as an archive. Raises SandboxError if it cannot be read."""
-    data = io.BytesIO()
+def packed(folder: Path, *, most_bytes: int = MOST_DATA) -> bytes:
+    """Return a folder as an archive.
+
+    Raises:
+        SandboxError: it cannot be read, or its archive is longer than `most_bytes`, of which no more is made.
+    """
+    data = _BoundedBytes(most_bytes)
     with _errors_translated(), tarfile.open(fileobj=data, mode="w") as archive:
         archive.add(folder, arcname=".")
     return data.getvalue()
+
+
+class _BoundedBytes(io.BytesIO):
+    """A file in memory that takes at most so many bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()
+        self._most_bytes = most_bytes
+
+    def write(self, data: ReadableBuffer) -> int:
+        if self.tell() + memoryview(data).nbytes > self._most_bytes:
+            raise SandboxError(
+                "a folder cannot be copied to another machine: it has more than the "
+                f"{self._most_bytes / 2**20:.4g} MiB that can be sent at once"
+            )
+        return super().write(data)
 
 
 def unpack(data: bytes, folder: Path, *, is_trusted: bool) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from pathlib import Path
@@ -34,6 +34,7 @@ from areal_agents.sandbox.remote.messages import (
     GOODBYE_S,
     LOG,
     LONGEST_MESSAGE,
+    MOST_DATA,
     PATH,
     PIECE,
     PING_S,
@@ -77,6 +78,8 @@ class SandboxHost:
         self._taken = 0
         self._home = SandboxHome.open(base)
         self._folders = KeptFolders(self._home.folder / "folders")
+        self._mounts = self._home.folder / "mounts"
+        self._mounts.mkdir()
         self._isolations: dict[str, IsolationOnFirstUse] = {}
         self._pools: dict[str, _Pool] = {}  # by what they start; the least recently used first
         self._server: Server | None = None
@@ -160,7 +163,7 @@ class SandboxHost:
             server = self._model_server
             answer = {"is": "started", "workdir": sandbox.workdir, "relays": relays, "model_server": server}
             await send(connection, answer)
-            await _Commands(connection, sandbox, server).serve()
+            await _Commands(connection, sandbox, server, self._mounts).serve()
         await send(connection, {"is": "ended"})
 
     @asynccontextmanager
@@ -236,10 +239,13 @@ class _Pool:
 class _Commands:
     """Runs the commands of one connection in its sandbox."""
 
-    def __init__(self, connection: ServerConnection, sandbox: Sandbox, model_server: str | None) -> None:
+    def __init__(
+        self, connection: ServerConnection, sandbox: Sandbox, model_server: str | None, mounts: Path
+    ) -> None:
         self._connection = connection
         self._sandbox = sandbox
         self._model_server = model_server
+        self._mounts = mounts
         self._command: _Command | None = None
 
     async def serve(self) -> None:
@@ -258,7 +264,7 @@ class _Commands:
                         data = await receive_data(self._connection, request)
                         if request["model_url"] is not None:
                             request["model_url"] = at_server(request["model_url"], self._model_server)
-                        self._command = _Command(self._connection, self._sandbox, request, data)
+                        self._command = _Command(self._connection, self._sandbox, request, data, self._mounts)
                     case "kill" if self._command is not None:
                         self._command.kill()
                     case "eof" if self._command is not None:
@@ -288,8 +294,14 @@ class _Command:
         sandbox: Sandbox,
         request: Mapping[str, Any],
         data: list[bytes],
+        folder: Path,
     ) -> None:
+        """Args:
+        data: its standard input, and an archive for each folder that only it sees.
+        folder: where these folders are unpacked.
+        """
         self._connection = connection
+        self._folder = folder
         self._sandbox = sandbox
         self._request = request
         self._stdin, self._mounts = data[0], data[1:]
@@ -316,7 +328,7 @@ class _Command:
             try:
                 mounts = await asyncio.to_thread(self._mounted, stack) if self._mounts else []
                 finished = await self._finished(mounts)
-                written = [await asyncio.to_thread(packed, one.host) for one in mounts if one.is_writable]
+                written = [] if finished is None else await self._written(finished, mounts)
             except (SandboxError, OSError) as error:
                 await send(self._connection, {"is": "error", "message": str(error)})
                 return
@@ -337,10 +349,20 @@ class _Command:
             *written,
         )
 
+    async def _written(self, finished: Finished, mounts: Sequence[Mount]) -> list[bytes]:
+        """Return archives of what the command wrote. Raises SandboxError if they are too long together."""
+        left = MOST_DATA - len(finished.stdout.kept) - len(finished.stderr.kept)
+        archives = []
+        for mount in mounts:
+            if mount.is_writable:
+                archives.append(await asyncio.to_thread(packed, mount.host, most_bytes=left))
+                left -= len(archives[-1])
+        return archives
+
     def _mounted(self, stack: contextlib.ExitStack) -> list[Mount]:
         """Unpack the folders that the command sees, which are removed with `stack`."""
         mounts = []
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="areal-agents-mounts-")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._folder)))
         for number, (mount, archive) in enumerate(zip(self._request["mounts"], self._mounts, strict=True)):
             host = folder / str(number)
             host.mkdir()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
@@ -64,6 +65,20 @@ def task(
     if settings.secrets:
         made["secrets"] = dict.fromkeys(settings.secrets)
     return made
+
+
+def shares_runs(settings: SkyPilotConfig) -> bool:
+    """Whether a volume, or the mount of a bucket, is known to be at the folder of runs or above it.
+
+    What a file mount copies is not shared: files of the user's machine, and a bucket that is named by its URL
+    only.
+    """
+    mounts = {*settings.volumes}
+    for path, source in settings.file_mounts.items():
+        if isinstance(source, Mapping) and str(source.get("mode", "MOUNT")).upper() != "COPY":
+            mounts.add(path)
+    runs = PurePosixPath(settings.runs)
+    return any(runs.is_relative_to(PurePosixPath(path)) for path in mounts)
 
 
 def as_yaml(made: Mapping[str, Any]) -> str:
