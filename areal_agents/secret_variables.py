@@ -1,6 +1,8 @@
 """The environment variables that hold secrets of a run, and what is sent with them.
 
-The processes of a run have these variables. Its agents, which handle untrusted input, do not get them.
+The processes of a run have these variables. Its agents, which handle untrusted input, do not get them: no
+agent gets the keys and the token, and one that is a command gets the password of the store only if its
+configuration names the variable, because its own programs may read it too.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ ENGINE_KEY = "AREAL_AGENTS_ENGINE_KEY"  # the key that requests to the engines m
 TEACHER_KEY = "AREAL_AGENTS_TEACHER_KEY"  # the same for the engine of a teacher
 RUN_TOKEN = "AREAL_AGENTS_RUN_TOKEN"  # from which the processes of a cluster compute the keys of their run
 ADMIN_KEY = "AREAL_AGENTS_ADMIN_KEY"  # the key of the proxy's control API
+STORE_PASSWORD = "PGPASSWORD"  # the password of the store, which libpq reads
 _ALL = (ENGINE_KEY, TEACHER_KEY, RUN_TOKEN, ADMIN_KEY)
 
 

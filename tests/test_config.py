@@ -120,6 +120,10 @@ def test_overrides_reach_inside(minimal: Path) -> None:
             "agent.limits.disk_mb: Input should",
         ),
         ("agent={command: a, warm: 2}", "agent: warm has no effect without isolation"),
+        (
+            "agent={command: a, pass_environment: [PGPASSWORD, HF_TOKEN]}",
+            "agent: pass_environment has no effect without isolation",
+        ),
         ("agent={command: a, isolation: docker}", "agent: isolation: docker needs image"),
         ("agent={command: ' '}", "or {cli: …}, got no command"),
         ("name=../elsewhere", "name: must be the name of a folder in runs/, got '../elsewhere'"),

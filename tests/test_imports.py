@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "episode": {"core", "errors", "client"},
     "client": {"core", "errors", "direct_http"},
     "user_functions": {"errors"},
-    "sandbox": {"core", "direct_http", "errors", "folders", "process_control", "tls"},
+    "sandbox": {"core", "direct_http", "errors", "folders", "process_control", "secret_variables", "tls"},
     "environments": {
         "core",
         "direct_http",

@@ -143,7 +143,7 @@ def examine(
 def _command_agent(command: Sequence[str], sandbox: SandboxConfig | None) -> Agent:
     """Return the agent that a command is. Raises SandboxError if its isolation is not available here."""
     if sandbox is None or sandbox.isolation == "none":
-        return CommandAgent(command)
+        return CommandAgent(command, passed=() if sandbox is None else sandbox.pass_environment)
     agent = SandboxedCommandAgent(command, sandbox)
     asyncio.run(check_isolation(sandbox.isolation, sandbox.spec()))
     return agent

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from areal_agents.core.settings import Settings
 from areal_agents.sandbox.sandbox import Limits, SandboxSpec
+from areal_agents.secret_variables import STORE_PASSWORD
 
 Isolation = Literal["none", "process", "bubblewrap", "docker"]
 
@@ -56,7 +57,9 @@ class SandboxConfig(Settings):
         default=(), description="Files and folders that are shown inside, read-only, under their own path."
     )
     pass_environment: tuple[str, ...] = Field(
-        default=(), description="Names of variables of the run that the command gets."
+        default=(),
+        description="Names of variables of the run that the command gets. Without isolation it has all but "
+        "PGPASSWORD, the only name that can be given then.",
     )
     limits: SandboxLimits = Field(default_factory=SandboxLimits)
     warm: int = Field(default=0, ge=0, description="Sandboxes that are kept started for the next episodes.")
@@ -67,6 +70,8 @@ class SandboxConfig(Settings):
             name: field.get_default(call_default_factory=True) for name, field in self._fields().items()
         }
         changed = [name for name, default in settings.items() if getattr(self, name) != default]
+        if self.isolation == "none" and {STORE_PASSWORD}.issuperset(self.pass_environment):
+            changed = [name for name in changed if name != "pass_environment"]
         if self.isolation == "none" and changed:
             raise ValueError(f"{changed[0]} has no effect without isolation: process, bubblewrap or docker")
         if fault := fault_of_image(self.isolation, self.image):

@@ -17,10 +17,11 @@ from areal_agents.errors import AgentError
 from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
 from areal_agents.rollout.agents import agent_process as processes
 from areal_agents.rollout.agents import episode_logs
+from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
-from areal_agents.secret_variables import ADMIN_KEY, ENGINE_KEY, TEACHER_KEY
+from areal_agents.secret_variables import ADMIN_KEY, ENGINE_KEY, RUN_TOKEN, TEACHER_KEY
 
 EPISODE = Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
 # A process in a session of its own, which holds the pipes that it inherited and takes no signal but SIGKILL.
@@ -229,6 +230,23 @@ async def test_a_process_has_the_marks_of_this_one_in_a_clean_environment_too(
     marks = dict(line.split("=", 1) for line in process.printed().splitlines())
     assert marks.pop(INNER_AGENT_MARK)
     assert marks == {RUN_MARK: "the log", AGENT_MARK: "the worker"}
+
+
+@pytest.mark.parametrize("passed", [[], ["PGPASSWORD"]])
+async def test_a_command_gets_the_password_of_the_store_only_if_its_configuration_says_so(
+    passed: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PGPASSWORD", RUN_TOKEN, ADMIN_KEY, ENGINE_KEY, "OF_THE_USER"):
+        monkeypatch.setenv(name, f"value of {name}")
+    command = f"sh -c 'env > {folder / 'variables'}'"
+    agent = load_agent({"command": command, "pass_environment": passed})
+    async with asyncio.timeout(LIMIT_S):
+        await agent.run({}, EPISODE)
+    variables = (folder / "variables").read_text()
+    found = [
+        name for name in ("PGPASSWORD", RUN_TOKEN, ADMIN_KEY, ENGINE_KEY) if f"value of {name}" in variables
+    ]
+    assert found == passed and "OF_THE_USER=value of OF_THE_USER" in variables
 
 
 async def test_an_agent_does_not_get_the_secrets_of_the_run() -> None:

@@ -131,7 +131,7 @@ def load_agent(
         if spec.job is not None:
             return JobAgent(command, spec.job, owner=job_owner, logs=logs)
         if spec.isolation == "none":
-            return CommandAgent(command, logs=logs)
+            return CommandAgent(command, logs=logs, passed=spec.pass_environment)
         return SandboxedCommandAgent(command, spec, logs=logs, hosts=hosts)
     function = load_function(spec, AgentError)
     check_signature(function)

@@ -1,7 +1,8 @@
 """Runs an agent that is a program in any language, as one process per episode.
 
 The program gets its task as JSON on standard input and in AREAL_AGENTS_TASK, finds the model through the
-environment variables of the OpenAI and Anthropic SDKs, and posts its reward over HTTP with the episode's key:
+environment variables of the OpenAI and Anthropic SDKs, has the other variables of this process except its
+secrets, and posts its reward over HTTP with the episode's key:
 POST <base>/episodes/$AREAL_AGENTS_EPISODE_ID/reward. A proxy on this machine or a private network is added to
 its NO_PROXY. Exit status 0 is success. The episode ends when the program exits; the processes that it leaves
 running, also in other sessions, are killed. What it writes to its standard output and standard error is in
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from areal_agents.episode import EPISODE_ID_VARIABLE, Episode
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
+from areal_agents.secret_variables import STORE_PASSWORD
 
 TASK_VARIABLE = "AREAL_AGENTS_TASK"
 # Linux limits a variable to 128 KiB; a longer task is on standard input only.
@@ -33,24 +35,29 @@ class CommandAgent:
     capacity: int | None = None
     must_reward = False
 
-    def __init__(self, command: Sequence[str], *, logs: Path | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, logs: Path | None = None, passed: Collection[str] = ()
+    ) -> None:
         """Args:
         command: the program and its arguments.
         logs: a folder for the output of the newest episodes; None: it is discarded.
+        passed: PGPASSWORD, if the program gets that variable too.
         """
         if not command:
             raise AgentError("the agent's command is empty")
         self._command = tuple(command)
         self._logs = EpisodeLogs(logs)
+        self._hidden = {STORE_PASSWORD}.difference(passed)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of standard error, if the exit status is not 0."""
         text = json.dumps(dict(task))
+        inherited = {name: value for name, value in os.environ.items() if name not in self._hidden}
         with self._logs.opened(ep.id) as log:
             try:
                 process = await ChildProcess.start(
                     self._command,
-                    environment={**bypassing_proxies(os.environ, ep.base_url), **command_variables(text, ep)},
+                    environment={**bypassing_proxies(inherited, ep.base_url), **command_variables(text, ep)},
                     tail=True,
                     log=log,
                 )
