@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from postgres_server import PostgresServer
+from run_support import kill_role, wait_for_step
 
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
@@ -46,8 +44,8 @@ def test_a_run_of_two_of_each_loses_nothing_when_processes_are_killed(url: str, 
     try:
         killed: list[tuple[Role, int]] = [("engine", 1), ("proxy", 1), ("rollout", 0)]
         for after, (role, index) in enumerate(killed, start=1):
-            _wait_for_step(after, run, supervisor, log)
-            _kill(url, role, index)
+            wait_for_step(after, run, supervisor, log, within_s=RUN_S)
+            kill_role(url, role, index)
         assert supervisor.wait(RUN_S) == 0, log.read_text()
     finally:
         supervisor.terminate()
@@ -63,22 +61,3 @@ def test_a_run_of_two_of_each_loses_nothing_when_processes_are_killed(url: str, 
         ("engine", 1), ("proxy", 1), ("rollout", 0),
     }  # fmt: skip
     assert not any(row.is_alive for row in rows), "every process has left its place"
-
-
-def _wait_for_step(step: int, run: Path, supervisor: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + RUN_S
-    metrics = run / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert supervisor.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
-
-
-def _kill(url: str, role: Role, index: int) -> None:
-    """Kill a process of the run with everything that it started, as the loss of its machine does."""
-    with Store.open(url) as store:
-        pid = next(row.pid for row in store.role_rows(role) if row.index == index)
-    children = subprocess.run(
-        ["pgrep", "-P", str(pid)], capture_output=True, text=True, timeout=30
-    ).stdout.split()
-    for one in (pid, *map(int, children)):
-        os.kill(one, signal.SIGKILL)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_support import kill_role, wait_for_step
 
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
@@ -78,8 +77,8 @@ def test_agents_on_sandbox_hosts_survive_the_loss_of_a_host_and_of_a_rollout_pro
     try:
         killed: list[tuple[Role, int]] = [("sandbox", 1), ("rollout", 0)]
         for after, (role, index) in enumerate(killed, start=1):
-            _wait_for_step(after, run, supervisor, log)
-            _kill(store, role, index)
+            wait_for_step(after, run, supervisor, log, within_s=RUN_S)
+            kill_role(store, role, index)
         assert supervisor.wait(RUN_S) == 0, log.read_text()
     finally:
         supervisor.terminate()
@@ -96,20 +95,3 @@ def test_agents_on_sandbox_hosts_survive_the_loss_of_a_host_and_of_a_rollout_pro
     assert not left, "no program of an agent is left"
     logs = [path.read_text() for path in (run / "logs/episodes").glob("*.log")]
     assert f"ran with {mark}\n" in logs
-
-
-def _wait_for_step(step: int, run: Path, supervisor: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + RUN_S
-    metrics = run / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert supervisor.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
-
-
-def _kill(store: Path, role: Role, index: int) -> None:
-    """Kill a process of the run with everything that it started, as the loss of its machine does."""
-    with Store.open(store) as opened:
-        pid = next(row.pid for row in opened.role_rows(role) if row.index == index)
-    process = psutil.Process(pid)
-    for one in (process, *process.children(recursive=True)):
-        os.kill(one.pid, signal.SIGKILL)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
+from areal_agents.core.completion import Completion, SamplingParams, TokenIds
 from areal_agents.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.adapter_calls import completion_under, with_served_adapter
 from areal_agents.inference.answers import SentRequest, end_ids_of
 from areal_agents.inference.engine import (
     ModelInfo,
@@ -42,7 +43,6 @@ from areal_agents.model_folder import read_object
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
 # Suffix of every request id on the wire. SGLang aborts all requests whose ids begin with the given one; with
@@ -146,8 +146,8 @@ class SGLangEngine(SGLangControl):
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing.start}
         if not self._adapters:
             return await self._generate(body, on_tokens, routing, asked)
-        return await self._with_adapter(
-            lambda version: self._generate_under(version, body, on_tokens, routing, asked)
+        return await with_served_adapter(
+            self.model_info, lambda version: self._generate_under(version, body, on_tokens, routing, asked)
         )
 
     async def score(
@@ -167,7 +167,7 @@ class SGLangEngine(SGLangControl):
 
         if not self._adapters:
             return await scored(None)
-        return await self._with_adapter(scored)
+        return await with_served_adapter(self.model_info, scored)
 
     async def _generate(
         self, body: Any, on_tokens: OnTokens | None, routing: RequestedRouting | None, asked: SentRequest
@@ -194,19 +194,6 @@ class SGLangEngine(SGLangControl):
             task.add_done_callback(self._aborts.discard)
             raise
 
-    async def _with_adapter(self, ask: Callable[[int], Awaitable[T]]) -> T:
-        """Call `ask` with the served version, whose adapter the request must name."""
-        # Queried each time: a cached version may be older than the one that must sample the next batch.
-        version = (await self.model_info()).version
-        try:
-            return await ask(version)
-        except EngineRejected:
-            # The adapter may be gone because of a newer version or a restart of the server.
-            now = (await self.model_info()).version
-            if now == version:
-                raise
-            return await ask(now)
-
     async def _generate_under(
         self,
         version: int,
@@ -215,13 +202,10 @@ class SGLangEngine(SGLangControl):
         routing: RequestedRouting | None,
         asked: SentRequest,
     ) -> Completion:
-        def labelled(chunk: TokenChunk) -> None:
-            assert on_tokens is not None
-            on_tokens(replace(chunk, versions=(version,) * len(chunk.token_ids)))
-
         named = {**body, "lora_path": adapter_name(version)} if version else body
-        completion = await self._generate(named, labelled if on_tokens is not None else None, routing, asked)
-        return replace(completion, versions=np.full(len(completion), version, np.int32))
+        return await completion_under(
+            version, on_tokens, lambda labelled: self._generate(named, labelled, routing, asked)
+        )
 
     def _note_version(self, weight_version: object) -> None:
         """Record the version of an answer; answers may arrive out of order, so the version never

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
+from areal_agents.core.completion import Completion, SamplingParams, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.adapter_calls import completion_under, with_served_adapter
 from areal_agents.inference.answers import SentRequest, end_ids_of
 from areal_agents.inference.engine import (
     ModelInfo,
@@ -42,7 +43,6 @@ from areal_agents.inference.vllm.wire import (
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
 ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
 VERSION_WAIT_S = 2.0  # longest wait for the version: an update of weights keeps vLLM from answering
@@ -122,8 +122,8 @@ class VLLMEngine(VLLMControl):
         body = request_to_wire(rid, input_ids, sampling, stream_interval=interval)
         if not self._adapters:
             return await self._generate(rid, body, on_tokens, asked)
-        return await self._with_adapter(
-            lambda version: self._generate_under(version, rid, body, on_tokens, asked)
+        return await with_served_adapter(
+            self.model_info, lambda version: self._generate_under(version, rid, body, on_tokens, asked)
         )
 
     async def score(
@@ -143,7 +143,7 @@ class VLLMEngine(VLLMControl):
 
         if not self._adapters:
             return await scored(None)
-        return await self._with_adapter(scored)
+        return await with_served_adapter(self.model_info, scored)
 
     def move_to(self, base_url: str) -> None:
         """Send every further request to another address, where the engine was started again.
@@ -261,29 +261,13 @@ class VLLMEngine(VLLMControl):
         except EngineError as error:
             logger.warning("the cancelled generation %s could not be aborted: %s", rid, error)
 
-    async def _with_adapter(self, ask: Callable[[int], Awaitable[T]]) -> T:
-        """Call `ask` with the served version, whose adapter the request must name."""
-        # Queried each time: a cached version may be older than the one that must sample the next batch.
-        version = (await self.model_info()).version
-        try:
-            return await ask(version)
-        except EngineRejected:
-            # The adapter may be gone because of a newer version or a restart of the server.
-            now = (await self.model_info()).version
-            if now == version:
-                raise
-            return await ask(now)
-
     async def _generate_under(
         self, version: int, rid: str, body: Any, on_tokens: OnTokens | None, asked: SentRequest
     ) -> Completion:
-        def labelled(chunk: TokenChunk) -> None:
-            assert on_tokens is not None
-            on_tokens(replace(chunk, versions=(version,) * len(chunk.token_ids)))
-
         named = {**body, "model": adapter_name(version)} if version else body
-        completion = await self._generate(rid, named, labelled if on_tokens is not None else None, asked)
-        return replace(completion, versions=np.full(len(completion), version, np.int32))
+        return await completion_under(
+            version, on_tokens, lambda labelled: self._generate(rid, named, labelled, asked)
+        )
 
     async def _check_ids(self, input_ids: TokenIds) -> ModelInfo:
         """Return the served model. Raises EngineRejected for empty input and for ids outside the
