@@ -233,10 +233,10 @@ class _ClusterRun:
                     config.engine.replicas,
                     timeout_s=config.engine.start_timeout_s,
                     check=children.check,
-                    say=report.stage,
+                    wait=report.wait,
                 )
             else:
-                wait_until_serving(config, endpoints, children, report.stage, report.event)
+                wait_until_serving(config, endpoints, children, wait=report.wait, warn=report.event)
             link = link_of_page(endpoints.local_url, endpoints.view_key)
             report.say(f"the run in a browser, while it trains: {link}")
             report.stage("waiting for the trainer's first version")

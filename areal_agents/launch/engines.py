@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -38,6 +39,7 @@ from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.nodes import nodes_of, ranks_beside_engines
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.waiting import OnWait
 from areal_agents.launch.weight_fetcher import fetching_weights
 from areal_agents.secret_variables import bearer
 from areal_agents.sockets import is_this_machine
@@ -151,7 +153,7 @@ def wait_for_engines(
     urls: Sequence[str],
     *,
     check: Callable[[], object],
-    say: Callable[[str], None],
+    wait: OnWait,
     warn: Callable[[str], None],
     key: str = "",
 ) -> None:
@@ -163,7 +165,7 @@ def wait_for_engines(
     Args:
         urls: the URLs of the engines.
         check: called before each attempt; an exception from it ends the wait.
-        say: called with a message about what the run is waiting for.
+        wait: called during the wait.
         warn: called with a message about each running server that does not answer.
         key: the key of the engines; "" if they have none.
 
@@ -173,12 +175,13 @@ def wait_for_engines(
     path, timeout_s = ready_path(config), config.engine.start_timeout_s
     if not config.engine.urls:
         for number, url in enumerate(urls, 1):
-            say("waiting for the inference engine" + (f" {number} of {len(urls)}" if len(urls) > 1 else ""))
-            wait_until_ready(url + path, check=check, timeout_s=timeout_s)
+            what = "the inference engine" + (f" {number} of {len(urls)}" if len(urls) > 1 else "")
+            say = partial(_say_wait, wait, what, timeout_s)
+            wait_until_ready(url + path, check=check, timeout_s=timeout_s, waiting=say)
         return
-    say("waiting for a running engine")
     paths = [url + path for url in urls]
-    answering = wait_until_any_ready(paths, check=check, timeout_s=timeout_s, key=key)
+    say = partial(_say_wait, wait, "a running engine", timeout_s)
+    answering = wait_until_any_ready(paths, check=check, timeout_s=timeout_s, key=key, waiting=say)
     ready = [url for url in urls if url + path in answering]
     check_running(config, ready, key=key)
     for url in urls:
@@ -186,6 +189,10 @@ def wait_for_engines(
             warn(
                 f"engine.urls: {url} does not answer; the run starts without it, and uses it once it answers"
             )
+
+
+def _say_wait(wait: OnWait, what: str, limit_s: float, waited_s: float) -> None:
+    wait(what, waited_s, limit_s)
 
 
 def check_same_machine(config: Config) -> None:

@@ -46,6 +46,7 @@ from areal_agents.launch.train import (
     without_trainer,
 )
 from areal_agents.launch.trial import run_trial
+from areal_agents.launch.waiting import WaitLines
 from areal_agents.rollout.config import DifficultyConfig, EvalConfig
 from areal_agents.whole_files import write_whole
 
@@ -190,7 +191,7 @@ def _play(
         run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True, by=by)
         with Children() as children:
             start_serving(config, folder, children, plan)
-            wait_until_serving(config, endpoints, children, console.print)
+            wait_until_serving(config, endpoints, children, wait=WaitLines(console.print), warn=console.print)
             name = start_evaluating(
                 folder, children, LABEL, ablate_tool=ablate_tool, collects=split == "train"
             )

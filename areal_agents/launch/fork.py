@@ -50,6 +50,7 @@ from areal_agents.launch.train import (
     start_engines,
     without_trainer,
 )
+from areal_agents.launch.waiting import WaitLines
 from areal_agents.proxy.app import create_app
 from areal_agents.proxy.auth import key_hash, new_episode_key
 from areal_agents.proxy.calls.recorded_start import RecordedStart
@@ -172,7 +173,7 @@ def fork(
             start_engines(served, out, children, plan, "--config", f"{temporary}/config.yaml")
             urls = endpoints.engine_urls
             key = endpoints.engine_key
-            wait_for_engines(served, urls, check=children.check, say=say, warn=say, key=key)
+            wait_for_engines(served, urls, check=children.check, wait=WaitLines(say), warn=say, key=key)
             return play(
                 urls[0],
                 config,

@@ -193,6 +193,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
         wait_for_engines,
     )
     from areal_agents.launch.gpus import Machine
+    from areal_agents.launch.waiting import WaitLines
     from areal_agents.launch.weight_fetcher import wait_for_fetchers
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
@@ -233,13 +234,18 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
                 elsewhere,
                 timeout_s=config.engine.start_timeout_s,
                 check=lambda: _end_if(stop),
-                say=logging.getLogger(__name__).info,
+                wait=WaitLines(logging.getLogger(__name__).info),
             )
         elif first:
             endpoints, log = folder.read_endpoints(), logging.getLogger(__name__)
             urls, key = endpoints.engine_urls, endpoints.engine_key
             wait_for_engines(
-                config, urls, check=lambda: _end_if(stop), say=log.info, warn=log.warning, key=key
+                config,
+                urls,
+                check=lambda: _end_if(stop),
+                wait=WaitLines(log.info),
+                warn=log.warning,
+                key=key,
             )
             timeout_s = config.trainer.publish.timeout_s
             protocol = protocol_of(config.engine.kind)

@@ -19,7 +19,11 @@ POLL_S = 0.1
 
 
 def wait_until_ready(
-    url: str, *, check: Callable[[], object] = lambda: None, timeout_s: float = READY_TIMEOUT_S
+    url: str,
+    *,
+    check: Callable[[], object] = lambda: None,
+    timeout_s: float = READY_TIMEOUT_S,
+    waiting: Callable[[float], object] = lambda waited_s: None,
 ) -> None:
     """Return when `url` answers with status 200.
 
@@ -27,14 +31,16 @@ def wait_until_ready(
         url: the URL to request.
         check: called before each attempt; an exception from it ends the wait.
         timeout_s: longest wait in seconds.
+        waiting: called before each attempt with the seconds that have passed.
 
     Raises:
         ArealAgentsError: there was no such answer in time.
     """
-    deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
     with direct_client(timeout_s=ANSWER_S) as client:
-        while time.monotonic() < deadline:
+        while (waited_s := time.monotonic() - begun) < timeout_s:
             check()
+            waiting(waited_s)
             if _answers(client, url):
                 return
             time.sleep(POLL_S)
@@ -47,6 +53,7 @@ def wait_until_any_ready(
     check: Callable[[], object] = lambda: None,
     timeout_s: float = READY_TIMEOUT_S,
     key: str = "",
+    waiting: Callable[[float], object] = lambda waited_s: None,
 ) -> tuple[str, ...]:
     """Wait until one of `urls` answers with status 200, and return all that do.
 
@@ -55,18 +62,20 @@ def wait_until_any_ready(
         check: called before each round; an exception from it ends the wait.
         timeout_s: longest wait in seconds for the first answer.
         key: the key that is sent with the requests; "": none.
+        waiting: called before each round with the seconds that have passed.
 
     Raises:
         ArealAgentsError: none answered in time.
         ConfigError: one refused the key.
     """
-    deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
     with (
         direct_client(timeout_s=ANSWER_S, headers=bearer(key)) as client,
         ThreadPoolExecutor(len(urls)) as threads,
     ):
-        while time.monotonic() < deadline:
+        while (waited_s := time.monotonic() - begun) < timeout_s:
             check()
+            waiting(waited_s)
             answers = list(threads.map(lambda url: _answers(client, url), urls))
             if any(answers):
                 return tuple(url for url, answered in zip(urls, answers, strict=True) if answered)

@@ -36,13 +36,14 @@ from areal_agents.launch.memory_use import MemoryUse
 from areal_agents.launch.nodes import Nodes, nodes_of
 from areal_agents.launch.outside_trainer import OutsideTrainer
 from areal_agents.launch.progress import MetricsFile, ProgressReader, read_held_out
-from areal_agents.launch.ready import wait_until_ready
+from areal_agents.launch.ready import READY_TIMEOUT_S, wait_until_ready
 from areal_agents.launch.report.report import Form, Report, report_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
+from areal_agents.launch.waiting import OnWait
 from areal_agents.launch.weight_fetcher import check_location
 from areal_agents.proxy.config import available_cores
 from areal_agents.proxy.page import link_of_page, new_view_key
@@ -318,22 +319,27 @@ def wait_until_serving(
     config: Config,
     endpoints: Endpoints,
     children: Children,
-    say: Callable[[str], None],
-    warn: Callable[[str], None] | None = None,
+    *,
+    wait: OnWait,
+    warn: Callable[[str], None],
 ) -> None:
     """Return when the proxy and the engines answer; if the run uses running servers, one of them is enough.
 
     Args:
-        warn: called with a message about running servers that do not answer; default: `say`.
+        wait: called during the wait.
+        warn: called with a message about running servers that do not answer.
 
     Raises:
         ChildDied: a process ended before that.
         ConfigError: a running server was started without a flag that the run needs.
     """
     key = endpoints.engine_key
-    wait_for_engines(config, endpoints.engine_urls, check=children.check, say=say, warn=warn or say, key=key)
-    say("waiting for the proxy")
-    wait_until_ready(endpoints.proxy_url + "/health", check=children.check)
+    wait_for_engines(config, endpoints.engine_urls, check=children.check, wait=wait, warn=warn, key=key)
+    wait_until_ready(
+        endpoints.proxy_url + "/health",
+        check=children.check,
+        waiting=lambda waited_s: wait("the proxy", waited_s, READY_TIMEOUT_S),
+    )
 
 
 def _run(
@@ -352,12 +358,12 @@ def _run(
     folder.notice.unlink(missing_ok=True)
     start_serving(config, folder, children, plan)
     if config.engine.colocate != "none":  # an engine measures the memory that is left for it before it serves
-        wait_until_serving(config, endpoints, children, report.stage)
+        wait_until_serving(config, endpoints, children, wait=report.wait, warn=report.event)
     # Each process waits for those that it needs, so all of them load at the same time.
     start_trainer(config, folder, children, nodes)
     rollout = {**threads_for("rollout"), **agent_variables()}
     _start(children, folder, "rollout", "--first-version", str(first), environment=rollout)
-    wait_until_serving(config, endpoints, children, report.stage, report.event)
+    wait_until_serving(config, endpoints, children, wait=report.wait, warn=report.event)
     link = link_of_page(endpoints.local_url, endpoints.view_key)
     report.say(f"the run in a browser, while it trains: {link}")
     report.stage("waiting for the trainer's first version")
@@ -472,7 +478,7 @@ def _run_traffic(
     with Store.open(folder.store_at(config.store.url)) as store:
         start_serving(config, folder, children, plan)
         start_trainer(config, folder, children, nodes, restarts=True)
-        wait_until_serving(config, endpoints, children, report.stage, report.event)
+        wait_until_serving(config, endpoints, children, wait=report.wait, warn=report.event)
         report.say(f"users call {endpoints.local_url}/v1; rewards: POST {endpoints.local_url}/rewards")
         link = link_of_page(endpoints.local_url, endpoints.view_key)
         report.say(f"the run in a browser: {link}")

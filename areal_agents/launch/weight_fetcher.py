@@ -21,6 +21,7 @@ from areal_agents.config import Config
 from areal_agents.errors import ArealAgentsError, EngineError, StoreError
 from areal_agents.inference.clients import EngineClient, connect, protocol_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
+from areal_agents.launch.waiting import OnWait
 from areal_agents.object_storage.fetched import FetchedVersions
 from areal_agents.object_storage.location import Location
 from areal_agents.object_storage.manifest import StoredVersion
@@ -283,32 +284,30 @@ def check_location(publish: PublishConfig) -> None:
 
 
 def wait_for_fetchers(
-    store: Store, count: int, *, timeout_s: float, check: Callable[[], object], say: Callable[[str], None]
+    store: Store, count: int, *, timeout_s: float, check: Callable[[], object], wait: OnWait
 ) -> None:
     """Return when `count` engines have written to the store that they answer.
 
     Args:
         check: called again and again; an exception from it ends the wait.
-        say: called with a message about what the run is waiting for.
+        wait: called during the wait.
 
     Raises:
         ArealAgentsError: some have not within `timeout_s`.
     """
-    said = ""
-    deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
     while True:
         check()
         running = {row.weights.index for row in store.engine_weights() if row.is_alive}
         missing = [str(index) for index in range(count) if index not in running]
         if not missing:
             return
-        text = f"waiting for the inference engine{'s' * (len(missing) > 1)} {', '.join(missing)}"
-        if time.monotonic() > deadline:
+        what = f"the inference engine{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        waited_s = time.monotonic() - begun
+        if waited_s > timeout_s:
             raise ArealAgentsError(
-                f"{text}: none of them has written to the store within {timeout_s:g} s that it answers; see "
-                "the logs of the engines"
+                f"waiting for {what}: none of them has written to the store within {timeout_s:g} s that it "
+                "answers; see the logs of the engines"
             )
-        if text != said:
-            say(text)
-            said = text
+        wait(what, waited_s, timeout_s)
         time.sleep(_LOOK_S)

@@ -148,7 +148,7 @@ def measure_rollout(config: Config, *, batches: int, warm_up: int) -> tuple[floa
         folder.write_endpoints(endpoints)
         with Store.open(folder.store_at(config.store.url)) as store:
             start_serving(config, folder, children, plan_engines(config))
-            wait_until_serving(config, endpoints, children, lambda _: None)
+            wait_until_serving(config, endpoints, children, wait=lambda *_: None, warn=print)
             store.publish_version(0, step=0, path=config.model)
             children.start(
                 "rollout", ["rollout", "--folder", str(folder.root), "--first-version", "0"],

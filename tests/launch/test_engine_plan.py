@@ -151,7 +151,7 @@ def waited_for(*urls: str, timeout_s: float = 20.0) -> list[str]:
         f"engine.start_timeout_s={timeout_s}",
         "trainer.lora.rank=4",
     )
-    wait_for_engines(attached, urls, check=lambda: None, say=lambda text: None, warn=warned.append)
+    wait_for_engines(attached, urls, check=lambda: None, wait=lambda *_: None, warn=warned.append)
     return warned
 
 

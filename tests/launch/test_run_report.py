@@ -20,6 +20,7 @@ from areal_agents.health.rules import WINDOW
 from areal_agents.launch.memory_use import MemoryUse
 from areal_agents.launch.progress import HeldOut, ProgressReader, RunProgress
 from areal_agents.launch.report import changes as changes_module
+from areal_agents.launch.report import panel as panel_module
 from areal_agents.launch.report.changes import Changes
 from areal_agents.launch.report.describe import describe_duration, describe_memory
 from areal_agents.launch.report.json_lines import JsonReport
@@ -206,6 +207,41 @@ def test_the_panel_shows_what_the_run_does() -> None:
         "trainer's peak on a GPU 3.0 GiB", "warning: the disk is low", "the proxy was restarted",
     ):  # fmt: skip
         assert part in text, part
+
+
+def test_a_wait_is_shown_with_its_time_and_its_limit() -> None:
+    out = io.StringIO()
+    with LineReport(Console(file=out, width=200), changes()) as report:
+        for seconds in range(100):
+            report.wait("the inference engine", float(seconds), 600.0)
+        for seconds in (0.0, 0.5):
+            report.wait("the proxy", seconds, 180.0)
+    assert [line.partition("] ")[2] for line in out.getvalue().splitlines()] == [
+        "waiting for the inference engine, at most 600 s",
+        *(f"waiting for the inference engine: {seconds} s of at most 600 s" for seconds in (10, 20, 40, 80)),
+        "waiting for the proxy, at most 180 s",
+    ]
+    shown = io.StringIO()
+    with JsonReport(shown, changes(), steps=3) as json_report:
+        for seconds in (0.0, 5.0, 11.0):
+            json_report.wait("the inference engine", seconds, 600.0)
+    events = [json.loads(line) for line in shown.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["stage", "stage"] and "11 s of" in events[1]["text"]
+
+
+def test_the_panel_shows_a_wait_before_there_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(panel_module, "WAIT_DRAWN_S", 0.0)
+    console = Console(file=(out := io.StringIO()), force_terminal=True, width=120, color_system=None)
+    with PanelReport(console, title="t", steps=3, eval_episodes=0) as report:
+        report.wait("the inference engine", 0.2, 600.0)
+        report.wait("the inference engine", 42.0, 600.0)
+        assert "waiting for the inference engine, at most 600 s" in out.getvalue()
+        assert "waiting for the inference engine: 42 s of at most 600 s" in out.getvalue()
+        monkeypatch.setattr(panel_module, "WAIT_DRAWN_S", 3600.0)
+        report.wait("the inference engine", 43.0, 600.0)
+        assert "43 s of" not in out.getvalue(), "it is not drawn ten times a second"
+        report.stage("waiting for the trainer's first version")
+        assert "the trainer's first version" in out.getvalue()
 
 
 def test_quietly_only_what_is_unusual_is_shown() -> None:

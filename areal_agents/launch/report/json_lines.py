@@ -14,6 +14,7 @@ from areal_agents.launch.progress import RunProgress
 from areal_agents.launch.report.changes import Changes
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.summary import Summary
+from areal_agents.launch.waiting import WaitLines
 
 PROGRESS_EVERY_S = 5.0
 
@@ -34,6 +35,7 @@ class JsonReport:
         self._changes = changes
         self._steps = steps
         self._warning: str | None = None
+        self.wait = WaitLines(self.stage)
         self._progress_at = -PROGRESS_EVERY_S
 
     def __enter__(self) -> JsonReport:

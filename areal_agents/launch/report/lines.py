@@ -15,6 +15,7 @@ from areal_agents.launch.report.changes import ROUTINE, Changes
 from areal_agents.launch.report.panel import show_result
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.summary import Summary
+from areal_agents.launch.waiting import WaitLines
 
 
 class LineReport:
@@ -30,6 +31,7 @@ class LineReport:
         self._quiet = quiet
         self._started = time.monotonic()
         self._warning: str | None = None
+        self.wait = WaitLines(self.stage)
 
     def __enter__(self) -> LineReport:
         self._started = time.monotonic()

@@ -30,8 +30,10 @@ from areal_agents.launch.report.describe import (
 )
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.summary import Summary
+from areal_agents.launch.waiting import describe_wait
 
 PANEL_WIDTH = 100  # at most, in characters
+WAIT_DRAWN_S = 1.0  # between two drawings of how long a wait has been
 SHOWN_VALUES = 40  # the latest values of a sparkline
 
 
@@ -57,6 +59,10 @@ class PanelReport:
         self._event = ""
         self._warning: str | None = None
         self._live = Live(console=console, auto_refresh=False)
+        self._rows: Sequence[Mapping[str, Any]] = ()
+        self._progress = RunProgress(-1, {})
+        self._memory: MemoryUse | None = None
+        self._wait_drawn_at = 0.0
 
     def __enter__(self) -> PanelReport:
         self._started = time.monotonic()
@@ -76,6 +82,12 @@ class PanelReport:
 
     def stage(self, text: str) -> None:
         self._stage = text
+        self._draw()
+
+    def wait(self, what: str, waited_s: float, limit_s: float) -> None:
+        if time.monotonic() - self._wait_drawn_at >= WAIT_DRAWN_S:
+            self._wait_drawn_at = time.monotonic()
+            self.stage(describe_wait(what, waited_s, limit_s))
 
     def event(self, text: str) -> None:
         self._event = f"[{self._elapsed():.0f} s] {text}"
@@ -86,18 +98,22 @@ class PanelReport:
     def update(
         self, rows: Sequence[Mapping[str, Any]], progress: RunProgress, memory: MemoryUse | None = None
     ) -> None:
+        self._rows, self._progress, self._memory = rows, progress, memory
+        self._draw()
+
+    def _draw(self) -> None:
         notes = [Text(f"warning: {self._warning}", "bold red")] if self._warning else []
         notes += [Text(self._event, "yellow")] if self._event else []
         notes.append(Text(f"{describe_duration(self._elapsed())} · Ctrl-C ends the run", "dim"))
         panel = progress_panel(
             self._title,
-            rows,
-            progress,
+            self._rows,
+            self._progress,
             steps=self._steps,
             eval_episodes=self._eval_episodes,
             trains_constrained=self._trains_constrained,
             stage=self._stage,
-            memory=memory,
+            memory=self._memory,
             notes=notes,
             width=min(PANEL_WIDTH, self._console.width),
         )

@@ -40,6 +40,9 @@ class Report(Protocol):
     def stage(self, text: str) -> None:
         """Show what the run is doing before its first step."""
 
+    def wait(self, what: str, waited_s: float, limit_s: float) -> None:
+        """Show that the run waits before its first step; see `OnWait`."""
+
     def event(self, text: str) -> None:
         """Show something unusual that happened: a restart, a server that does not answer."""
 
