@@ -51,6 +51,11 @@ def test_a_batch_script_that_cannot_be_used(tmp_path: Path, changed: str | None,
         read_script(str(template))
 
 
+def test_the_page_shows_the_template_of_the_example() -> None:
+    page = Path(__file__).parents[2] / "docs/clusters.md"
+    assert f"```text\n{SCRIPT}```\n" in page.read_text()
+
+
 def test_braces_of_the_shell_and_of_other_programs_are_no_places(tmp_path: Path) -> None:
     template = tmp_path / "agent.sbatch"
     script = SCRIPT.replace("--nodes=1", "--wait-all-nodes=1 --no-requeue")
