@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 
+from calculating import opening
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 from python_tool import PYTHON_TOOL, PythonTool
@@ -17,7 +18,6 @@ from python_tool import PYTHON_TOOL, PythonTool
 from areal_agents import Episode, episode
 from areal_agents.rewards import MathChecks
 
-INSTRUCTION = "Solve the problem. Compute with python, then put the answer into \\boxed{}."
 MAX_MODEL_CALLS = 4
 HTTP = DefaultAsyncHttpxClient(timeout=600)  # one for all episodes: opening another takes 20 ms
 CHECKS = MathChecks(processes=2, time_s=5.0)
@@ -29,11 +29,6 @@ async def calculating_agent(task: dict, ep: Episode) -> float:
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, http_client=HTTP)
     reply = await converse(client, opening(task["question"]))
     return 0.0 if reply is None else await asyncio.to_thread(CHECKS.equal, reply, str(task["answer"]))
-
-
-def opening(question: str) -> list[dict]:
-    """The messages that an episode starts with."""
-    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
 
 
 async def converse(client: AsyncOpenAI, messages: list[dict]) -> str | None:

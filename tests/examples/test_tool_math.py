@@ -20,7 +20,7 @@ from areal_agents.errors import AgentError
 from areal_agents.user_functions import load_function
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tool_math"
-MODEL = EXAMPLE.parent / "search_agent" / "model"
+MODEL = EXAMPLE / "model"
 
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
