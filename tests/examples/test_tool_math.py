@@ -94,6 +94,7 @@ def test_episodes_are_played_and_recorded_as_one_sequence(tmp_path: Path) -> Non
 
 @needs_bubblewrap
 def test_it_trains(tmp_path: Path) -> None:
-    run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=1")
-    assert [row["version"] for row in run.metrics] == [1]
-    assert run.summary["heldout_after"] == 0.0
+    run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=2")
+    assert [row["version"] for row in run.metrics] == [1, 2]
+    assert any("python" in row["tool_calls_by_name"] for row in run.metrics)
+    assert run.summary["heldout_after"] is not None
