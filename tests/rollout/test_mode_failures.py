@@ -187,7 +187,8 @@ async def test_an_agent_that_fails_in_any_way(
     assert scripted.store.group_counts()["trained"] == groups  # one of the second epoch for the dropped one
     assert not scripted.store.episodes(status="open")
     # Where an agent may wait for a place, the runner alone holds the time limit.
-    is_limited = {"time_s" in episode.limits for episode in scripted.store.episodes()}
+    episodes = [scripted.store.episode_row(found.id) for found in scripted.store.episodes()]
+    is_limited = {"time_s" in episode.limits for episode in episodes}
     assert is_limited == {mode in ("async function", "function in a worker", "node", "command")}
 
     if mode == "async function":  # its children end with the rollout process, as those of a run do
