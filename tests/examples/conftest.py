@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,10 @@ sys.path[:0] = [str(EXAMPLES / name) for name in FOLDERS]
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     return EXAMPLES / "search_agent" / "model"
+
+
+@pytest.fixture(scope="session")
+def tool_math_loop() -> Iterator[asyncio.Runner]:
+    """One event loop for all episodes of tool_math, whose agent has one HTTP client for all of them."""
+    with asyncio.Runner() as runner:
+        yield runner

@@ -69,7 +69,9 @@ def call(code: str, name: str = "python") -> str:
 
 
 @needs_bubblewrap
-def test_episodes_are_played_and_recorded_as_one_sequence(tmp_path: Path) -> None:
+def test_episodes_are_played_and_recorded_as_one_sequence(
+    tmp_path: Path, tool_math_loop: asyncio.Runner
+) -> None:
     agent = load_function(f"{EXAMPLE / 'agent.py'}:calculating_agent", AgentError)
     cases: list[tuple[list[str], list[str], float]] = [
         ([call("print(6 * 7)"), r"It is \boxed{42}."], ["42"], 1.0),
@@ -80,10 +82,10 @@ def test_episodes_are_played_and_recorded_as_one_sequence(tmp_path: Path) -> Non
     ]
     task = {"question": "What is 6 times 7?", "answer": "42"}
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    with running_stack(MODEL, tmp_path / "store.db") as stack, asyncio.Runner() as runner:
+    with running_stack(MODEL, tmp_path / "store.db") as stack:
         for replies, results, reward in cases:
             opened = stack.open_episode(replies)
-            given = runner.run(agent(task, Episode(opened["id"], opened["base_url"], opened["key"])))
+            given = tool_math_loop.run(agent(task, Episode(opened["id"], opened["base_url"], opened["key"])))
             turns = stack.turns(opened)
             assert given == reward, replies
             assert len(turns) == min(len(replies), 4)

@@ -95,13 +95,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    """One event loop, because the agent has one HTTP client for all episodes."""
-    with asyncio.Runner() as runner:
-        yield runner
-
-
 @needs_bubblewrap
 @pytest.mark.parametrize(
     ("habits", "calls", "reward"),
@@ -116,7 +109,7 @@ def loop() -> Iterator[asyncio.Runner]:
     ],
 )
 def test_an_episode_is_played_as_it_is_demonstrated(
-    habits: Habits, calls: int, reward: float, stack: Stack, loop: asyncio.Runner
+    habits: Habits, calls: int, reward: float, stack: Stack, tool_math_loop: asyncio.Runner
 ) -> None:
     problem = draw_problem(random.Random(7), held_out=True)
     student = Student(Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json")))
@@ -124,7 +117,8 @@ def test_an_episode_is_played_as_it_is_demonstrated(
     opened = stack.open_episode(work(problem, habits, random.Random(0)).replies)
     agent = load_function(f"{EXAMPLE / 'agent.py'}:calculating_agent", AgentError)
     task = {"question": problem.question, "answer": str(problem.answer)}
-    assert loop.run(agent(task, Episode(opened["id"], opened["base_url"], opened["key"]))) == reward
+    given = tool_math_loop.run(agent(task, Episode(opened["id"], opened["base_url"], opened["key"])))
+    assert given == reward
     turns = stack.turns(opened)
     assert [turn["forked_from"] for turn in turns] == [None] * (calls + 1)
     assert (*turns[-1]["prompt_ids"], *turns[-1]["token_ids"]) == shown.ids
