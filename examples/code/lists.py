@@ -159,18 +159,23 @@ def _tasks(split: str, seed: int, *, count: int) -> list[dict[str, Any]]:
         problem = draw_problem(rng, held_out=split == "heldout")
         if problem.question in tasks or (cases := draw_cases(problem, rng)) is None:
             continue
-        public, hidden = cases
-        tasks[problem.question] = {
-            "id": f"{split}-{seed}-{len(tasks):04}",
-            "question": problem.question,
-            "starter_code": problem.starter_code,
-            "func_name": "pick" if problem.is_function else "",
-            "public_tests": [test_of(problem, numbers) for numbers in public],
-            "tests": [test_of(problem, numbers) for numbers in (*public, *hidden)],
-            "form": "functional" if problem.is_function else "stdin",
-            "solution": reply_with(problem.program),
-        }
+        tasks[problem.question] = task_of(problem, cases, f"{split}-{seed}-{len(tasks):04}")
     return list(tasks.values())
+
+
+def task_of(problem: Problem, cases: tuple[list[list[int]], list[list[int]]], task_id: str) -> dict[str, Any]:
+    """The task of a problem with these public and hidden cases."""
+    public, hidden = cases
+    return {
+        "id": task_id,
+        "question": problem.question,
+        "starter_code": problem.starter_code,
+        "func_name": "pick" if problem.is_function else "",
+        "public_tests": [test_of(problem, numbers) for numbers in public],
+        "tests": [test_of(problem, numbers) for numbers in (*public, *hidden)],
+        "form": "functional" if problem.is_function else "stdin",
+        "solution": reply_with(problem.program),
+    }
 
 
 def test_of(problem: Problem, numbers: list[int]) -> dict[str, str]:

@@ -15,23 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coder import NO_PROGRAM, PROGRAMS, coder, one_shot, solved
+from coder import NO_PROGRAM, PROGRAMS, coder, one_shot, solved, tried
 from integration_support import Stack, running_stack
 from lists import draw_problem, heldout_tasks, reply_with, train_tasks
 from problems import LARGEST_TEST, of_deepcoder, of_livecodebench, own, read_cases
+from programmers import CAREFUL, CARELESS, Habits, Played, Programmer, draw_task, play, run_here, told
+from recipe_runs import train
 from scripted_runs import trained_step
 from tokenizers import Tokenizer
 
 from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.episode import Episode
+from areal_agents.errors import AgentError
 from areal_agents.proxy import ProxyConfig
-from areal_agents.rewards import FinishedEpisode
+from areal_agents.rewards import FinishedEpisode, fenced, read_tests
 from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
 from areal_agents.testing import ScriptedCall
+from areal_agents.user_functions import load_function
 from integrations.conversations import call
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "code"
-MODEL = EXAMPLE.parent / "search_agent" / "model"
+MODEL = EXAMPLE / "model"
 EPISODE_S = 60
 
 one_loop = pytest.mark.asyncio(loop_scope="module")  # the agent and its reward keep sandboxes for one loop
@@ -85,6 +89,67 @@ async def test_generated_problems_are_solved_by_their_solution_and_by_no_mutant(
     assert await rewards_of([(task, reply) for reply in replies]) == [1.0] + [0.0] * 5
 
 
+def demonstrated(habits: Habits, *, count: int) -> list[tuple[dict[str, Any], Played]]:
+    """Held-out tasks, and what a programmer with these habits says of them."""
+    rng = random.Random(0)
+    drawn = [draw_task(rng, held_out=True) for _ in range(count)]
+    return [(task, play(problem, task, habits, rng)) for problem, task in drawn]
+
+
+@one_loop
+async def test_the_careful_programmer_solves_every_problem_and_imitates_no_mishap() -> None:
+    episodes = [*demonstrated(CAREFUL, count=8), *demonstrated(Habits(mishap=1.0), count=4)]
+    assert {len(played.replies) for _, played in episodes} >= {1, PROGRAMS}
+    assert all(played.untrained == set(range(len(played.replies) - 1)) for _, played in episodes)
+    assert await rewards_of([(task, played.replies[-1]) for task, played in episodes]) == [1.0] * 12
+    mishaps = [(task, reply) for task, played in episodes for reply in played.replies[:-1]]
+    assert await rewards_of(mishaps) == [0.0] * len(mishaps)
+
+
+@one_loop
+async def test_every_habit_of_the_careless_programmer_costs_the_reward() -> None:
+    rng = random.Random(0)
+    problem, task = draw_task(rng, held_out=True)
+    while (problem.aggregate, problem.condition) != ("sorted", "n >= {}"):
+        problem, task = draw_task(rng, held_out=True)
+    mistakes = [
+        Habits(misread=1.0), Habits(forget_change=1.0), Habits(leave_unsorted=1.0), Habits(no_block=1.0)
+    ]  # fmt: skip
+    last = [play(problem, task, habits, rng).replies[-1] for habits in (*mistakes, Habits())]
+    assert len(set(last)) == 5 and await rewards_of([(task, reply) for reply in last]) == [0.0] * 4 + [1.0]
+
+
+def solved_here(task: dict[str, Any], reply: str) -> bool:
+    """What the reward is for a reply of a programmer, without a sandbox."""
+    program = fenced(reply)
+    return program is not None and all(run_here(program, test).passed for test in read_tests(task))
+
+
+@one_loop
+async def test_the_careless_programmer_solves_some_and_repeats_most_failures() -> None:
+    episodes = demonstrated(CARELESS, count=300)
+    last = [(task, played.replies[-1]) for task, played in episodes]
+    rewards = [float(solved_here(*one)) for one in last]
+    assert 0.1 < sum(rewards) / 300 < 0.5 and set(rewards[:16]) == {0.0, 1.0}
+    assert await rewards_of(last[:16]) == rewards[:16]
+    pairs = [pair for _, played in episodes for pair in itertools.pairwise(played.replies)]
+    assert 0.5 < sum(first == second for first, second in pairs) / len(pairs) < 0.9
+    assert not any(played.untrained for _, played in episodes)
+
+
+@pytest.mark.parametrize("habits", [CAREFUL, CARELESS], ids=["careful", "careless"])
+@one_loop
+async def test_demonstrations_show_what_the_sandbox_says(habits: Habits) -> None:
+    episodes = demonstrated(habits, count=16)
+    said = [(task, reply) for task, played in episodes for reply in played.replies]
+    shown = [told(task, reply) for task, reply in said]
+    assert NO_PROGRAM in shown or habits is CAREFUL
+    assert {task["form"] for task, _ in said} == {"stdin", "functional"} and None in shown
+    assert list(await asyncio.gather(*(tried(task, reply) for task, reply in said))) == shown
+    for task, played in episodes:
+        assert played.reports == [told(task, reply) for reply in played.replies[: len(played.reports)]]
+
+
 def test_rows_of_livecodebench_are_read_in_both_of_its_forms() -> None:
     tests = [{"input": "1", "output": "2", "testtype": "functional", "more": None}]
     packed = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(tests)))).decode()
@@ -131,7 +196,7 @@ def text_of(ids: Sequence[int]) -> str:
     return Tokenizer.from_file(str(MODEL / "tokenizer.json")).decode(list(ids), skip_special_tokens=False)
 
 
-async def played(
+async def played_turns(
     stack: Stack, task: dict[str, Any], replies: Sequence[str], agent: Any = coder
 ) -> list[dict[str, Any]]:
     """The recorded turns of an episode in which the model gives these replies."""
@@ -148,21 +213,48 @@ async def test_a_program_is_repaired_in_one_branch(stack: Stack) -> None:
     wrong, right = reply_with(f"{task['starter_code']} return 0"), task["solution"]
     first = task["public_tests"][0]
     failed = f"It fails test 1. Input:\n{first['input']}\nExpected:\n{first['output']}\nGot:\n0"
-    turns = await played(stack, task, [wrong, "I give up.", right])
+    turns = await played_turns(stack, task, [wrong, "I give up.", right])
     assert len(turns) == PROGRAMS and [turn["forked_from"] for turn in turns] == [None] * PROGRAMS
     seen = text_of(turns[-1]["prompt_ids"])
     assert failed in seen and NO_PROGRAM in seen and task["question"] in seen
-    assert len(await played(stack, task, [right])) == 1
+    assert len(await played_turns(stack, task, [right])) == 1
 
 
 @one_loop
 async def test_a_program_that_raises_shows_its_error_and_one_shot_shows_nothing(stack: Stack) -> None:
     task = next(problem for problem in own() if problem["id"] == "tram-fare")
     fails = reply_with("1 / 0\n")
-    turns = await played(stack, task, [fails, task["solution"]])
+    turns = await played_turns(stack, task, [fails, task["solution"]])
     text = text_of(turns[-1]["prompt_ids"])
     assert "Error:" in text and "ZeroDivisionError: division by zero" in text and len(turns) == 2
-    assert len(await played(stack, task, [fails], one_shot)) == 1
+    assert len(await played_turns(stack, task, [fails], one_shot)) == 1
+
+
+@one_loop
+async def test_an_episode_is_played_as_it_is_demonstrated(stack: Stack) -> None:
+    """The starting model was made of exactly the tokens that the agent and the proxy show it."""
+    programmer = Programmer(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
+    for is_function in (False, True):
+        rng = random.Random(int(is_function))
+        while True:
+            problem, task = draw_task(rng, held_out=True)
+            state = rng.getstate()
+            played = play(problem, task, CARELESS, rng)
+            if len(played.replies) == PROGRAMS and problem.is_function == is_function:
+                break
+        rng.setstate(state)
+        shown = programmer.demonstrate(problem, task, CARELESS, rng)
+        turns = await played_turns(stack, task, played.replies)
+        assert [turn["forked_from"] for turn in turns] == [None] * PROGRAMS
+        assert (*turns[-1]["prompt_ids"], *turns[-1]["token_ids"]) == shown.ids
+        assert shown.ids[: len(programmer.prefix)] == tuple(programmer.prefix)
+
+
+def test_the_model_has_the_tokenizer_that_is_made_for_it() -> None:
+    made = load_function(f"{EXAMPLE / 'make_model.py'}:make_tokenizer", AgentError)()
+    assert made.to_str() == Tokenizer.from_file(str(MODEL / "tokenizer.json")).to_str()
+    config = json.loads((MODEL / "config.json").read_text())
+    assert config["vocab_size"] == made.get_vocab_size()
 
 
 HARBOR = f"harbor:{EXAMPLE / 'folders'}?held_out=0&isolation=bubblewrap"
@@ -221,3 +313,10 @@ def test_the_example_trains_on_what_its_reward_says(tmp_path: Path) -> None:
     row = trained_step(EXAMPLE / "config.yaml", MODEL, programs, tmp_path / "run", ["rollout.group_size=4"])
     assert (row["version"], row["groups_bad"], row["reward_mean"]) == (1, 0, 0.5)
     assert row["tokens"] > 0 and row["grad_norm"] > 0
+
+
+def test_it_trains(tmp_path: Path) -> None:
+    run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=2")
+    assert [row["version"] for row in run.metrics] == [1, 2]
+    assert any(row["tokens"] for row in run.metrics)
+    assert run.summary["heldout_after"] is not None
