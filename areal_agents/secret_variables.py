@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from areal_agents.errors import ConfigError
 
@@ -25,6 +25,16 @@ _ALL = (ENGINE_KEY, TEACHER_KEY, RUN_TOKEN, ADMIN_KEY)
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` without the secrets of a run, for a process that runs an agent."""
     return {name: value for name, value in environment.items() if name not in _ALL}
+
+
+def without_password(environment: Mapping[str, str], *, passed: Collection[str] = ()) -> dict[str, str]:
+    """Return `environment` without the password of the store, for a command without isolation.
+
+    Args:
+        passed: what the configuration of the command names; with PGPASSWORD in it, nothing is removed.
+    """
+    hidden = {STORE_PASSWORD}.difference(passed)
+    return {name: value for name, value in environment.items() if name not in hidden}
 
 
 def take_token() -> str:

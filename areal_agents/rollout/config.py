@@ -42,10 +42,14 @@ class CommandAgentConfig(SandboxConfig):
         return command
 
     @model_validator(mode="after")
-    def _one_place(self) -> CommandAgentConfig:
+    def _job_fits(self) -> CommandAgentConfig:
         if self.job is not None and self.isolation != "none":
             raise ValueError(
                 f"job and isolation: {self.isolation} exclude each other; isolate the command in the template"
+            )
+        if self.job is not None and self.job.kind == "kubernetes" and self.pass_environment:
+            raise ValueError(
+                "pass_environment has no effect on a Job of Kubernetes; set its variables in job.template"
             )
         return self
 

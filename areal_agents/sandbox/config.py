@@ -58,8 +58,8 @@ class SandboxConfig(Settings):
     )
     pass_environment: tuple[str, ...] = Field(
         default=(),
-        description="Names of variables of the run that the command gets. Without isolation it has all but "
-        "PGPASSWORD, the only name that can be given then.",
+        description="Names of variables of the run that the command gets. Without isolation it gets all but "
+        "the secrets of the run, and only PGPASSWORD can be named.",
     )
     limits: SandboxLimits = Field(default_factory=SandboxLimits)
     warm: int = Field(default=0, ge=0, description="Sandboxes that are kept started for the next episodes.")

@@ -90,6 +90,13 @@ def test_a_job_has_no_isolation() -> None:
         load_config(QUICK_START, [f"agent={json.dumps(agent)}", "ablation=null"])
 
 
+def test_a_job_of_kubernetes_gets_no_variables_of_the_run() -> None:
+    job = {"kind": "kubernetes", "template": "t"}
+    agent = {"command": "a", "job": job, "pass_environment": ["PGPASSWORD"]}
+    with pytest.raises(ConfigError, match="pass_environment has no effect on a Job of Kubernetes"):
+        load_config(QUICK_START, [f"agent={json.dumps(agent)}", "ablation=null"])
+
+
 def test_commands_that_play_here_refuse_jobs() -> None:
     with pytest.raises(ConfigError, match=r"^agent\.job: fork plays episodes on this machine"):
         refuse_jobs(loaded(), "fork")

@@ -69,15 +69,19 @@ def test_without_slurm_there_are_no_jobs(monkeypatch: pytest.MonkeyPatch, tmp_pa
         SlurmJobs(str(SLURM_TEMPLATE), owner="own")
 
 
+HIDDEN = ("AREAL_AGENTS_ADMIN_KEY", "AREAL_AGENTS_PROCESS", "SLURM_NTASKS", "SBATCH_EXPORT")
+
+
+@pytest.mark.parametrize("passed", [[], ["PGPASSWORD"]])
 def test_the_variables_of_a_job(
-    slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    passed: list[str], slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It has those of the run, without its secrets and without those of the job that the run is in."""
-    for name in ("AREAL_AGENTS_ADMIN_KEY", "AREAL_AGENTS_PROCESS", "SLURM_NTASKS", "SBATCH_EXPORT", "MINE"):
+    for name in (*HIDDEN, "PGPASSWORD", "MINE"):
         monkeypatch.setenv(name, "given")
     monkeypatch.setenv("SSL_CERT_FILE", f"{tempfile.gettempdir()}/areal-agents-x/authorities.pem")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/etc/authority.pem")
-    queue = SlurmJobs(str(SLURM_TEMPLATE), owner="own")
+    queue = SlurmJobs(str(SLURM_TEMPLATE), owner="own", passed=passed)
     log = tmp_path / "job.log"
     variables = {"OPENAI_API_KEY": "key", "OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}
     id = queue.submit(NewJob("own-1", "1", "printenv", variables, 3600.5, log))
@@ -91,13 +95,8 @@ def test_the_variables_of_a_job(
         "REQUESTS_CA_BUNDLE": "/etc/authority.pem",
         **variables,
     }.items() <= found.items()
-    assert not {
-        "SSL_CERT_FILE",
-        "AREAL_AGENTS_ADMIN_KEY",
-        "AREAL_AGENTS_PROCESS",
-        "SLURM_NTASKS",
-        "SBATCH_EXPORT",
-    } & {*found}
+    assert not {*HIDDEN, "SSL_CERT_FILE"} & {*found}
+    assert [name for name in found if name == "PGPASSWORD"] == passed
     assert (slurm_programs.folder / "jobs" / id / "minutes").read_text() == "66"  # with the margin
     assert not [line for line in slurm_programs.calls() if "key" in line]
 

@@ -1,7 +1,7 @@
 """Loads the user's agent and runs it: as a coroutine in this process, in a worker process, or as a command.
 
-In every case, cancelling `run` ends the agent: a coroutine is cancelled, a process is killed, and the job of
-a cluster is cancelled, which may take until its node has done so.
+In every case, cancelling `run` ends the agent: a coroutine is cancelled, a process is killed, and a job of a
+cluster is cancelled; the job ends when its node has carried that out.
 """
 
 from __future__ import annotations
@@ -69,9 +69,13 @@ class WaitsForPlace(Protocol):
     """An agent whose episode may have to wait until a machine has room for it, before its time begins."""
 
     async def prepare(self, task: Mapping[str, Any], ep: Episode, time_s: float) -> None:
-        """Get what the episode needs to begin, within the time limit `time_s` from then on.
+        """Get what the episode needs to begin.
 
-        Raises AgentError if there is no room in time.
+        Args:
+            time_s: the time limit of the episode in seconds, which begins when this has returned.
+
+        Raises:
+            AgentError: there is no room in time.
         """
         ...
 
@@ -129,7 +133,7 @@ def load_agent(
     if isinstance(spec, CommandAgentConfig):
         command = shlex.split(spec.command)
         if spec.job is not None:
-            return JobAgent(command, spec.job, owner=job_owner, logs=logs)
+            return JobAgent(command, spec.job, owner=job_owner, logs=logs, passed=spec.pass_environment)
         if spec.isolation == "none":
             return CommandAgent(command, logs=logs, passed=spec.pass_environment)
         return SandboxedCommandAgent(command, spec, logs=logs, hosts=hosts)

@@ -22,7 +22,7 @@ from areal_agents.episode import EPISODE_ID_VARIABLE, Episode
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
-from areal_agents.secret_variables import STORE_PASSWORD
+from areal_agents.secret_variables import without_password
 
 TASK_VARIABLE = "AREAL_AGENTS_TASK"
 # Linux limits a variable to 128 KiB; a longer task is on standard input only.
@@ -41,18 +41,18 @@ class CommandAgent:
         """Args:
         command: the program and its arguments.
         logs: a folder for the output of the newest episodes; None: it is discarded.
-        passed: PGPASSWORD, if the program gets that variable too.
+        passed: (PGPASSWORD,) if the program gets the password of the store, else empty.
         """
         if not command:
             raise AgentError("the agent's command is empty")
         self._command = tuple(command)
         self._logs = EpisodeLogs(logs)
-        self._hidden = {STORE_PASSWORD}.difference(passed)
+        self._passed = tuple(passed)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Run one episode. Raises AgentError, with the end of standard error, if the exit status is not 0."""
         text = json.dumps(dict(task))
-        inherited = {name: value for name, value in os.environ.items() if name not in self._hidden}
+        inherited = without_password(os.environ, passed=self._passed)
         with self._logs.opened(ep.id) as log:
             try:
                 process = await ChildProcess.start(

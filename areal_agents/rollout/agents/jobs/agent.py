@@ -1,7 +1,8 @@
 """Runs a command as `CommandAgent` does, but as a job of a cluster for each episode.
 
-The command gets the same task and variables. Its time begins when the job does. A job that is lost (its node
-died, it was preempted, somebody cancelled it) is no fault of the agent: the attempt fails and is repeated.
+The command gets the same task and variables. The time of the episode begins when the job starts. The loss of
+a job (its node died, it was preempted, somebody cancelled it) is not the agent's doing: the attempt fails and
+is repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 import secrets
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,19 @@ class JobAgent:
     must_reward = False
 
     def __init__(
-        self, command: Sequence[str], config: JobConfig, *, owner: str = "", logs: Path | None = None
+        self,
+        command: Sequence[str],
+        config: JobConfig,
+        *,
+        owner: str = "",
+        logs: Path | None = None,
+        passed: Collection[str] = (),
     ) -> None:
         """Args:
         command: the program and its arguments.
-        owner: a name, in lower-case letters, digits and dashes, of the only agent that has such jobs now:
-            what earlier agents of this name have left is cancelled. "": a new one.
-        logs: see `CommandAgent`.
+        owner: a name, of lower-case letters, digits and dashes, that no other agent uses at the same time;
+            jobs that earlier agents of this name have left are cancelled. "": a new name is made.
+        logs, passed: see `CommandAgent`; a Job of Kubernetes has no variable of this process anyway.
 
         Raises:
             AgentError: the template cannot be used, or this machine has no commands of the scheduler.
@@ -52,13 +59,14 @@ class JobAgent:
         self._wait_s = config.wait_s
         self._owner = owner or f"areal-{secrets.token_hex(5)}"
         self._logs = EpisodeLogs(None if logs is None else logs.absolute())
-        self._jobs = FollowedJobs(queue_of(config, owner=self._owner), poll_s=config.poll_s)
+        self._jobs = FollowedJobs(queue_of(config, owner=self._owner, passed=passed), poll_s=config.poll_s)
         self._prepared: dict[str, tuple[FollowedJob, NewJob]] = {}
 
     async def prepare(self, task: Mapping[str, Any], ep: Episode, time_s: float) -> None:
         """Submit the job of an episode, and wait for its start.
 
-        Raises AgentError if it is refused or does not start in time.
+        Raises:
+            AgentError: the task is too long for a variable, or the job is refused or does not start in time.
         """
         text = json.dumps(dict(task))
         if len(text) > LONGEST_VARIABLE:
@@ -106,7 +114,7 @@ class JobAgent:
         await self._jobs.close()
 
     def _name(self, episode: str) -> str:
-        """Return a new name, which says whose job it is to people who list jobs."""
+        """Return a new name, which shows people who list jobs to which run and episode it belongs."""
         shown = re.sub(r"[^a-z0-9]+", "-", episode.lower())[-_SHOWN_EPISODE:].strip("-")
         return f"{self._owner}-{shown}-{secrets.token_hex(2)}"
 
@@ -119,7 +127,8 @@ def check_template(config: JobConfig) -> None:
         read_manifest(config.template)
 
 
-def queue_of(config: JobConfig, *, owner: str) -> JobQueue:
+def queue_of(config: JobConfig, *, owner: str, passed: Collection[str] = ()) -> JobQueue:
     """Return the queue in which the jobs of an owner are. Raises AgentError if it cannot be used here."""
-    made = SlurmJobs if config.kind == "slurm" else KubernetesJobs
-    return made(config.template, owner=owner)
+    if config.kind == "slurm":
+        return SlurmJobs(config.template, owner=owner, passed=passed)
+    return KubernetesJobs(config.template, owner=owner)

@@ -1,8 +1,8 @@
 """Agents as batch jobs of Slurm, through sbatch, squeue and scancel.
 
-The variables of the episode travel in the environment of sbatch, which Slurm gives to the job: no command
-line and no script has the key of the episode. A job is never requeued by Slurm, because it would play its
-episode a second time; a lost one is a failed attempt.
+The variables of the episode travel in the environment of sbatch, which Slurm gives to the job, so the key of
+the episode is in no command line and in no script. Slurm never requeues a job, because that would play its
+episode a second time; a lost job is a failed attempt.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from areal_agents.errors import AgentError
 from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
 from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob, SchedulerError, run_command
 from areal_agents.rollout.agents.jobs.template import fill, read_template
-from areal_agents.secret_variables import without_secrets
+from areal_agents.secret_variables import without_password, without_secrets
 
 PLACES = ("name", "command", "minutes", "log")
 _MARGIN_MINUTES = 5  # Slurm's own limit ends only jobs that no rollout process follows any more
 _PROGRAMS = ("sbatch", "squeue", "scancel")
 # Options that a template must leave to the run, or that make more than one job of it.
 _REFUSED = ("--export", "--export-file", "--array", "-a", "--requeue", "--wait", "-W", "hetjob")
-# Variables of the job that this process may be in, and those that change what the commands do.
+# Prefixes of variables that describe the job in which this process may run, or change what the commands do.
 _OF_THE_RUN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_")
 _MARKS = (RUN_MARK, AGENT_MARK, INNER_AGENT_MARK)  # by which processes of this machine are found and ended
 _CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
@@ -38,16 +38,18 @@ _LOST = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKE
 class SlurmJobs:
     """The jobs of one owner, whose names begin with that of the owner."""
 
-    def __init__(self, template: str, *, owner: str) -> None:
+    def __init__(self, template: str, *, owner: str, passed: Collection[str] = ()) -> None:
         """Args:
         template: the path of a batch script.
         owner: how the names of its jobs begin.
+        passed: (PGPASSWORD,) if the jobs get the password of the store, else empty.
 
         Raises:
             AgentError: the template cannot be used, or this machine has no commands of Slurm.
         """
         self._script = read_script(template)
         self._owner = owner
+        self._passed = tuple(passed)
         if missing := [name for name in _PROGRAMS if shutil.which(name) is None]:
             raise AgentError(
                 f"agent.job: {missing[0]} is not installed on this machine, where the rollout process runs; "
@@ -66,7 +68,7 @@ class SlurmJobs:
             ("sbatch", "--parsable", "--no-requeue"),
             stdin=fill(self._script, values),
             environment={
-                **bypassing_proxies(_environment(), job.variables["OPENAI_BASE_URL"]),
+                **bypassing_proxies(_environment(self._passed), job.variables["OPENAI_BASE_URL"]),
                 **job.variables,
             },
         )
@@ -119,16 +121,16 @@ def read_script(template: str) -> str:
     return text
 
 
-def _environment() -> dict[str, str]:
-    """Return the variables of this process for commands of Slurm and, as for other commands, for jobs.
+def _environment(passed: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables of this process that the commands of Slurm get, and with sbatch its job.
 
-    Those that name a temporary file, such as that of the authorities of `cluster.tls`, are left out: no other
-    machine has it.
+    Secrets of the run are left out, as for other commands, and so is the name of a temporary file with the
+    authorities of `cluster.tls`, because no other machine has that file.
     """
     temporary = f"{tempfile.gettempdir()}/"
     return {
         name: value
-        for name, value in without_secrets(os.environ).items()
+        for name, value in without_password(without_secrets(os.environ), passed=passed).items()
         if name not in _MARKS
         and (name == "SLURM_CONF" or not name.startswith(_OF_THE_RUN))
         and not (name in _CERTIFICATES and value.startswith(temporary))
