@@ -55,13 +55,13 @@ def certificate_fault(url: str, error: Exception) -> str:
 
 
 def check_certificate(tls: TlsConfig, host: str) -> None:
-    """Check, by a handshake within this process, that callers accept the certificate for an address.
+    """Check, by a handshake within this process, that clients accept the certificate for an address.
 
     Args:
         host: the name or the address at which the server is called.
 
     Raises:
-        ConfigError: they refuse it: it is for other addresses, not of the authority, or not valid today.
+        ConfigError: they refuse it: it is for other addresses, not signed by the authority, or not valid now.
     """
     callers = ssl.create_default_context(cafile=tls.authority)
     try:

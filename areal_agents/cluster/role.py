@@ -103,12 +103,13 @@ def run_role(
 
 
 def _knows_own_name(host: str, told: threading.Event) -> bool:
-    """Wait until a name is that of this machine, which a new machine's need not be yet; False if told to end.
+    """Wait until a name resolves to this machine, which the name of a new machine may not do at once.
 
-    An address is not looked at.
+    Returns:
+        False if the process was told to end meanwhile. An address is not checked.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it does not within `_LONGEST_NAME_S`.
     """
     if not is_name(host):
         return True

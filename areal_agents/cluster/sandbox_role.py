@@ -82,7 +82,7 @@ async def _serve(
         listener = listen(place.row.host, port)
         await host.listen(listener, tls)
         scheme = "http" if tls is None else "https"
-        # Its own address may be a name, for which the certificate is.
+        # Not the listener's address: the host may be a name, which the certificate is for.
         url = f"{scheme}://{address_of(place.row.host, listener.getsockname()[1])}"
         await asyncio.to_thread(place.announce, url)
         logger.info("sandboxes with isolation %s at %s", agent.isolation, url)

@@ -24,7 +24,7 @@ from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
 from areal_agents.cluster.run_record import RunKeys, RunRecord, text_of
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ConfigError
-from areal_agents.launch.agent_jobs import check_jobs, job_of_agent
+from areal_agents.launch.agent_jobs import NO_TRIAL, check_jobs, job_of_agent
 from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.children import Children
 from areal_agents.launch.report.report import Form, Report, report_of
@@ -100,7 +100,7 @@ def train_on_cluster(
         if config.cluster.sandboxes:
             report.say("no trial episode is played: the machines of its sandbox are not reached yet")
         elif config.trial and job_of_agent(config) is not None:
-            report.say("no trial episode is played: its agent would be a job, which may have to wait")
+            report.say(NO_TRIAL)
         elif config.trial and config.agent and (has_changed or not folder.metrics.exists()):
             run_trial(folder, say=report.say, ablate_tool=False)
         url = str(folder.store_at(config.store.url))

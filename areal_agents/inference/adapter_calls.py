@@ -25,6 +25,7 @@ async def with_served_adapter(
 
     Args:
         model_info: asks the server what it serves.
+        ask: sends the request, which names the adapter of the version that it is given.
     """
     # Queried each time: a cached version may be older than the one that must sample the next batch.
     version = (await model_info()).version
@@ -41,7 +42,12 @@ async def with_served_adapter(
 async def completion_under(
     version: int, on_tokens: OnTokens | None, generate: Callable[[OnTokens | None], Awaitable[Completion]]
 ) -> Completion:
-    """Return the completion of a call that has named the adapter of a version, with it at each token."""
+    """Return the completion of a call that named the adapter of a version, labelled with that version.
+
+    Args:
+        on_tokens: called with each chunk, which is labelled too.
+        generate: makes the call, and passes chunks to the function that it is given.
+    """
 
     def labelled(chunk: TokenChunk) -> None:
         assert on_tokens is not None

@@ -1,4 +1,4 @@
-"""An agent whose episodes are jobs of a cluster: whether this run can have one, and whose jobs they are."""
+"""Agents whose episodes are jobs of a cluster: checks whether a run can have them, and names their owner."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from areal_agents.launch.run_folder import ClusterPlace
 from areal_agents.rollout.agents.jobs.agent import check_template, queue_of
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.config import CommandAgentConfig
+
+NO_TRIAL = "no trial episode is played: its agent would be a job, which may have to wait"
 
 
 def job_of_agent(config: Config) -> JobConfig | None:
@@ -66,7 +68,7 @@ def refuse_jobs(config: Config, command: str) -> None:
 
 
 def owner_of_jobs(config: Config, folder: Path, place: ClusterPlace | None) -> str:
-    """Return how the names of the jobs of a rollout process begin: the same when it is started again.
+    """Return the prefix of the names of a rollout process's jobs, which is the same when it is started again.
 
     Args:
         folder: the folder of the run.

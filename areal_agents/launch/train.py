@@ -23,7 +23,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.health.waiting import Waiting
 from areal_agents.inference.config import SERVERS
 from areal_agents.inference.ports import reserved_ports
-from areal_agents.launch.agent_jobs import check_jobs, job_of_agent
+from areal_agents.launch.agent_jobs import NO_TRIAL, check_jobs, job_of_agent
 from areal_agents.launch.agent_sandbox import check_sandbox
 from areal_agents.launch.children import Children
 from areal_agents.launch.disk_space import disk_space_of
@@ -127,7 +127,7 @@ def train(
         _report_plan(config, folder, report, plan, nodes)
         has_trial = config.trial and bool(config.agent) and plan is not None
         if has_trial and job_of_agent(config) is not None:
-            report.say("no trial episode is played: its agent would be a job, which may have to wait")
+            report.say(NO_TRIAL)
         elif has_trial and (has_changed or not folder.metrics.exists()):
             run_trial(folder, say=report.say, ablate_tool=ablate_tool)
         with Children(say=report.event, events=folder.process_events) as children:

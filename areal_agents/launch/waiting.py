@@ -1,4 +1,4 @@
-"""Says what a start waits for, how long it has waited and how long it waits at most."""
+"""Messages of a starting run: what it waits for, how long it has waited and how long it waits at most."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 FIRST_S = 10.0  # until a wait is reported again
 
-# Called again and again during a wait with what it is for, how long it has been and its limit, in seconds.
+# Called repeatedly during a wait with what is waited for, the seconds that have passed, and the limit.
 OnWait = Callable[[str, float, float], None]
 
 
 class WaitLines:
-    """Says what is waited for at once, and again after 10, 20, 40 and so on seconds, so in few lines.
+    """Reports a wait at once, and again after 10, 20, 40 and so on seconds, so in few lines.
 
     Args:
         say: called with each line.

@@ -1,4 +1,4 @@
-"""Word problems with large numbers, such as "Ann has 347 pens, buys 58 boxes of 24. How many pens are left?"
+"""Word problems with large numbers, such as "Amy has 347 pens, buys 58 boxes of 24. How many pens are left?"
 
 A small model cannot compute with such numbers, but it can copy them into a program. A fifth of the programs
 (347+58*24 is one) is held out: none of them is the solution of a problem of training.

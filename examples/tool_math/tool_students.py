@@ -16,8 +16,6 @@ from warmup.transcripts import Example, Transcriber, as_messages
 from areal_agents.core.messages import Message
 
 POOL, BATCH = 128, 32  # examples that are sorted by length, and of one batch
-
-
 HARD_VERBS = ("gets", "uses")  # those that a careless student often reads as their opposites
 
 

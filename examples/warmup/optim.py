@@ -43,7 +43,8 @@ class Optimizers:
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon without weight decay, in float32.
 
-    That one computes in bfloat16, which takes nine times as long on a CPU without instructions for it.
+    That one computes in bfloat16, which takes ten to twenty times as long on a CPU that has no instructions
+    for it.
     """
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, momentum: float = 0.95) -> None:

@@ -369,7 +369,7 @@ def test_a_launcher_that_starts_no_pods_does_not_ignore_that_they_would_have_cer
         check_config(config, ExternalLauncher(config.store.url or ""))
 
 
-def test_a_configuration_whose_agent_is_a_job() -> None:
+def test_a_run_whose_agent_is_a_job_needs_a_public_url_and_a_service_account() -> None:
     job = {"kind": "kubernetes", "template": str(QUICK_START.parents[1] / "agent_jobs/agent-job.yaml")}
     overrides = (
         *("store.url=postgresql://areal@db/areal", "cluster.kubernetes.image=registry/run:1"),
@@ -428,7 +428,6 @@ def every_manifest() -> Iterator[dict[str, Any]]:
         yield from manifests(RUN, settings)
     yield from manifests(SANDBOXED, SANDBOX_SETTINGS)
     yield from manifests(SANDBOXED, TLS_SETTINGS)
-
     yield from manifests(replace(SANDBOXED, creates_jobs=True), ALL_SETTINGS)
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_a_role_waits_until_it_has_its_name(
         return len(asked) > 2
 
     monkeypatch.setattr(role_module, "is_this_machine", is_this_machine)
-    told = role_module.threading.Event()
+    told = threading.Event()
     assert role_module._knows_own_name("engine-0.engine.training.svc", told)
     assert asked == ["engine-0.engine.training.svc"] * 3
     assert role_module._knows_own_name("10.0.0.11", told) and len(asked) == 3
@@ -151,7 +152,7 @@ def test_a_role_waits_until_it_has_its_name(
     asked.clear()
     assert not role_module._knows_own_name("engine-0.engine.training.svc", told)
     monkeypatch.setattr(role_module, "_LONGEST_NAME_S", 0.0)
-    asked[:] = []
+    asked.clear()
     told.clear()
     with pytest.raises(ConfigError, match="has not become a name of this machine within 0 s"):
         role_module._knows_own_name("engine-0.engine.training.svc", told)

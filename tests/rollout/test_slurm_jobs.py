@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -19,6 +18,8 @@ import pytest
 from mode_support import SLURM_TEMPLATE
 
 from areal_agents.client import AsyncClient
+from areal_agents.rollout.agents.jobs.queue import NewJob
+from areal_agents.rollout.agents.jobs.slurm import SlurmJobs
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.runner import run
 from areal_agents.whole_files import write_whole
@@ -149,9 +150,6 @@ def test_no_listing_and_no_command_line_has_the_key_of_an_episode(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     """What Slurm shows of a job, and the command lines of this machine while it is submitted and runs."""
-    from areal_agents.rollout.agents.jobs.queue import NewJob
-    from areal_agents.rollout.agents.jobs.slurm import SlurmJobs
-
     key, log = "key-of-an-episode", tmp_path / "job.log"
     queue = SlurmJobs(str(SLURM_TEMPLATE), owner=OWNER)
     base_url = f"http://127.0.0.1:1/e/{key}/v1"
@@ -166,4 +164,3 @@ def test_no_listing_and_no_command_line_has_the_key_of_an_episode(
     assert queue.states()[id].phase == "running"
     queue.cancel([id])
     cluster.until(lambda: queue.states()[id].phase == "lost", "the job to end")
-    assert os.environ.get("OPENAI_API_KEY") != key

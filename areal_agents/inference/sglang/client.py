@@ -43,7 +43,6 @@ from areal_agents.model_folder import read_object
 
 logger = logging.getLogger(__name__)
 
-
 ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
 # Suffix of every request id on the wire. SGLang aborts all requests whose ids begin with the given one; with
 # a suffix that occurs nowhere else in an id, no id is the beginning of another.

@@ -43,7 +43,6 @@ from areal_agents.inference.vllm.wire import (
 
 logger = logging.getLogger(__name__)
 
-
 ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
 VERSION_WAIT_S = 2.0  # longest wait for the version: an update of weights keeps vLLM from answering
 

@@ -22,7 +22,7 @@ class EpisodeLogs:
         self._kept: deque[Path] = deque()
 
     def create(self, episode: str) -> Path | None:
-        """Create the log of an episode, which something else writes; return its path."""
+        """Create an empty log for something else to write; return its path, or None if no logs are kept."""
         if self._folder is None:
             return None
         self._folder.mkdir(parents=True, exist_ok=True)

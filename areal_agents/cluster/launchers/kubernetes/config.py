@@ -101,7 +101,7 @@ class KubernetesConfig(Settings):
     def _check_certificates(self) -> Self:
         if self.tls_secret and not self.namespace:
             raise ValueError(
-                "tls_secret needs namespace: the names of the pods, for which the certificate is, have it"
+                "tls_secret needs namespace, which is part of the names that the certificate must have"
             )
         if self.sandbox_tls_secret and not self.tls_secret:
             raise ValueError(
@@ -110,6 +110,6 @@ class KubernetesConfig(Settings):
         if self.sandbox_tls_secret and self.sandbox_tls_secret == self.tls_secret:
             raise ValueError(
                 f"tls_secret and sandbox_tls_secret are both {self.tls_secret}: the programs in sandboxes "
-                "can read the second, and must not have the key of engines and proxies; use two Secrets"
+                "can read the second one, and must not have the key of engines and proxies; use two Secrets"
             )
         return self

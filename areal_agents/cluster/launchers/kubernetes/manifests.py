@@ -25,7 +25,7 @@ from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
 from areal_agents.errors import ConfigError
 from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.rollout.agents.jobs.kubernetes import OWNER as OWNER_OF_JOBS
-from areal_agents.secret_variables import RUN_TOKEN
+from areal_agents.secret_variables import RUN_TOKEN, STORE_PASSWORD
 from areal_agents.store.postgres import host_of
 from areal_agents.store.roles import DEAD_AFTER_S, SERVERS, Role
 from areal_agents.tls import TlsConfig
@@ -117,8 +117,8 @@ def certificate_names(run: str, settings: KubernetesConfig, roles: Iterable[Role
     secrets: dict[str, list[str]] = {}
     for role in SERVERS:
         if role in roles:
-            secret = settings.sandbox_tls_secret if role == "sandbox" else settings.tls_secret
-            secrets.setdefault(secret, []).append(f"*.{_domain(object_name(run), role, settings.namespace)}")
+            name = f"*.{_domain(object_name(run), role, settings.namespace)}"
+            secrets.setdefault(_tls_secret_of(role, settings), []).append(name)
     return secrets
 
 
@@ -192,7 +192,10 @@ class _Pods:
         ]
 
     def policy_of_jobs(self) -> dict[str, Any]:
-        """The pods of agents that are Jobs reach the proxies; what these pods may do else is their user's."""
+        """Return the policy that lets the pods of the agent's Jobs reach the proxies.
+
+        It restricts nothing else about these pods, whose manifest is the user's.
+        """
         jobs = {"matchExpressions": [{"key": OWNER_OF_JOBS, "operator": "Exists"}]}
         http = [{"protocol": "TCP", "port": PORT}]
         proxy = {"matchLabels": self._labels_of("proxy")}
@@ -284,7 +287,7 @@ class _Pods:
     def _role_pod(self, role: Role, process: RoleProcess, index: str) -> dict[str, Any]:
         fields = {"INDEX": index, "POD_IP": "status.podIP"}
         host = "$(POD_IP)"
-        if self._scheme_of(role) == "https":  # a certificate can have names that are known before, not IPs
+        if self._scheme_of(role) == "https":  # names are known before there are pods, addresses are not
             fields = {"INDEX": index, "POD_NAME": "metadata.name"}
             host = f"$(POD_NAME).{_domain(self._name, role, self._settings.namespace)}"
         command = [
@@ -348,7 +351,7 @@ class _Pods:
         if role in SERVERS or role == "trainer":
             container["ports"] = [{"name": self._scheme_of(role), "containerPort": PORT}]
         if settings.secret and is_sandbox:
-            for key in ("PGPASSWORD", RUN_TOKEN):
+            for key in (STORE_PASSWORD, RUN_TOKEN):
                 entry = {"name": settings.secret, "key": key, "optional": True}
                 container["env"].append({"name": key, "valueFrom": {"secretKeyRef": entry}})
         elif settings.secret:
@@ -381,13 +384,10 @@ class _Pods:
         return pod
 
     def _certificate(self, role: str) -> dict[str, Any]:
-        """Return the files of the volume with the authority, and for a server with its own certificate."""
-        settings = self._settings
-        own = {"engine": settings.tls_secret, "proxy": settings.tls_secret}
-        own["sandbox"] = settings.sandbox_tls_secret
-        entries = [(settings.tls_secret, ["ca.crt"])]
-        if role in own:
-            entries.append((own[role], ["tls.crt", "tls.key"]))
+        """Return a projected volume with the authority and, for a server, its own certificate."""
+        entries = [(self._settings.tls_secret, ["ca.crt"])]
+        if role in SERVERS:
+            entries.append((_tls_secret_of(role, self._settings), ["tls.crt", "tls.key"]))
         sources = [
             {"secret": {"name": name, "items": [{"key": file, "path": file} for file in files]}}
             for name, files in entries
@@ -404,8 +404,13 @@ class _Pods:
         return {**self._labels, **({_COMPONENT: role} if role else {})}
 
 
+def _tls_secret_of(role: str, settings: KubernetesConfig) -> str:
+    """Return the Secret with the certificate of the pods of a role that serves."""
+    return settings.sandbox_tls_secret if role == "sandbox" else settings.tls_secret
+
+
 def _domain(name: str, role: str, namespace: str) -> str:
-    """Return what the names of the pods of a role have after the name of the pod.
+    """Return what follows the name of a pod of a role in its DNS name.
 
     The domain of the cluster is left out: the resolver of every pod appends it.
     """

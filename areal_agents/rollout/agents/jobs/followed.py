@@ -1,7 +1,7 @@
-"""Follows the jobs of one agent: one query at a time for the states of all of them, and cancellations.
+"""Follows the jobs of one agent by one query at a time for the states of all of them, and cancels jobs.
 
-A job that nobody wants any more is cancelled until the scheduler has accepted that, also if the wait for its
-submission was cancelled, and so are the jobs that an earlier process of the same owner has left.
+The cancellation of a job that is no longer wanted is repeated until the scheduler accepts it. That includes
+jobs whose submission was cancelled, and those that an earlier process of the same owner has left.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FollowedJob:
         return self.state
 
     def cancel(self) -> None:
-        """End the job, if it has not ended; this does not wait for its end."""
+        """Cancel the job unless it has ended, without waiting for its end."""
         if not self.state.has_ended:
             self._drop(self.id)
 
@@ -74,7 +74,7 @@ class FollowedJobs:
         self._submitting: set[asyncio.Task[str]] = set()
         self._beginning = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()  # there is a job more to follow or to cancel
+        self._changed = asyncio.Event()  # there is another job to follow or to cancel
         self._said = ""
 
     async def submit(self, new: NewJob) -> FollowedJob:
@@ -113,8 +113,6 @@ class FollowedJobs:
                     await asyncio.wait(set(self._submitting))
                 while self._unwanted:
                     await self._cancel_unwanted()
-                    if self._unwanted:
-                        await asyncio.sleep(min(1.0, self._poll_s))
         except TimeoutError:
             logger.error("these jobs could not be cancelled: %s", ", ".join(sorted(self._unwanted)))
         self._threads.shutdown(wait=False)
@@ -150,7 +148,7 @@ class FollowedJobs:
 
     async def _look(self) -> None:
         """Ask for the states of all jobs, once."""
-        asked = set(self._jobs)  # those that are submitted meanwhile may not be in the answer
+        asked = set(self._jobs)  # jobs that are submitted meanwhile may be missing in the answer
         try:
             states = await self._call(self._queue.states)
         except SchedulerError as error:  # the controller may be restarting; jobs go on meanwhile
@@ -183,7 +181,7 @@ class FollowedJobs:
             self._cancel(submitting.result())
 
     def _lose_all(self, following: asyncio.Task[None]) -> None:
-        """Let no episode wait for a job that a fault of this program keeps from being followed."""
+        """If following has failed by a defect of this program, end the waits of episodes for their jobs."""
         if following.cancelled() or (error := following.exception()) is None:
             return
         logger.error("jobs are not followed any more", exc_info=error)

@@ -1,8 +1,8 @@
 """Agents as Jobs of Kubernetes, through kubectl.
 
 A Job is created from the user's manifest, and then a Secret of the same name with the variables of the
-episode, which the manifest names; its pod waits for that. The Secret is owned by the Job and is removed with
-it. A Job has one pod, which is never replaced, because a second one would play its episode again.
+episode, which the manifest refers to and for which the pod waits. The Job owns the Secret, which is removed
+with it. A Job has one pod, which is never replaced, because a second one would play its episode again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob, Sched
 from areal_agents.rollout.agents.jobs.template import fill, read_template
 
 PLACES = ("name", "command", "seconds")
-OWNER = "areal-agents/jobs-of"  # label of the Jobs and pods of an agent, which network policies can select
+OWNER = "areal-agents/jobs-of"  # the label of an agent's Jobs and pods, by which network policies select
 _LONGEST_LOG = 1 << 20  # bytes
 _LAST_LINES = 10_000
 _MARGIN_S = 300  # the limit of the pod ends only what no rollout process follows any more

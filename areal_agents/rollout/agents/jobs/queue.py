@@ -1,4 +1,4 @@
-"""What a rollout process asks of a cluster's scheduler, whichever it is."""
+"""The interface of a cluster's scheduler to a rollout process, and how its commands are run."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ class JobState:
 
 
 class JobQueue(Protocol):
-    """The jobs of one owner in the queue of a cluster. Its methods block, for `COMMAND_S` at most.
+    """The jobs of one owner in the queue of a cluster.
 
-    All of them raise SchedulerError if the scheduler does not answer, or refuses.
+    Its methods block, for at most `COMMAND_S` per command of the scheduler, and raise SchedulerError if the
+    scheduler does not answer or refuses.
     """
 
     def submit(self, job: NewJob) -> str:
@@ -73,7 +74,7 @@ class JobQueue(Protocol):
         ...
 
     def cancel(self, ids: Collection[str]) -> None:
-        """End jobs. Those that have ended, or are not known, are no error."""
+        """End jobs. A job that has ended, or is not known, is no error."""
         ...
 
     def output(self, id: str, log: Path | None) -> str:

@@ -1,7 +1,7 @@
 """Templates of jobs: text of the user with named places in double braces, such as {{command}}.
 
-Every place that a kind of job needs must be there, and no other may be, so that a mistake in a template ends
-the run at its start and not its first episode.
+A template must have every place that its kind of job needs, and no other place, so that a mistake in it is
+found when the run starts, before the first episode.
 """
 
 from __future__ import annotations
