@@ -201,12 +201,15 @@ def slurm_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInSl
 
 
 @pytest.fixture
-def kubernetes_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInKubernetes:
-    """Puts a program into PATH that stands in for kubectl and a cluster."""
+def kubernetes_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInKubernetes]:
+    """Puts a program into PATH that stands in for kubectl and a cluster, whose pods end with the test."""
     stand_in = StandInKubernetes(tmp_path / "kubernetes")
     stand_in.install()
     monkeypatch.setenv("PATH", f"{stand_in.programs}:{os.environ['PATH']}")
-    return stand_in
+    yield stand_in
+    for name in stand_in.objects("Job"):
+        (stand_in.folder / f"Job/{name}.json").unlink()  # a pod that has only just begun ends without its Job
+        stand_in.end_pod(name)
 
 
 @pytest.fixture(autouse=True)
