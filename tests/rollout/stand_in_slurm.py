@@ -75,22 +75,34 @@ def main(program: str, folder: Path, arguments: list[str]) -> int:
 
 def _submit(folder: Path, arguments: list[str]) -> int:
     script = sys.stdin.read()
+    directives = script[: script.find("\n\n")].splitlines()  # Slurm reads them before the first command only
     options = dict(
-        line.removeprefix("#SBATCH --").split("=", 1)
-        for line in script.splitlines()
+        word.removeprefix("--").split("=", 1)
+        for line in directives
         if line.startswith("#SBATCH --")
+        for word in shlex.split(line)[1:]
     )
-    if options.get("partition") == "full" or arguments != ["--parsable", "--no-requeue"]:
+    *fixed, name = arguments
+    if options.get("partition") == "full" or fixed != ["--parsable", "--no-requeue", "--ignore-pbs"]:
         print("sbatch: error: Batch job submission failed: Invalid partition", file=sys.stderr)
         return 1
     job = _new_job(folder)
     (job / "script").write_text(script)
     (job / "script").chmod(0o755)
-    (job / "name").write_text(options["job-name"])
+    (job / "name").write_text(name.removeprefix("--job-name="))
     (job / "minutes").write_text(options["time"])
     _write_state(job, "PENDING", reason="Resources")
     runner = subprocess.Popen(
-        [sys.executable, "-S", "-E", __file__, "run", str(folder), str(job), options["output"]],
+        [
+            sys.executable,
+            "-S",
+            "-E",
+            __file__,
+            "run",
+            str(folder),
+            str(job),
+            options["output"].replace("%%", "%"),
+        ],
         env={**os.environ, "SLURM_JOB_ID": f"stand-in-{job}"},
         start_new_session=True,
         stdin=subprocess.DEVNULL,
@@ -98,7 +110,8 @@ def _submit(folder: Path, arguments: list[str]) -> int:
         stderr=subprocess.DEVNULL,
     )
     (job / "runner").write_text(str(runner.pid))
-    print(job.name)
+    notice = folder / "notice"
+    print((notice.read_text() if notice.exists() else "") + job.name)
     return 0
 
 

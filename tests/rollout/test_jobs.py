@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import tempfile
 import threading
 from collections.abc import Collection, Mapping
@@ -15,6 +16,8 @@ from stand_in_slurm import StandInSlurm
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, AgentLost
+from areal_agents.rollout.agents.agent import load_agent
+from areal_agents.rollout.agents.jobs import slurm
 from areal_agents.rollout.agents.jobs.agent import JobAgent
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.followed import FollowedJobs
@@ -39,6 +42,9 @@ def new_job(name: str = "own-1") -> NewJob:
         (SCRIPT.replace("--nodes=1", "--export=NONE"), "has the option --export; leave it out"),
         (SCRIPT.replace("--nodes=1", "--nodes=1 --array=0-3"), "has the option --array; leave it out"),
         (SCRIPT.replace("--nodes=1", "-a0-3"), "has the option -a; leave it out"),
+        (SCRIPT.replace("--nodes=1", "--arr=0-3"), "has the option --array; leave it out"),
+        (SCRIPT.replace("--nodes=1", "--cluster=other"), "has the option --clusters; leave it out"),
+        (SCRIPT.replace("--nodes=1", "-Mother"), "has the option -M; leave it out"),
         (SCRIPT.replace("--nodes=1", "hetjob"), "has the option hetjob; leave it out"),
         (None, "cannot be read"),
     ],
@@ -101,6 +107,64 @@ def test_the_variables_of_a_job(
     assert not [line for line in slurm_programs.calls() if "key" in line]
 
 
+@pytest.mark.parametrize(("passed", "printed"), [([], "none"), (["PGPASSWORD"], "secret")])
+def test_a_job_has_the_password_of_the_store_only_if_it_is_passed(
+    slurm_programs: StandInSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    passed: list[str],
+    printed: str,
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "secret")
+    job = {"kind": "slurm", "template": str(SLURM_TEMPLATE), "poll_s": 0.1}
+    command = shlex.join(["sh", "-c", "echo ${PGPASSWORD:-none}"])
+    spec = {"command": command, "job": job, "pass_environment": passed}
+    playing = load_agent(spec, logs=tmp_path, job_owner="own")
+    assert isinstance(playing, JobAgent)
+    await_job(playing)
+    assert (tmp_path / f"{EP.id}.log").read_text() == f"{printed}\n"
+
+
+def test_a_log_in_a_folder_with_spaces_and_percent_signs(
+    slurm_programs: StandInSlurm, tmp_path: Path
+) -> None:
+    """Slurm would end the option at the space, and put the number of the job in place of %j."""
+    job = JobConfig(kind="slurm", template=str(SLURM_TEMPLATE), poll_s=0.1)
+    folder = tmp_path / "my runs 100%j"
+    await_job(JobAgent(["echo", "said"], job, logs=folder))
+    assert (folder / f"{EP.id}.log").read_text() == "said\n"
+
+
+def test_jobs_are_found_whatever_the_template_does_with_their_name(
+    slurm_programs: StandInSlurm, tmp_path: Path
+) -> None:
+    template = tmp_path / "agent.sbatch"
+    template.write_text(SCRIPT.replace("--job-name={{name}}", "--job-name=mine --comment={{name}}"))
+    (slurm_programs.folder / "notice").write_text("Welcome to the cluster!\n\n")
+    queue = SlurmJobs(str(template), owner="own")
+    (slurm_programs.folder / "held").touch()
+    id = queue.submit(new_job())
+    assert queue.states() == {id: JobState("waiting", "Resources")}
+    queue.cancel([id])
+
+
+def test_an_answer_without_a_number_is_an_error(slurm_programs: StandInSlurm) -> None:
+    (slurm_programs.folder / "notice").write_text("Submitted batch job ")
+    with pytest.raises(SchedulerError, match=r"wrote no number of a job, but 'Submitted batch job 1\\n'"):
+        SlurmJobs(str(SLURM_TEMPLATE), owner="own").submit(new_job())
+
+
+@pytest.mark.parametrize(("code", "status"), [(3 << 8, "3"), (9, "-9"), (127, "-127")])
+def test_no_exit_code_ends_the_following(
+    slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, code: int, status: str
+) -> None:
+    """127 is what the system writes for a process that is stopped; it is no way to end."""
+    listed = f"1|FAILED|{code}|NonZeroExitCode|own-1|\n"
+    monkeypatch.setattr(slurm, "run_command", lambda *_, **__: listed)
+    queue = SlurmJobs(str(SLURM_TEMPLATE), owner="own")
+    assert queue.states() == {"1": JobState("failed", f"exited with status {status}")}
+
+
 def test_only_jobs_of_the_owner_are_seen(slurm_programs: StandInSlurm) -> None:
     (slurm_programs.folder / "held").touch()
     mine, other = (SlurmJobs(str(SLURM_TEMPLATE), owner=owner) for owner in ("own", "ow"))
@@ -117,6 +181,17 @@ def agent(poll_s: float = 0.1, **settings: Any) -> JobAgent:
 
 
 EP = Episode("episode-1", "http://10.0.0.1/e/key/v1", "key")
+
+
+def await_job(playing: JobAgent) -> None:
+    """Play one episode, whose program writes something and ends."""
+
+    async def play() -> None:
+        await playing.prepare({}, EP, 60.0)
+        await playing.run({}, EP)
+        await playing.close()
+
+    asyncio.run(play())
 
 
 async def test_a_job_that_does_not_start_in_time_is_cancelled(slurm_programs: StandInSlurm) -> None:
@@ -171,6 +246,8 @@ class Queue:
         self.may_look.set()
 
     def submit(self, job: NewJob) -> str:
+        if job.name == "fails":
+            raise SchedulerError("sbatch did not end within 60 s")
         self.submitted.append(job.name)
         return job.name
 
@@ -206,7 +283,70 @@ async def test_one_query_is_for_all_jobs_and_may_fail() -> None:
     assert ends[7].detail == "vanished: the scheduler does not know it any more"
     assert queue.queries == 6 and not queue.answers
     await jobs.close()
+    assert queue.cancelled == [{"own-7"}]  # if that answer was wrong, it would run on
+
+
+async def test_jobs_whose_submission_failed_are_cancelled() -> None:
+    """As when sbatch is killed at its time limit, and the controller takes its job nevertheless."""
+    queue = Queue([{}, {"own-1": RUNNING, "taken": RUNNING}, {"own-1": DONE, "taken": RUNNING}])
+    queue.may_look.clear()
+    jobs = FollowedJobs(queue, poll_s=0.1)
+    first = await jobs.submit(new_job("own-1"))
+    with pytest.raises(SchedulerError, match="did not end within"):
+        await jobs.submit(new_job("fails"))
+    queue.may_look.set()
+    assert (await first.ended()).phase == "succeeded"
+    queue.answers.append({"own-1": DONE, "taken": RUNNING, "taken later": RUNNING})
+    await jobs.close()
+    assert queue.cancelled == [{"taken"}, {"taken later"}]
+
+
+async def test_a_job_that_is_listed_before_its_submission_has_returned_is_no_stranger() -> None:
+    class Slow(Queue):
+        returns = threading.Event()
+
+        def submit(self, job: NewJob) -> str:
+            if job.name == "own-2":
+                self.returns.wait()
+            return super().submit(job)
+
+    both = {"own-1": RUNNING, "own-2": RUNNING}
+    queue = Slow([{}, both, both, {"own-1": DONE, "own-2": RUNNING}, {"own-2": DONE}])
+    queue.may_look.clear()
+    jobs = FollowedJobs(queue, poll_s=0.05)
+    first = await jobs.submit(new_job("own-1"))
+    submitting = asyncio.create_task(jobs.submit(new_job("own-2")))
+    await asyncio.sleep(0)
+    queue.may_look.set()
+    await first.ended()
+    queue.returns.set()
+    assert (await (await submitting).ended()).phase == "succeeded"
+    await jobs.close()
     assert queue.cancelled == []
+
+
+async def test_jobs_that_wait_for_their_submission_are_not_submitted_after_the_end() -> None:
+    class Hangs(Queue):
+        hangs = threading.Event()
+
+        def submit(self, job: NewJob) -> str:
+            self.hangs.wait()
+            return super().submit(job)
+
+    queue = Hangs([{}, {}])
+    jobs = FollowedJobs(queue, poll_s=60.0)
+    submitting = [asyncio.create_task(jobs.submit(new_job(f"own-{number}"))) for number in range(12)]
+    while not queue.queries or len(jobs._submitting) < 12:
+        await asyncio.sleep(0.01)
+    for one in submitting:
+        one.cancel()
+    await asyncio.wait(submitting)
+    closing = asyncio.create_task(jobs.close())
+    await asyncio.sleep(0)
+    queue.hangs.set()
+    await closing
+    assert len(queue.submitted) <= 4  # those that had begun
+    assert set[str]().union(*queue.cancelled) == {*queue.submitted}
 
 
 async def test_cancellations_are_repeated_until_they_are_accepted() -> None:

@@ -12,6 +12,7 @@ from mode_support import KUBERNETES_TEMPLATE
 from stand_in_kubectl import StandInKubernetes
 
 from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.jobs import kubernetes
 from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, read_manifest
 from areal_agents.rollout.agents.jobs.queue import JobState, NewJob, SchedulerError
 
@@ -63,6 +64,30 @@ def test_a_manifest_that_cannot_be_used(tmp_path: Path, old: str, new: str, mess
         read_manifest(str(template))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("      containers:\n", "      containers:\n        -\n        - 5\n", None),
+        ('command: [sh, -c, "{{command}}"]', 'command: "{{command}}"', "which are lists"),
+        ('command: [sh, -c, "{{command}}"]', 'command: 5\n          args: ["{{command}}"]', None),
+        ("- name: agent\n          image", "- image", "the container with .* needs a name"),
+        ('name: "{{name}}"\nspec', 'name: "{{name}}"\n  labels: [a]\nspec', "labels must be a mapping"),
+        ("envFrom:\n            - secretRef:", "envFrom:\n            secretRef:", "needs envFrom"),
+    ],
+)
+def test_odd_manifests_are_no_internal_errors(
+    tmp_path: Path, old: str, new: str, message: str | None
+) -> None:
+    assert old in MANIFEST
+    template = tmp_path / "job.yaml"
+    template.write_text(MANIFEST.replace(old, new, 1))
+    if message is None:
+        read_manifest(str(template))
+    else:
+        with pytest.raises(AgentError, match=message):
+            read_manifest(str(template))
+
+
 def test_without_kubectl_there_are_no_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(AgentError, match=r"agent\.job: kubectl is not installed on this machine"):
@@ -106,6 +131,40 @@ def test_labels_and_the_namespace_of_the_template_stay(
     assert all(call[:2] == ["--namespace", "training"] for call in kubernetes_programs.calls())
 
 
+def test_empty_keys_and_dates_of_a_template(kubernetes_programs: StandInKubernetes, tmp_path: Path) -> None:
+    """YAML reads an empty key as null, and a date as one, which JSON has not."""
+    template = tmp_path / "job.yaml"
+    odd = MANIFEST.replace(
+        'name: "{{name}}"', 'name: "{{name}}"\n  labels:\n  annotations: {of: 2026-01-02}', 1
+    )
+    template.write_text(odd.replace("  template:\n", "  template:\n    metadata:\n", 1))
+    job = made(kubernetes_programs, "echo 1", template)["Job"]
+    assert job["metadata"]["annotations"] == {"of": "2026-01-02", "areal-agents/episode": "Episode_1"}
+    assert job["spec"]["template"]["metadata"]["labels"] == job["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("written", ["", "Unauthorized", "[]"])
+def test_an_answer_that_is_no_object_is_an_error_of_the_scheduler(
+    kubernetes_programs: StandInKubernetes, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    """After it, the jobs are followed further."""
+    monkeypatch.setattr(kubernetes, "run_command", lambda *_, **__: written)
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    for asked in (queue.states, lambda: queue.submit(new_job("true"))):
+        with pytest.raises(SchedulerError, match="wrote no object of Kubernetes"):
+            asked()
+
+
+def test_the_end_of_a_long_output_is_kept(kubernetes_programs: StandInKubernetes, tmp_path: Path) -> None:
+    """`kubectl logs --limit-bytes` cuts off the end."""
+    queue, log = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own"), tmp_path / "job.log"
+    id = queue.submit(new_job("yes \"$(printf '%0200d' 0)\" | head -n 8000; echo the reason", log))
+    while not queue.states()[id].has_ended:
+        pass
+    assert queue.output(id, log).endswith("\nthe reason")
+    assert log.read_text().endswith("\nthe reason\n") and log.stat().st_size < 1_200_000
+
+
 @pytest.mark.cluster
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_schemas_of_kubernetes_accept_what_is_created(
@@ -114,8 +173,6 @@ def test_the_schemas_of_kubernetes_accept_what_is_created(
     kubernetes_validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed here: make test-cluster"
     )
-    from areal_agents.rollout.agents.jobs import kubernetes
-
     created = []
 
     def run_command(command: Any, *, stdin: str = "") -> str:

@@ -1,14 +1,16 @@
 """Follows the jobs of one agent by one query at a time for the states of all of them, and cancels jobs.
 
 The cancellation of a job that is no longer wanted is repeated until the scheduler accepts it. That includes
-jobs whose submission was cancelled, and those that an earlier process of the same owner has left.
+jobs whose submission was cancelled, those that the scheduler took although their submission failed, and those
+that an earlier process of the same owner has left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -71,7 +73,11 @@ class FollowedJobs:
         self._threads = ThreadPoolExecutor(_COMMANDS, thread_name_prefix="jobs")
         self._jobs: dict[str, FollowedJob] = {}
         self._unwanted: set[str] = set()
-        self._submitting: set[asyncio.Task[str]] = set()
+        self._submitting: set[asyncio.Task[FollowedJob]] = set()
+        self._dropped: set[str] = set()  # whose cancellation is accepted, but which may still be listed
+        # Listed jobs that are not followed, with the submissions of which one may still name it.
+        self._strangers: dict[str, set[asyncio.Task[FollowedJob]]] = {}
+        self._may_have_strangers = False  # a submission failed, perhaps after the scheduler took the job
         self._beginning = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # there is another job to follow or to cancel
@@ -80,14 +86,33 @@ class FollowedJobs:
     async def submit(self, new: NewJob) -> FollowedJob:
         """Submit a job. Raises SchedulerError if that fails. If this is cancelled, so is the job."""
         await self._begin()
-        submitting = asyncio.create_task(self._call(self._queue.submit, new))
+        unwanted = threading.Event()
+        submitting = asyncio.create_task(self._submit(new, unwanted))
         self._submitting.add(submitting)
         submitting.add_done_callback(self._submitting.discard)
         try:
-            id = await asyncio.shield(submitting)
+            return await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            submitting.add_done_callback(self._cancel_submitted)
+            unwanted.set()
+            submitting.add_done_callback(_cancel_submitted)
             raise
+
+    async def _submit(self, new: NewJob, unwanted: threading.Event) -> FollowedJob:
+        """Submit a job, unless it is unwanted before a thread is free for that."""
+
+        def submit() -> str:
+            if unwanted.is_set():
+                raise SchedulerError("the job is not wanted any more")
+            return self._queue.submit(new)
+
+        try:
+            id = await self._call(submit)
+        except SchedulerError:
+            self._may_have_strangers = True
+            raise
+        if id in self._jobs:  # a scheduler that was set up again counts from the start
+            self._jobs[id].note(_VANISHED)
+        self._unwanted.discard(id)
         job = self._jobs[id] = FollowedJob(id, self._cancel)
         self._changed.set()
         return job
@@ -111,11 +136,16 @@ class FollowedJobs:
             async with asyncio.timeout(CLOSE_S):
                 while self._submitting:
                     await asyncio.wait(set(self._submitting))
+                if self._may_have_strangers:
+                    await self._find_strangers()
                 while self._unwanted:
                     await self._cancel_unwanted()
         except TimeoutError:
-            logger.error("these jobs could not be cancelled: %s", ", ".join(sorted(self._unwanted)))
-        self._threads.shutdown(wait=False)
+            if self._unwanted:
+                logger.error("these jobs could not be cancelled: %s", ", ".join(sorted(self._unwanted)))
+            if self._submitting:
+                logger.error("%d jobs are still being submitted, and may run", len(self._submitting))
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _begin(self) -> None:
         """Begin to follow jobs, first of all those that an earlier process has left."""
@@ -160,6 +190,29 @@ class FollowedJobs:
             job.note(states.get(id, _VANISHED))
             if job.state.has_ended:
                 del self._jobs[id]
+            if id not in states:  # its episode is repeated, so it must not run on if the answer is wrong
+                self._unwanted.add(id)
+        self._cancel_strangers(states)
+
+    def _cancel_strangers(self, states: Mapping[str, JobState]) -> None:
+        """Cancel listed jobs that no submission can name any more, as when sbatch did not end in time."""
+        self._dropped &= states.keys()
+        found = {
+            id
+            for id, state in states.items()
+            if not state.has_ended and id not in self._jobs and id not in self._unwanted | self._dropped
+        }
+        self._strangers = {id: self._strangers.get(id, set(self._submitting)) for id in found}
+        if left := {id for id in found if all(one.done() for one in self._strangers[id])}:
+            logger.warning("jobs whose submission failed are cancelled: %s", ", ".join(sorted(left)))
+            self._unwanted |= left
+
+    async def _find_strangers(self) -> None:
+        """Cancel the strangers, when nothing is submitted any more."""
+        try:
+            self._cancel_strangers(await self._call(self._queue.states))
+        except SchedulerError as error:
+            logger.error("whether jobs whose submission failed run is not known: %s", error)
 
     async def _cancel_unwanted(self) -> None:
         ids = sorted(self._unwanted)
@@ -170,15 +223,12 @@ class FollowedJobs:
             await asyncio.sleep(min(1.0, self._poll_s))
         else:
             self._unwanted.difference_update(ids)
+            self._dropped.update(ids)
 
     def _cancel(self, id: str) -> None:
         self._jobs.pop(id, None)
         self._unwanted.add(id)
         self._changed.set()
-
-    def _cancel_submitted(self, submitting: asyncio.Task[str]) -> None:
-        if not submitting.cancelled() and submitting.exception() is None:
-            self._cancel(submitting.result())
 
     def _lose_all(self, following: asyncio.Task[None]) -> None:
         """If following has failed by a defect of this program, end the waits of episodes for their jobs."""
@@ -198,3 +248,8 @@ class FollowedJobs:
 
     async def _call(self, function: Callable[..., _Answer], *arguments: object) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+def _cancel_submitted(submitting: asyncio.Task[FollowedJob]) -> None:
+    if not submitting.cancelled() and submitting.exception() is None:
+        submitting.result().cancel()

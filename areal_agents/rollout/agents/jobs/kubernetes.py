@@ -24,6 +24,7 @@ PLACES = ("name", "command", "seconds")
 OWNER = "areal-agents/jobs-of"  # the label of an agent's Jobs and pods, by which network policies select
 _LONGEST_LOG = 1 << 20  # bytes
 _LAST_LINES = 10_000
+_TAIL_LINES = 50  # of an output that is cut off at its greatest length
 _MARGIN_S = 300  # the limit of the pod ends only what no rollout process follows any more
 
 
@@ -50,7 +51,7 @@ class KubernetesJobs:
 
     def submit(self, job: NewJob) -> str:
         """Create the Job and its Secret, and return the name of both. Raises SchedulerError."""
-        created = json.loads(self._run("create", "-f", "-", "-o", "json", stdin=json.dumps(self._job(job))))
+        created = self._read("create", "-f", "-", "-o", "json", stdin=json.dumps(self._job(job)))
         owner = {
             "apiVersion": "batch/v1",
             "kind": "Job",
@@ -73,8 +74,8 @@ class KubernetesJobs:
 
     def states(self) -> Mapping[str, JobState]:
         """Return the states of the Jobs that are left. Raises SchedulerError."""
-        listed = self._run("get", "jobs,pods", "--selector", f"{OWNER}={self._owner}", "-o", "json")
-        items = json.loads(listed)["items"]
+        listed = self._read("get", "jobs,pods", "--selector", f"{OWNER}={self._owner}", "-o", "json")
+        items = listed.get("items", ())
         pods = {
             owner["name"]: item
             for item in items
@@ -90,16 +91,21 @@ class KubernetesJobs:
 
     def output(self, id: str, log: Path | None) -> str:
         """Write what the container has written into the log, and return the end. Raises SchedulerError."""
-        text = self._run(
-            "logs",
-            f"job/{id}",
-            f"--container={self._container}",
-            f"--tail={_LAST_LINES}",
-            f"--limit-bytes={_LONGEST_LOG}",
-        )
+        text = self._last_lines(id, _LAST_LINES)
+        if len(text.encode()) >= _LONGEST_LOG:  # the limit cuts off the end
+            text += f"\n[…]\n{self._last_lines(id, _TAIL_LINES)}"
         if log is not None:
             log.write_text(text)
         return text[-TAIL:].strip()
+
+    def _last_lines(self, id: str, lines: int) -> str:
+        return self._run(
+            "logs",
+            f"job/{id}",
+            f"--container={self._container}",
+            f"--tail={lines}",
+            f"--limit-bytes={_LONGEST_LOG}",
+        )
 
     def _job(self, job: NewJob) -> dict[str, Any]:
         """Return the manifest of an episode's Job."""
@@ -115,13 +121,30 @@ class KubernetesJobs:
 
         made: dict[str, Any] = _with_texts(self._manifest, filled)
         template = made["spec"]["template"]
-        for metadata in (made["metadata"], template.setdefault("metadata", {})):
-            metadata["labels"] = {**metadata.get("labels", {}), **self._labels()}
-            metadata["annotations"] = {**metadata.get("annotations", {}), "areal-agents/episode": job.episode}
+        template["metadata"] = template.get("metadata") or {}  # an empty key of YAML is null
+        for metadata in (made["metadata"], template["metadata"]):
+            metadata["labels"] = {**(metadata.get("labels") or {}), **self._labels()}
+            metadata["annotations"] = {
+                **(metadata.get("annotations") or {}),
+                "areal-agents/episode": job.episode,
+            }
         return made
 
     def _labels(self) -> dict[str, str]:
         return {"app.kubernetes.io/managed-by": "areal-agents", OWNER: self._owner}
+
+    def _read(self, *arguments: str, stdin: str = "") -> dict[str, Any]:
+        """Return the object that a command writes. Raises SchedulerError."""
+        written = self._run(*arguments, stdin=stdin)
+        try:
+            found = json.loads(written)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise SchedulerError(
+                f"kubectl {arguments[0]} wrote no object of Kubernetes, but {written[:200]!r}"
+            )
+        return found
 
     def _run(self, *arguments: str, stdin: str = "") -> str:
         return run_command((*self._kubectl, *arguments), stdin=stdin)
@@ -131,7 +154,7 @@ def read_manifest(template: str) -> dict[str, Any]:
     """Return the manifest of a Job with places. Raises AgentError if it cannot be used."""
     text = read_template(template, PLACES)
     try:
-        made = yaml.safe_load(text)
+        made = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise AgentError(
             f"agent.job.template: {template} is not valid YAML (a place such as {{{{command}}}} needs quotes "
@@ -141,6 +164,15 @@ def read_manifest(template: str) -> dict[str, Any]:
         raise AgentError(f"agent.job.template: {template}: {fault} (docs/clusters.md)")
     assert isinstance(made, dict), "else there is a fault"
     return made
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads YAML as kubectl does: a date is a string."""
+
+    yaml_implicit_resolvers = {
+        first: [one for one in found if one[0] != "tag:yaml.org,2002:timestamp"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def _faults(made: Any) -> Iterator[str]:
@@ -166,11 +198,17 @@ def _faults(made: Any) -> Iterator[str]:
             yield f"{path} must be {expected!r}, got {found!r}: {why}"
     if not isinstance(spec.get("ttlSecondsAfterFinished"), int):
         yield "spec.ttlSecondsAfterFinished must be a number, such as 600: it removes Jobs that have ended"
+    for metadata in (_at(made, "metadata"), _at(made, "spec", "template", "metadata")):
+        for field in ("labels", "annotations"):
+            if not isinstance(metadata.get(field) or {}, dict):
+                yield f"{field} must be a mapping, got {metadata[field]!r}"
     container = next(_containers_with_the_command(made), None)
     if container is None:
-        yield "no container has {{command}} in its command or its args"
+        yield "no container has {{command}} in its command or its args, which are lists"
         return
-    sources = [_at(source, "secretRef").get("name") for source in container.get("envFrom") or ()]
+    if not isinstance(container.get("name"), str):
+        yield "the container with {{command}} needs a name"
+    sources = [_at(source, "secretRef").get("name") for source in _list(container.get("envFrom"))]
     if "{{name}}" not in sources:
         yield (
             "the container with {{command}} needs envFrom: [{secretRef: {name: '{{name}}'}}], the Secret "
@@ -179,10 +217,16 @@ def _faults(made: Any) -> Iterator[str]:
 
 
 def _containers_with_the_command(made: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for container in _at(made, "spec", "template", "spec").get("containers") or ():
-        words = [*(container.get("command") or ()), *(container.get("args") or ())]
-        if any("{{command}}" in str(word) for word in words):
-            yield container
+    for container in _list(_at(made, "spec", "template", "spec").get("containers")):
+        if isinstance(container, dict):
+            words = [*_list(container.get("command")), *_list(container.get("args"))]
+            if any("{{command}}" in str(word) for word in words):
+                yield container
+
+
+def _list(tree: Any) -> list[Any]:
+    """Return a list as it is; an empty one for anything else."""
+    return tree if isinstance(tree, list) else []
 
 
 def _at(tree: Any, *path: str) -> dict[str, Any]:

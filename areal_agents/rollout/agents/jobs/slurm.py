@@ -25,7 +25,10 @@ PLACES = ("name", "command", "minutes", "log")
 _MARGIN_MINUTES = 5  # Slurm's own limit ends only jobs that no rollout process follows any more
 _PROGRAMS = ("sbatch", "squeue", "scancel")
 # Options that a template must leave to the run, or that make more than one job of it.
-_REFUSED = ("--export", "--export-file", "--array", "-a", "--requeue", "--wait", "-W", "hetjob")
+_REFUSED = (
+    *("--export", "--export-file", "--array", "-a", "--requeue", "--wait", "-W", "hetjob"),
+    *("--clusters", "-M"),  # of which squeue and scancel would have to know
+)
 # Prefixes of variables that describe the job in which this process may run, or change what the commands do.
 _OF_THE_RUN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_")
 _MARKS = (RUN_MARK, AGENT_MARK, INNER_AGENT_MARK)  # by which processes of this machine are found and ended
@@ -62,23 +65,28 @@ class SlurmJobs:
             "name": job.name,
             "command": job.command,
             "minutes": str(math.ceil(job.time_s / 60) + _MARGIN_MINUTES),
-            "log": "/dev/null" if job.log is None else str(job.log),
+            "log": "/dev/null" if job.log is None else str(job.log).replace("%", "%%"),
         }
         answer = run_command(
-            ("sbatch", "--parsable", "--no-requeue"),
+            # Jobs are found by their names, wherever the template has them. Slurm reads #PBS lines too, of
+            # which -J would make more than one job.
+            ("sbatch", "--parsable", "--no-requeue", "--ignore-pbs", f"--job-name={job.name}"),
             stdin=fill(self._script, values),
             environment={
-                **bypassing_proxies(_environment(self._passed), job.variables["OPENAI_BASE_URL"]),
+                **bypassing_proxies(self._environment(), job.variables["OPENAI_BASE_URL"]),
                 **job.variables,
             },
         )
-        return answer.strip().partition(";")[0]
+        number = answer.strip().rpartition("\n")[2].partition(";")[0]  # some sites print notices before it
+        if not number.isdecimal():
+            raise SchedulerError(f"sbatch --parsable wrote no number of a job, but {answer[:200]!r}")
+        return number
 
     def states(self) -> Mapping[str, JobState]:
         """Return the states of the jobs that Slurm still knows. Raises SchedulerError."""
         fields = "JobID:|,State:|,exit_code:|,Reason:|,Name:|"
         query = ("squeue", "--me", "--noheader", "--states=all", f"--Format={fields}")
-        listed = run_command(query, environment=_environment())
+        listed = run_command(query, environment=self._environment())
         found = {}
         for line in listed.splitlines():
             number, state, code, reason, name, *_ = [*line.split("|"), "", "", "", ""]
@@ -88,7 +96,7 @@ class SlurmJobs:
 
     def cancel(self, ids: Collection[str]) -> None:
         """End jobs, by one command. Raises SchedulerError."""
-        run_command(("scancel", "--quiet", *ids), environment=_environment())
+        run_command(("scancel", "--quiet", *ids), environment=self._environment())
 
     def output(self, id: str, log: Path | None) -> str:
         """Return the end of the log, which the job itself has written."""
@@ -100,6 +108,21 @@ class SlurmJobs:
                 return file.read().decode(errors="replace").strip()
         except OSError as error:
             raise SchedulerError(f"the log of job {id} cannot be read: {error.strerror}") from None
+
+    def _environment(self) -> dict[str, str]:
+        """Return the variables of this process that the commands of Slurm get, and with sbatch its job.
+
+        Secrets of the run are left out, as for other commands, and so is the name of a temporary file with
+        the authorities of `cluster.tls`, because no other machine has that file.
+        """
+        temporary = f"{tempfile.gettempdir()}/"
+        return {
+            name: value
+            for name, value in without_password(without_secrets(os.environ), passed=self._passed).items()
+            if name not in _MARKS
+            and (name == "SLURM_CONF" or not name.startswith(_OF_THE_RUN))
+            and not (name in _CERTIFICATES and value.startswith(temporary))
+        }
 
 
 def read_script(template: str) -> str:
@@ -113,7 +136,7 @@ def read_script(template: str) -> str:
         if line.startswith("#SBATCH")
         for word in line.split()[1:]
     }
-    if refused := [option for option in _REFUSED if option in given]:
+    if refused := [option for option in _REFUSED if any(_means(word, option) for word in given)]:
         raise AgentError(
             f"agent.job.template: {template} has the option {refused[0]}; leave it out: an episode is one "
             "job, which runs once and gets its variables from the run"
@@ -121,20 +144,9 @@ def read_script(template: str) -> str:
     return text
 
 
-def _environment(passed: Collection[str] = ()) -> dict[str, str]:
-    """Return the variables of this process that the commands of Slurm get, and with sbatch its job.
-
-    Secrets of the run are left out, as for other commands, and so is the name of a temporary file with the
-    authorities of `cluster.tls`, because no other machine has that file.
-    """
-    temporary = f"{tempfile.gettempdir()}/"
-    return {
-        name: value
-        for name, value in without_password(without_secrets(os.environ), passed=passed).items()
-        if name not in _MARKS
-        and (name == "SLURM_CONF" or not name.startswith(_OF_THE_RUN))
-        and not (name in _CERTIFICATES and value.startswith(temporary))
-    }
+def _means(word: str, option: str) -> bool:
+    """Whether an option of a script is this one, perhaps shortened."""
+    return word == option or (len(word) > len("--a") and word.startswith("--") and option.startswith(word))
 
 
 def _state(state: str, code: str, reason: str) -> JobState:
@@ -142,9 +154,14 @@ def _state(state: str, code: str, reason: str) -> JobState:
     if state == "COMPLETED":
         return JobState("succeeded")
     if state == "FAILED" and why == "NonZeroExitCode" and code.isdigit():
-        return JobState("failed", f"exited with status {os.waitstatus_to_exitcode(int(code))}")
+        return JobState("failed", f"exited with status {_exit_status(int(code))}")
     if state in _BY_THE_COMMAND:
         return JobState("failed", f"ended as {state}" + (f" ({why})" if why else ""))
     if state in _LOST:
         return JobState("lost", f"ended as {state}")
     return JobState("running" if state in _RUNNING else "waiting", why)
+
+
+def _exit_status(wait_status: int) -> int:
+    """Return the exit status, or -N if signal N ended the command; no value is an error."""
+    return wait_status >> 8 if wait_status > 255 else -(wait_status & 127)
