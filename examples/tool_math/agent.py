@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 
 from calculating import opening
@@ -25,10 +26,38 @@ CHECKS = MathChecks(processes=2, time_s=5.0)
 
 @episode
 async def calculating_agent(task: dict, ep: Episode) -> float:
-    """1.0 if the answer in the box is right, else 0.0."""
+    """1.0 if the answer in the box is right and worked out, else 0.0."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, http_client=HTTP)
     reply = await converse(client, opening(task["question"]))
-    return 0.0 if reply is None else await asyncio.to_thread(CHECKS.equal, reply, str(task["answer"]))
+    answer = str(task["answer"])
+    if reply is None or not is_worked_out(reply, answer):
+        return 0.0
+    return await asyncio.to_thread(CHECKS.equal, reply, answer)
+
+
+def is_worked_out(reply: str, answer: str) -> bool:
+    """False if the answer is a whole number and the reply has a calculation, such as 347+58*24, instead.
+
+    For math-verify they are equal, so a model could be paid without computing anything.
+    """
+    if not answer.removeprefix("-").isdecimal():
+        return True
+    text = re.sub(r"\\(?:text|mathrm)\{[^{}]*\}(?:\^\{?\d\}?)?", "", reply)  # units such as cm^2
+    text = re.sub(r"(?<=\d)(?:,|\{,\}|\\,|,?\\!)(?=\d{3})", "", text)  # 1,234 is one number
+    places = text.split("\\boxed")[1:] or text.strip().splitlines()[-1:]
+    return all(len(re.findall(r"\d+(?:\.\d+)?", _first_group(place))) <= 1 for place in places)
+
+
+def _first_group(text: str) -> str:
+    """The text in the braces with which a text begins; all of it if there are none."""
+    if not text.lstrip().startswith("{"):
+        return text
+    depth = 0
+    for end, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if character == "}" and depth == 0:
+            return text[:end]
+    return text
 
 
 async def converse(client: AsyncOpenAI, messages: list[dict]) -> str | None:
