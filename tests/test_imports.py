@@ -76,6 +76,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors",
         "process_control",
         "sandbox",
+        "secret_variables",
         "sockets",
         "user_functions",
     },

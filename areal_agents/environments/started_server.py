@@ -16,6 +16,7 @@ import httpx
 from areal_agents.direct_http import direct_async_client
 from areal_agents.errors import TaskEnvironmentError
 from areal_agents.process_control import KILL_S, signal_group, warn_unkillable
+from areal_agents.secret_variables import without_secrets
 from areal_agents.sockets import listen
 
 START_TIMEOUT_S = 300.0  # some servers import for minutes
@@ -113,4 +114,4 @@ class StartedServer:
 
 
 def _with_port(environment: Mapping[str, str], port: int) -> dict[str, str]:
-    return {**environment, "PORT": str(port)}
+    return {**without_secrets(environment), "PORT": str(port)}

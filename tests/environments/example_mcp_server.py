@@ -1,6 +1,8 @@
-"""A real MCP server over stdio, with one tool that remembers and one that fails."""
+"""A real MCP server over stdio, whose tools remember, fail and show its variables."""
 
 from __future__ import annotations
+
+import os
 
 from mcp.server.mcpserver import MCPServer
 
@@ -19,6 +21,12 @@ def note(text: str) -> str:
 def fail() -> str:
     """Always fail."""
     raise ValueError("this tool is broken")
+
+
+@server.tool()
+def variables() -> str:
+    """Show the environment variables."""
+    return str(dict(os.environ))
 
 
 if __name__ == "__main__":

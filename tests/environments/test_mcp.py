@@ -29,6 +29,16 @@ def test_the_model_calls_the_tools_of_a_server_of_its_own(stack: Stack) -> None:
         assert "There are 2 notes." in second
 
 
+def test_a_server_has_no_keys_of_the_run(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tools do what the model asks for, such as running a program that prints its environment."""
+    monkeypatch.setenv("AREAL_AGENTS_ADMIN_KEY", "secret-of-the-run")
+    monkeypatch.setenv("MINE", "variable-of-the-user")
+    said = Heard(call("variables", "{}"), "Done.")
+    assert played(stack, SERVER, {"question": "What do you know?"}, said) is None
+    _, result = said.news
+    assert "variable-of-the-user" in result and "secret-of-the-run" not in result
+
+
 def test_a_server_has_no_tasks_and_a_command_must_be_readable() -> None:
     with pytest.raises(TaskEnvironmentError, match="tools and no tasks; give the tasks in data.path"):
         environment_tasks(EnvironmentConfig(use=SERVER), "train")

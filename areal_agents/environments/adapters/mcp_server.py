@@ -22,6 +22,7 @@ from areal_agents.environments.players import Model, Tool, opening_messages, pla
 from areal_agents.environments.schemes import SCHEMES
 from areal_agents.episode import Episode
 from areal_agents.errors import TaskEnvironmentError
+from areal_agents.secret_variables import without_secrets
 
 
 def open(line: EnvironmentLine) -> McpServer:
@@ -42,7 +43,9 @@ class McpServer:
                 command, *arguments = shlex.split(line.name)
             except ValueError as error:
                 raise TaskEnvironmentError(f"{line.text!r}: the command cannot be read: {error}") from error
-            self._server = StdioServerParameters(command=command, args=arguments, env=dict(os.environ))
+            # The model chooses what the server does, so the server gets no keys of the run.
+            environment = without_secrets(os.environ)
+            self._server = StdioServerParameters(command=command, args=arguments, env=environment)
 
     def tasks(self, split: Split) -> list[dict[str, Any]]:
         """Raise TaskEnvironmentError: a server has no tasks."""

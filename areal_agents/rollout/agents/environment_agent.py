@@ -22,6 +22,7 @@ from areal_agents.errors import AgentError, TaskEnvironmentError
 from areal_agents.rollout.agent_variables import agent_variables
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
+from areal_agents.secret_variables import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def environment_tasks(config: EnvironmentConfig, split: Split) -> list[dict[str,
             capture_output=True,
             text=True,
             timeout=START_TIMEOUT_S,
-            env={**os.environ, **agent_variables()},
+            env={**without_secrets(os.environ), **agent_variables()},
         )
     except subprocess.TimeoutExpired as error:
         raise TaskEnvironmentError(f"{config.use!r} gave no tasks within {START_TIMEOUT_S:.0f} s") from error
