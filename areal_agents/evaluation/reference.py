@@ -1,4 +1,8 @@
-"""Compares the curve of a run with those of reference runs, which are in a file or in run folders."""
+"""Compares the curve of a run with those of reference runs, which are in a file or in run folders.
+
+The curve of a run is its held-out reward. A run on users' conversations (`data.traffic`) has no held-out
+tasks; its curve is the reward of the conversations that it was trained on.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,19 @@ from areal_agents.whole_files import write_whole
 
 CONFIDENCE = 0.95
 SMOOTHED = 5  # steps whose rewards are averaged
-_FORMAT = 1
+HELD_OUT, OF_USERS = "held-out reward", "reward of users' conversations"
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class HeldOutPoint:
-    """A complete evaluation: its step, its mean score, and the number of its episodes."""
+class Evaluated:
+    """A complete evaluation, or SMOOTHED steps on users' conversations.
+
+    Attributes:
+        step: the number of steps after which the policy was evaluated; of SMOOTHED steps, the last.
+        reward: the mean score.
+        episodes: how many episodes it is the mean of.
+    """
 
     step: int
     reward: float
@@ -42,14 +53,16 @@ class Curve:
         name: the name of the run.
         seed: its seed.
         rewards: the mean reward of each step's batch, from step 1.
-        held_out: the complete evaluations, by step.
+        measured: what `points` are: HELD_OUT or OF_USERS.
+        points: the complete evaluations, by step; of users' conversations, the mean of each SMOOTHED steps.
         wall_s: seconds of its steps.
     """
 
     name: str
     seed: int
     rewards: tuple[float, ...]
-    held_out: tuple[HeldOutPoint, ...]
+    measured: str
+    points: tuple[Evaluated, ...]
     wall_s: float
 
 
@@ -81,19 +94,35 @@ def curve_of(root: Path) -> Curve:
     metrics = MetricsFile(folder.metrics)
     metrics.update()
     rows = metrics.rows
+    users = bool(config.get("data", {}).get("traffic"))
+    return Curve(
+        name=root.resolve().name,
+        seed=int(config.get("seed", 0)),
+        rewards=tuple(row["reward_mean"] for row in rows),
+        measured=OF_USERS if users else HELD_OUT,
+        points=_of_users(rows) if users else _held_out(folder, rows),
+        wall_s=round(sum(row["step_s"] for row in rows), 1),
+    )
+
+
+def _held_out(folder: RunFolder, rows: Sequence[Mapping[str, Any]]) -> tuple[Evaluated, ...]:
     last = rows[-1]["step"] if rows else 0
     with store_of_run(folder) as store:
         evaluations = complete_evaluations([e for e in read_held_out(store) if "without" not in e.label])
     # Only rewards of one agent are a curve: those of the newest, if it was changed on the way.
     evaluations = [e for e in evaluations if comparable(e, evaluations[-1])]
-    points = [HeldOutPoint(step_of_label(e.label, last), e.reward, e.done) for e in evaluations]
-    return Curve(
-        name=root.resolve().name,
-        seed=int(config.get("seed", 0)),
-        rewards=tuple(row["reward_mean"] for row in rows),
-        held_out=tuple(sorted(points, key=lambda point: point.step)),
-        wall_s=round(sum(row["step_s"] for row in rows), 1),
-    )
+    points = [Evaluated(step_of_label(e.label, last), e.reward, e.done) for e in evaluations]
+    return tuple(sorted(points, key=lambda point: point.step))
+
+
+def _of_users(rows: Sequence[Mapping[str, Any]]) -> tuple[Evaluated, ...]:
+    points = []
+    for end in range(SMOOTHED, len(rows) + 1, SMOOTHED):
+        steps = rows[end - SMOOTHED : end]
+        episodes = sum(int(row["episodes"]) for row in steps)
+        reward = fmean(row["reward_mean"] for row in steps)
+        points.append(Evaluated(steps[-1]["step"], reward, episodes))
+    return tuple(points)
 
 
 def curves_in(place: Path) -> list[Curve]:
@@ -124,12 +153,18 @@ def write_reference(path: Path, runs: Sequence[Path], *, note: str = "") -> list
         note: how the runs were made: the command, the machine.
 
     Raises:
-        ConfigError: a folder is not that of a run, or a run has no complete evaluation.
+        ConfigError: a folder is not that of a run, or a run has no complete evaluation, or fewer than
+            SMOOTHED steps on users' conversations.
     """
     curves = [curve_of(run) for run in runs]
     for run, curve in zip(runs, curves, strict=True):
-        if not curve.held_out:
-            raise ConfigError(f"{run} has no complete evaluation, so it cannot be a reference; add eval.data")
+        if not curve.points:
+            lacks = (
+                f"fewer than {SMOOTHED} steps, so it cannot be a reference; let it go on"
+                if curve.measured == OF_USERS
+                else "no complete evaluation, so it cannot be a reference; add eval.data"
+            )
+            raise ConfigError(f"{run} has {lacks}")
     tree = {
         "format": _FORMAT,
         "version": __version__,
@@ -142,15 +177,23 @@ def write_reference(path: Path, runs: Sequence[Path], *, note: str = "") -> list
 
 
 def compare(run: Curve, references: Sequence[Curve]) -> list[Point]:
-    """Compare the held-out rewards of a run with those of references at the steps that both have.
+    """Compare the points of a run with those of references at the steps that both have.
 
     The interval is that of a further run, given k reference runs with mean m and deviation s:
     m ± t(0.975, k − 1) s √(1 + 1/k). s is at least the deviation of a mean of n scores of 0 or 1,
     √(m (1 − m) / n), which is all that is known if there is one reference; t is then the normal quantile.
+
+    Raises ConfigError if one has held-out rewards, and another the rewards of users.
     """
+    for reference in references:
+        if reference.measured != run.measured:
+            raise ConfigError(
+                f"nothing was compared: the curve of {run.name} is its {run.measured}, and that of "
+                f"{reference.name} its {reference.measured}; compare with the reference of a run of its kind"
+            )
     found = []
-    for point in run.held_out:
-        same = [other for curve in references for other in curve.held_out if other.step == point.step]
+    for point in run.points:
+        same = [other for curve in references for other in curve.points if other.step == point.step]
         if not same:
             continue
         low, high = _interval([other.reward for other in same], min(other.episodes for other in same))
@@ -162,13 +205,13 @@ def require_trained_step(run: Curve, references: Sequence[Curve], points: Sequen
     """Raise ConfigError if no evaluation of a trained policy is compared: step 0 is before training."""
     if any(point.step > 0 for point in points):
         return
-    steps = sorted({point.step for curve in references for point in curve.held_out if point.step > 0})
+    steps = sorted({point.step for curve in references for point in curve.points if point.step > 0})
     if not steps:
         raise ConfigError(
             "nothing was compared: the reference has no evaluation after step 0, which is before training; "
             "add eval.data and eval.every to it"
         )
-    ours = sorted(point.step for point in run.held_out)
+    ours = sorted(point.step for point in run.points)
     found = f"at the steps {', '.join(map(str, ours))}" if ours else "not at all"
     only = " (step 0 is before training, so it says nothing about what was learned)" if points else ""
     raise ConfigError(
@@ -197,5 +240,5 @@ def rewards_at(curve: Curve, shares: Sequence[float]) -> list[float | None]:
 
 
 def _curve(tree: Mapping[str, Any]) -> Curve:
-    points = tuple(HeldOutPoint(**point) for point in tree["held_out"])
-    return Curve(**{**tree, "rewards": tuple(tree["rewards"]), "held_out": points})
+    points = tuple(Evaluated(**point) for point in tree["points"])
+    return Curve(**{**tree, "rewards": tuple(tree["rewards"]), "points": points})

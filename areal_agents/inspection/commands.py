@@ -517,5 +517,5 @@ def reference(
     from areal_agents.evaluation.reference import write_reference
 
     curves = write_reference(out, runs, note=note)
-    ends = ", ".join(f"{curve.held_out[-1].reward:.3f}" for curve in curves)
-    print(f"written to {out}: held-out reward at the end {ends}")
+    ends = ", ".join(f"{curve.points[-1].reward:.3f}" for curve in curves)
+    print(f"written to {out}: {curves[0].measured} at the end {ends}")

@@ -50,11 +50,9 @@ def episodes_table(episodes: Iterable[Mapping[str, Any]]) -> Table:
 def draw_comparison(
     run: Curve, references: Sequence[Curve], points: Sequence[Point], console: Console
 ) -> None:
-    """Print a run beside its references: held-out rewards, training rewards, and seconds."""
+    """Print a run beside its references: the points of their curves, training rewards, and seconds."""
     ends = f"{len(references)} reference run{'s' if len(references) > 1 else ''}"
-    table = Table(
-        "step", run.name, ends, f"{CONFIDENCE:.0%} of further runs", "verdict", title="held-out reward"
-    )
+    table = Table("step", run.name, ends, f"{CONFIDENCE:.0%} of further runs", "verdict", title=run.measured)
     styles = {"below": "bold red", "above": "bold green", "within": ""}
     for point in points:
         bounds = f"{point.low:.3f} to {point.high:.3f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,22 @@ from typer.testing import CliRunner
 from areal_agents.cli import app
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.errors import ConfigError
-from areal_agents.evaluation.reference import Curve, HeldOutPoint, compare, curve_of, curves_in, rewards_at
+from areal_agents.evaluation.reference import (
+    HELD_OUT,
+    OF_USERS,
+    Curve,
+    Evaluated,
+    compare,
+    curve_of,
+    curves_in,
+    rewards_at,
+)
 from areal_agents.store import NewEpisode, Store
 
 
 def curve(*held_out: float, episodes: int = 100, rewards: tuple[float, ...] = ()) -> Curve:
-    points = tuple(HeldOutPoint(20 * n, reward, episodes) for n, reward in enumerate(held_out))
-    return Curve("c", 0, rewards, points, 10.0)
+    points = tuple(Evaluated(20 * n, reward, episodes) for n, reward in enumerate(held_out))
+    return Curve("c", 0, rewards, HELD_OUT, points, 10.0)
 
 
 def run_folder(root: Path, *, before: float, after: float, tasks: int = 20) -> Path:
@@ -73,7 +83,7 @@ def test_one_reference_gives_the_spread_of_its_tasks_alone() -> None:
 
 
 def test_only_steps_that_both_have_are_compared() -> None:
-    shifted = Curve("c", 0, (), (HeldOutPoint(7, 0.5, 10),), 1.0)
+    shifted = Curve("c", 0, (), HELD_OUT, (Evaluated(7, 0.5, 10),), 1.0)
     assert compare(curve(0.5, 0.6), [shifted]) == []
 
 
@@ -84,10 +94,12 @@ def test_only_steps_that_both_have_are_compared() -> None:
 def test_a_comparison_before_training_is_none(tmp_path: Path, after: int | None, said: str) -> None:
     run = run_folder(tmp_path / "run", before=0.3, after=0.3)
     steps = (0,) if after is None else (0, after)
-    held_out = [{"step": step, "reward": 0.3, "episodes": 20} for step in steps]
-    reference = {"name": "r", "seed": 0, "rewards": [], "held_out": held_out, "wall_s": 1.0}
+    points = [{"step": step, "reward": 0.3, "episodes": 20} for step in steps]
+    reference = {
+        "name": "r", "seed": 0, "rewards": [], "measured": HELD_OUT, "points": points, "wall_s": 1.0
+    }  # fmt: skip
     file = tmp_path / "reference.json"
-    file.write_text(json.dumps({"format": 1, "runs": [reference]}))
+    file.write_text(json.dumps({"format": 2, "runs": [reference]}))
     compared = CliRunner().invoke(app, ["compare", str(run), str(file)])
     assert isinstance(compared.exception, ConfigError) and compared.exit_code == 1
     assert compared.output == ""
@@ -109,13 +121,48 @@ def test_runs_are_written_read_and_held_against_each_other(tmp_path: Path) -> No
     assert written.exit_code == 0 and "0.900, 0.900" in written.output
     assert json.loads(file.read_text())["note"] == "two cores"
     assert curves_in(file) == [curve_of(run) for run in good]
-    assert curve_of(bad).held_out == (HeldOutPoint(0, 0.3, 20), HeldOutPoint(2, 0.35, 20))
+    assert curve_of(bad).points == (Evaluated(0, 0.3, 20), Evaluated(2, 0.35, 20))
     assert (curve_of(bad).seed, curve_of(bad).rewards, curve_of(bad).wall_s) == (3, (0.25, 0.5), 4.0)
     passed = invoke(app, ["compare", str(good[0]), str(file)])
     assert passed.exit_code == 0 and "within" in passed.output and "2 reference runs" in passed.output
     failed = invoke(app, ["compare", str(bad), str(good[1]), "--json"])
     assert failed.exit_code == 1
     assert [point["verdict"] for point in json.loads(failed.output)["points"]] == ["within", "below"]
+
+
+def run_on_users(root: Path, rewards: Sequence[float]) -> Path:
+    """A run on users' conversations, 64 in each batch, without evaluations."""
+    root.mkdir()
+    (root / "config.yaml").write_text(
+        yaml.safe_dump({"seed": 1, "trainer": {"steps": 100}, "data": {"traffic": True}})
+    )
+    rows = [
+        {"step": step, "time": 9.0, "reward_mean": reward, "step_s": 2.0, "episodes": 64}
+        for step, reward in enumerate(rewards, start=1)
+    ]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def test_a_run_on_users_is_held_against_its_kind_by_their_rewards(tmp_path: Path) -> None:
+    learns = [0.2] * 5 + [0.3, 0.4, 0.5, 0.6, 0.7] + [0.9] * 4
+    good = [run_on_users(tmp_path / f"good{n}", learns) for n in range(3)]
+    bad = run_on_users(tmp_path / "bad", [0.2] * 10)
+    short = run_on_users(tmp_path / "short", [0.2] * 4)
+    assert curve_of(good[0]).points == (Evaluated(5, 0.2, 320), Evaluated(10, pytest.approx(0.5), 320))
+    file = tmp_path / "reference.json"
+    invoke = CliRunner().invoke
+    written = invoke(app, ["reference", str(file), *map(str, good)])
+    assert written.exit_code == 0 and f"{OF_USERS} at the end 0.500, 0.500, 0.500" in written.output
+    assert curves_in(file) == [curve_of(run) for run in good]
+    failed = invoke(app, ["compare", str(bad), str(file), "--json"])
+    assert failed.exit_code == 1
+    assert [point["verdict"] for point in json.loads(failed.output)["points"]] == ["within", "below"]
+    with pytest.raises(ConfigError, match="short has fewer than 5 steps"):
+        raise invoke(app, ["reference", str(file), str(short)]).exception
+    held_out = run_folder(tmp_path / "held-out", before=0.3, after=0.9)
+    with pytest.raises(ConfigError, match="is its held-out reward, and that of good0 its reward of users"):
+        raise invoke(app, ["compare", str(held_out), str(file)]).exception
 
 
 @pytest.mark.parametrize(
