@@ -182,6 +182,8 @@ def compare(run: Curve, references: Sequence[Curve]) -> list[Point]:
     The interval is that of a further run, given k reference runs with mean m and deviation s:
     m ± t(0.975, k − 1) s √(1 + 1/k). s is at least the deviation of a mean of n scores of 0 or 1,
     √(m (1 − m) / n), which is all that is known if there is one reference; t is then the normal quantile.
+    For that deviation m is at least 1 / (n + 2) and at most (n + 1) / (n + 2), which is the estimate by the
+    rule of succession where every score was 0 or 1: another run may fail a task.
 
     Raises ConfigError if one has held-out rewards, and another the rewards of users.
     """
@@ -223,7 +225,7 @@ def require_trained_step(run: Curve, references: Sequence[Curve], points: Sequen
 
 def _interval(values: Sequence[float], episodes: int) -> tuple[float, float]:
     count, mean = len(values), fmean(values)
-    share = min(1.0, max(0.0, mean))
+    share = min((episodes + 1) / (episodes + 2), max(1 / (episodes + 2), mean))
     sampling = math.sqrt(share * (1.0 - share) / episodes)
     spread = max(stdev(values), sampling) if count > 1 else sampling
     quantile = t_quantile(0.5 + CONFIDENCE / 2, count - 1) if count > 1 else 1.96

@@ -82,6 +82,12 @@ def test_one_reference_gives_the_spread_of_its_tasks_alone() -> None:
     assert compare(curve(1.0), [curve(0.9)])[0].verdict == "above"
 
 
+def test_references_without_a_failure_leave_room_for_one() -> None:
+    all_solved = [curve(0.5, 1.0, episodes=256) for _ in range(3)]
+    one_failed, many_failed = (compare(curve(0.5, after), all_solved)[-1] for after in (255 / 256, 0.95))
+    assert (one_failed.verdict, many_failed.verdict) == ("within", "below")
+
+
 def test_only_steps_that_both_have_are_compared() -> None:
     shifted = Curve("c", 0, (), HELD_OUT, (Evaluated(7, 0.5, 10),), 1.0)
     assert compare(curve(0.5, 0.6), [shifted]) == []
