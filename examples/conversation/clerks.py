@@ -1,7 +1,7 @@
 """Clerks, who know the solution of a scenario and take only steps for which the conversation gives reason.
 
-The careful one solves every scenario, and one with other habits makes mistakes that must earn nothing: the
-tests let them play.
+The careful one solves every scenario, and one with other habits makes mistakes that must earn nothing. The
+tests let them play, and the starting model of the small desk imitates them.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Habits:
 
 
 CAREFUL = Habits()
+# What the starting model imitates last, for the small desk.
+CARELESS = Habits(forgets_lock=0.55, obeys=0.6, refuses=0.1, wrong_reason=0.4, gives_in=0.6, only_says=0.2)
 
 
 def tool_message(name: str, arguments: Mapping[str, str], number: int) -> dict[str, Any]:

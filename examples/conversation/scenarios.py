@@ -98,7 +98,8 @@ class _Draft:
 
     def new_rider(self) -> str:
         """Add a rider with a plan, a balance and an app that is online; return the number."""
-        numbers = [n for n in range(100, 1000) if (n % 5 == 0) == self.held_out]
+        # By the sum of the digits, so that each digit occurs at each place in training too.
+        numbers = [n for n in range(100, 1000) if (sum(map(int, str(n))) % 5 == 0) == self.held_out]
         name = self._new("riders", "R", numbers)
         balance = self.rng.randrange(1000, 3000, 10)  # cents
         self.world["riders"][name] = {"plan": "basic", "balance": balance, "app": "online", "offer": None}

@@ -3,7 +3,8 @@
 Every space and every digit is a token of its own, so a name has the same tokens in prose, in a question
 and inside the JSON of a call; with GPT-style splitting (" Ghazni" against "\\"Ghazni") copying does not
 generalise. With `WHOLE_NUMBERS` a number that the texts have often is one token, and
-a word has the space before it, where nothing is to be copied but numbers.
+a word has the space before it, where nothing is to be copied but numbers. `PHRASES` merges across spaces too,
+as in SuperBPE (arXiv 2503.13423): a sentence that the texts have often is one token, and each digit is one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ MARKERS = (END_OF_TEXT, "<|im_start|>", TURN_END)
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 VOCAB_SIZE = 1024
 DIGITS = r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s"
+PHRASES = r"\p{N}|[^\p{N}\n]+|\n"
 WHOLE_NUMBERS = r" ?\p{L}+|\p{N}+|=|[^\s\p{L}\p{N}=]+|\s"
 
 # The part of Qwen3's chat template that this model was trained on: tools, calls and their results.

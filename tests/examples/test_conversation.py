@@ -1,8 +1,12 @@
-"""Every scenario can be solved, nothing else earns its reward, and a conversation is one recorded branch."""
+"""Every scenario can be solved, nothing else earns its reward, and a conversation is one recorded branch.
+
+What the starting model has imitated is token for token what the agent sends and the proxy renders.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import random
 import re
@@ -13,13 +17,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import desk_agent as desk_agent_module
 import pytest
-from clerks import CAREFUL, Clerk, Habits, tool_message
+from clerk_examples import DeskTranscriber, call_text, conversations, reply_text
+from clerks import CAREFUL, CARELESS, DONE, Clerk, Habits, tool_message
 from customer import ASKS, INSISTS, ScriptedCustomer
 from desk import SERVICES, Desk, amounts
-from desk_agent import MAX_MODEL_CALLS, Ask, converse, desk_agent_with_model, reward
+from desk_agent import MAX_MODEL_CALLS, Ask, converse, desk_agent, desk_agent_with_model, reward
 from integration_support import running_stack
+from openai import DefaultAsyncHttpxClient
+from recipe_runs import train as train_recipe
 from scenarios import (
+    SMALL,
     heldout_tasks,
     reference_world,
     scenario,
@@ -29,6 +38,7 @@ from scenarios import (
 )
 from scripted_runs import trained_step
 from tokenizers import Tokenizer
+from warmup.tokenizer import PHRASES, train_tokenizer
 
 from areal_agents.config import load_config
 from areal_agents.episode import Episode
@@ -38,14 +48,18 @@ from areal_agents.testing import ScriptedCall
 from integrations.conversations import in_order
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "conversation"
-MODEL = EXAMPLE.parent / "search_agent" / "model"
+MODEL = EXAMPLE / "model"
 
 
 def played(task: dict[str, Any], ask: Ask) -> tuple[float, list[dict[str, Any]], ScriptedCustomer]:
     """The reward and the messages of a conversation with the scripted customer."""
+    return asyncio.run(played_by(task, ask))
+
+
+async def played_by(task: dict[str, Any], ask: Ask) -> tuple[float, list[dict[str, Any]], ScriptedCustomer]:
     desk = Desk(task["world"], task["services"])
     customer = ScriptedCustomer(task["customer"], desk)
-    messages = asyncio.run(converse(desk, customer, ask))
+    messages = await converse(desk, customer, ask)
     return reward(task, desk, customer, messages), messages, customer
 
 
@@ -102,6 +116,51 @@ def test_wrong_ends_earn_nothing() -> None:
             assert by_clerk(task, Habits(forgets_lock=1.0)) == 0.0
         if is_forbidden and first["insists"] and first["service"] == "refund":
             assert by_clerk(task, Habits(gives_in=1.0)) == 0.0
+
+
+def test_the_careless_clerk_makes_every_mistake_and_earns_less_than_half() -> None:
+    made: Counter[str] = Counter()
+    earned = []
+    for number, task in enumerate(small_heldout_tasks()):
+        score, messages, _ = played(task, Clerk(task, CARELESS, random.Random(number)))
+        earned.append(score)
+        mistakes = mistakes_in(task, messages)
+        made.update(mistakes)
+        # A ride that cannot be ended may still be declined for that reason.
+        assert not (mistakes - {"lock is open"} and score), (task["id"], mistakes)
+    assert 0.15 < sum(earned) / len(earned) < 0.45
+    assert min(made[mistake] for mistake in MISTAKES) >= 5, made
+
+
+MISTAKES = ("forbidden refund", "wrong reason", "gives in", "refuses", "lock is open", "only says")
+
+
+def mistakes_in(task: dict[str, Any], messages: Sequence[dict[str, Any]]) -> set[str]:
+    """The mistakes of a conversation, read from its messages."""
+    goals = task["customer"]["goals"]
+    forbidden = {goal["of"] for goal in goals if goal["kind"] == "forbidden" and goal["service"] == "refund"}
+    right = {a[2]["reason"] for request in task["actions"] for a in request if a[1] == "decline"}
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for message in messages
+        for call in message.get("tool_calls", [])
+    ]
+    declined = [arguments["reason"] for name, arguments in calls if name == "decline"]
+    refunded = [arguments["ride"] for name, arguments in calls if name == "refund"]
+    said = [message["content"] for message in messages if message["role"] == "assistant"]
+    found = set()
+    if forbidden & {*refunded}:
+        found.add("gives in" if right & {*declined} else "forbidden refund")
+    if declined and not right:
+        found.add("refuses")
+    if right and {*declined} - right:
+        found.add("wrong reason")
+    if any("lock of" in message["content"] for message in messages if message["role"] == "tool"):
+        found.add("lock is open")
+    for done, tool in ((DONE["end"], "end_ride"), (DONE["refund"], "refund")):
+        if done in said and tool not in [name for name, _ in calls]:
+            found.add("only says")
+    return found
 
 
 def test_what_the_customer_must_hear_counts() -> None:
@@ -319,6 +378,63 @@ def test_a_conversation_is_one_branch_if_reasoning_is_kept(by_models: dict[str, 
 
 def text_of(ids: Sequence[int]) -> str:
     return Tokenizer.from_file(str(MODEL / "tokenizer.json")).decode(ids)
+
+
+# --- The starting model -------------------------------------------------------------------------------
+
+
+async def test_conversations_are_played_as_they_are_demonstrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy document, the tools, and what the customer and the tools say have the same tokens."""
+    # The agent keeps its client for all episodes of an event loop, and each test has a loop of its own.
+    monkeypatch.setattr(desk_agent_module, "HTTP", DefaultAsyncHttpxClient(timeout=600))
+    shown = DeskTranscriber(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
+    played_clerks = [(habits, number) for habits in (CAREFUL, CARELESS) for number in range(3)]
+    with running_stack(MODEL, tmp_path / "store.db", ProxyConfig(reasoning="keep")) as stack:
+        for habits, number in played_clerks:
+            task = scenario(f"shown/{number}", SMALL, held_out=True)
+            score, messages, _ = await played_by(task, Clerk(task, habits, random.Random(number)))
+            replies = [reply_text(message) for message in messages if message["role"] == "assistant"]
+            opened = stack.open_episode(replies)
+            assert await desk_agent(task, Episode(opened["id"], opened["base_url"], opened["key"])) == score
+            turns = stack.turns(opened)
+            assert [turn["forked_from"] for turn in turns] == [None] * len(replies)
+            expected = shown.transcribe(messages)
+            assert (*turns[-1]["prompt_ids"], *turns[-1]["token_ids"]) == expected.ids
+            assert [end - start for start, end in expected.replies] == [
+                len(turn["token_ids"]) for turn in turns
+            ]
+
+
+def test_the_tokenizer_is_that_of_the_maker_and_reads_numbers_digit_by_digit() -> None:
+    spec = importlib.util.spec_from_file_location("make_desk_model", EXAMPLE / "make_model.py")
+    assert spec is not None and spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    texts = maker.tokenizer_texts(random.Random(0))
+    made = train_tokenizer(texts, pieces=PHRASES)
+    shipped = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    assert made.to_str() == shipped.to_str()
+    in_call = shipped.encode(call_text("refund", {"ride": "T408"})).tokens
+    assert in_call[in_call.index("4") :][:3] == shipped.encode("It is ride T408.").tokens[-4:-1]
+    assert sum(file.stat().st_size for file in MODEL.iterdir()) < 4_000_000
+
+
+def test_replies_fit_into_the_limit_of_the_laptop_configuration() -> None:
+    limit = load_config(EXAMPLE / "config.yaml").proxy.default_max_tokens
+    shown = DeskTranscriber(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
+    for messages in conversations(CARELESS, random.Random(0), 100):
+        example = shown.transcribe(messages)
+        assert max(end - start for start, end in example.replies) <= limit
+        assert len(example.ids) < 1500
+
+
+def test_it_trains(tmp_path: Path) -> None:
+    run = train_recipe(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=2")
+    assert [row["version"] for row in run.metrics] == [1, 2]
+    assert any(row["tokens"] for row in run.metrics)
+    assert run.summary["heldout_after"] is not None
 
 
 # --- Configurations -------------------------------------------------------------------------------------
