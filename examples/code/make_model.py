@@ -87,15 +87,15 @@ def make_tokenizer() -> tokenizers.Tokenizer:
     return train_tokenizer(tokenizer_texts(random.Random(0)), vocab_size=VOCAB_SIZE, pieces=WHOLE_NUMBERS)
 
 
-def tokenizer_texts(rng: random.Random, *, draws: int = 3000) -> Iterator[str]:
+def tokenizer_texts(rng: random.Random, *, samples: int = 3000) -> Iterator[str]:
     """What the model will read and write, without the markers."""
-    for draw in range(draws):
+    for sample in range(samples):
         problem, task = draw_task(rng, held_out=False)
         system, question = opening(task)
         played = play(problem, task, OF_ALL_KINDS, rng)
         yield question["content"]
         yield from (*played.replies, *played.reports)
-        if draw % 3 == 0:
+        if sample % 3 == 0:
             yield from ("system\n" + system["content"], "user\n", "assistant\n")
 
 

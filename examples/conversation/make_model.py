@@ -78,10 +78,10 @@ def main() -> None:
     report(f"wrote {options.out}")
 
 
-def tokenizer_texts(rng: random.Random, *, draws: int = 300) -> Iterator[str]:
+def tokenizer_texts(rng: random.Random, *, samples: int = 300) -> Iterator[str]:
     """What the model will read and write, without the markers."""
     prefix = byte_tokenizer().decode(DeskTranscriber(byte_tokenizer()).prefix, skip_special_tokens=False)
-    for messages in [*conversations(CAREFUL, rng, draws), *conversations(CARELESS, rng, draws)]:
+    for messages in [*conversations(CAREFUL, rng, samples), *conversations(CARELESS, rng, samples)]:
         texts = [reply_text(message) for message in messages[1:]]
         for text in (prefix, *["assistant\n"] * len(texts), *texts):
             for tag in MARKERS + TAGS:

@@ -49,7 +49,7 @@ def is_worked_out(reply: str, answer: str) -> bool:
 
 
 def _first_group(text: str) -> str:
-    """The text in the braces with which a text begins; all of it if there are none."""
+    """The content of the braces at the beginning of a string; the whole string if it has none there."""
     if not text.lstrip().startswith("{"):
         return text
     depth = 0

@@ -50,10 +50,10 @@ class JobAgent:
         command: the program and its arguments.
         owner: a name, of lower-case letters, digits and dashes, that no other agent uses at the same time;
             jobs that earlier agents of this name have left are cancelled. "": a new name is made.
-        logs, passed: see `CommandAgent`; a Job of Kubernetes has no variable of this process anyway.
+        logs, passed: see `CommandAgent`; Jobs of Kubernetes get no variables of this process.
 
         Raises:
-            AgentError: the template cannot be used, or this machine has no commands of the scheduler.
+            AgentError: the template cannot be used, or the scheduler's commands are not installed here.
         """
         self._command = shlex.join((*_WITH_TASK, *command))
         self._wait_s = config.wait_s

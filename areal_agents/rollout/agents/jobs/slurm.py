@@ -48,7 +48,7 @@ class SlurmJobs:
         passed: (PGPASSWORD,) if the jobs get the password of the store, else empty.
 
         Raises:
-            AgentError: the template cannot be used, or this machine has no commands of Slurm.
+            AgentError: the template cannot be used, or the commands of Slurm are not installed here.
         """
         self._script = read_script(template)
         self._owner = owner

@@ -43,7 +43,7 @@ def read_template(path: str, places: Collection[str]) -> str:
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Return a text with its places filled in."""
+    """Return a template with its places filled in."""
     return _PLACE.sub(lambda place: values[place[1]], text)
 
 
