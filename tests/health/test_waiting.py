@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -86,9 +87,8 @@ def test_running_episodes_are_told_from_agents_that_wait(server: str, tmp_path: 
         store.add_turn("a", turn).result()
         after = waiting.reason(store.group_counts(), store.activity(), started=True)
     assert "1 episodes are running" in before and "(a); no model call has ended yet" in before
-    assert after.endswith(
-        "1 episodes are running; the oldest began 0 s ago; the last model call ended 0 s ago"
-    )
+    said = r"1 episodes are running; the oldest began \d+ s ago; the last model call ended \d+ s ago$"
+    assert re.search(said, after)
 
 
 def test_a_run_is_looked_at_only_when_a_step_takes_much_longer_than_usual(

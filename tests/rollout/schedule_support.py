@@ -28,7 +28,12 @@ from areal_agents.core.messages import Message
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
-from areal_agents.proxy.episodes.control_forms import final_rewards_of, new_episode, new_group
+from areal_agents.proxy.episodes.control_forms import (
+    describe,
+    final_rewards_of,
+    new_episode,
+    new_group,
+)
 from areal_agents.rollout.agents.attempt import FailureStreak
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.data import TaskSource
@@ -124,8 +129,8 @@ class Network:
         return await self._seal(episode, "aborted" if aborted else "failed", error=error)
 
     async def get_episode(self, episode: str) -> dict[str, Any]:
-        found = self._store.load_episode(episode)
-        return {"limit_reached": self._store.episode_row(episode).limit_reached, "rewards": found.rewards}
+        row = self._store.episode_row(episode)
+        return describe(row, self._store.load_episode(episode), with_tokens=False)
 
     async def drop_group(self, group: str, reason: str) -> None:
         self._do(self._store.drop_open_group, group, reason)
