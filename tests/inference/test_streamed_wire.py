@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +18,7 @@ from aiohttp.test_utils import TestServer
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, as_token_ids
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.sglang.client import SGLangEngine
-from areal_agents.inference.sglang.transport import EventReader
+from areal_agents.inference.sglang.transport import EventReader, HttpTransport
 from areal_agents.inference.sglang.wire import StreamedCompletion
 
 IDS = [11, 12, 13, 14, 15]
@@ -232,6 +234,18 @@ async def test_a_stream_that_stalls_ends_at_the_total_limit() -> None:
     async with serving([event(chunk(0, 1))], hang=True, timeout_s=0.2) as (engine, _):
         with pytest.raises(EngineUnavailable, match=r"did not answer within 0\.2 s"):
             await generate(engine)
+
+
+async def test_a_connection_that_is_not_accepted_is_said_with_its_own_limit() -> None:
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        opened.enter_context(socket.create_connection(address))  # the queue of the listener is full
+        http = HttpTransport("http://{}:{}".format(*address), connect_timeout_s=0.2)
+        message = r"^http://127\.0\.0\.1:\d+/health accepted no connection within 0\.2 s$"
+        with pytest.raises(EngineUnavailable, match=message):
+            await http.call("GET", "/health", timeout_s=600)
+        await http.aclose()
 
 
 async def test_a_refusal_by_status_is_no_stream() -> None:

@@ -49,7 +49,7 @@ class HttpTransport:
         With `optional`, also returns None if the server does not have the endpoint.
         """
         url = self.base_url + path
-        with _mapped_errors(url, timeout_s):
+        with _mapped_errors(url, timeout_s, self._connect_timeout_s):
             async with self._open(method, url, body, timeout_s) as response:
                 raw, status = await _whole_answer(response), response.status
         if optional and status in NO_ENDPOINT:
@@ -67,7 +67,7 @@ class HttpTransport:
         """Yield the events of a streamed answer in the batches in which they arrive, without the final
         [DONE]."""
         url, reader = self.base_url + path, EventReader()
-        with _mapped_errors(url, timeout_s):
+        with _mapped_errors(url, timeout_s, self._connect_timeout_s):
             async with self._open("POST", url, body, timeout_s) as response:
                 if (error := error_of(url, response.status, b"")) is not None:
                     raise error_of(url, response.status, await _whole_answer(response)) or error
@@ -123,9 +123,11 @@ async def _finish(response: aiohttp.ClientResponse) -> None:
 
 
 @contextmanager
-def _mapped_errors(url: str, timeout_s: float) -> Iterator[None]:
+def _mapped_errors(url: str, timeout_s: float, connect_timeout_s: float) -> Iterator[None]:
     try:
         yield
+    except aiohttp.ConnectionTimeoutError as error:  # which is a TimeoutError too
+        raise EngineUnavailable(f"{url} accepted no connection within {connect_timeout_s:g} s") from error
     except TimeoutError as error:
         raise EngineUnavailable(f"{url} did not answer within {timeout_s:g} s") from error
     except aiohttp.ClientError as error:
