@@ -24,7 +24,7 @@ from areal_agents.cluster.role import counts, engine_gpus, wait_for_addresses
 from areal_agents.cluster.run_record import RunKeys, RunRecord, text_of
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ConfigError
-from areal_agents.launch.agent_jobs import NO_TRIAL, check_jobs, job_of_agent
+from areal_agents.launch.agent_jobs import NO_TRIAL, check_jobs
 from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.children import Children
 from areal_agents.launch.report.report import Form, Report, report_of
@@ -46,6 +46,7 @@ from areal_agents.launch.trial import run_trial
 from areal_agents.launch.weight_fetcher import check_location, wait_for_fetchers
 from areal_agents.proxy.page import link_of_page
 from areal_agents.rollout.agent_variables import agent_variables
+from areal_agents.rollout.config import job_of_agent
 from areal_agents.secret_variables import RUN_TOKEN, given_engine_key, take_token
 from areal_agents.store import Store
 from areal_agents.store.postgres import has_password, is_postgres
@@ -99,7 +100,7 @@ def train_on_cluster(
             report.say("the store is a SQLite file, which only the processes of this machine can share")
         if config.cluster.sandboxes:
             report.say("no trial episode is played: the machines of its sandbox are not reached yet")
-        elif config.trial and job_of_agent(config) is not None:
+        elif config.trial and job_of_agent(config.agent) is not None:
             report.say(NO_TRIAL)
         elif config.trial and config.agent and (has_changed or not folder.metrics.exists()):
             run_trial(folder, say=report.say, ablate_tool=False)

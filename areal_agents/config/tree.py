@@ -39,6 +39,7 @@ from areal_agents.rollout.config import (
     MixedEnvironmentConfig,
     RewardConfig,
     RolloutConfig,
+    job_of_agent,
 )
 from areal_agents.store.config import StoreConfig
 from areal_agents.telemetry.config import TelemetryConfig
@@ -228,7 +229,7 @@ def _episode_faults(config: Config) -> Iterator[str]:
             yield f"data: with environments, tasks are in data.sources, by the names {', '.join(names)}"
     if isinstance(config.agent, dict) and not is_environment and "cli" not in config.agent:
         yield f"agent: {_WRONG_AGENT}{json.dumps(config.agent, ensure_ascii=False)}"
-    job = config.agent.job if isinstance(config.agent, CommandAgentConfig) else None
+    job = job_of_agent(config.agent)
     if job is not None and job.wait_s >= config.proxy.idle_timeout_s:
         yield (
             f"agent.job.wait_s: {job.wait_s:g} s, but an episode without a call fails after "

@@ -12,15 +12,9 @@ from areal_agents.config import Config
 from areal_agents.errors import AgentError, ConfigError
 from areal_agents.launch.run_folder import ClusterPlace
 from areal_agents.rollout.agents.jobs.agent import check_template, queue_of
-from areal_agents.rollout.agents.jobs.config import JobConfig
-from areal_agents.rollout.config import CommandAgentConfig
+from areal_agents.rollout.config import job_of_agent
 
 NO_TRIAL = "no trial episode is played: its agent would be a job, which may have to wait"
-
-
-def job_of_agent(config: Config) -> JobConfig | None:
-    """Return the settings of the jobs of the run's agent, or None."""
-    return config.agent.job if isinstance(config.agent, CommandAgentConfig) else None
 
 
 def check_jobs(config: Config, *, is_cluster: bool = False) -> None:
@@ -33,7 +27,7 @@ def check_jobs(config: Config, *, is_cluster: bool = False) -> None:
     Raises:
         ConfigError: they cannot; says what to do.
     """
-    job = job_of_agent(config)
+    job = job_of_agent(config.agent)
     if job is None:
         return
     try:
@@ -60,7 +54,7 @@ def check_jobs(config: Config, *, is_cluster: bool = False) -> None:
 
 def refuse_jobs(config: Config, command: str) -> None:
     """Raise ConfigError for a command that serves its agents on this machine alone."""
-    if job_of_agent(config) is not None:
+    if job_of_agent(config.agent) is not None:
         raise ConfigError(
             f"agent.job: {command} plays episodes on this machine, which jobs do not reach; leave the job "
             "out (agent.job=null) to run the command here"

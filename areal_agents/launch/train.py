@@ -23,7 +23,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.health.waiting import Waiting
 from areal_agents.inference.config import SERVERS
 from areal_agents.inference.ports import reserved_ports
-from areal_agents.launch.agent_jobs import NO_TRIAL, check_jobs, job_of_agent
+from areal_agents.launch.agent_jobs import NO_TRIAL, check_jobs
 from areal_agents.launch.agent_sandbox import check_sandbox
 from areal_agents.launch.children import Children
 from areal_agents.launch.disk_space import disk_space_of
@@ -48,7 +48,7 @@ from areal_agents.launch.weight_fetcher import check_location
 from areal_agents.proxy.config import available_cores
 from areal_agents.proxy.page import link_of_page, new_view_key
 from areal_agents.rollout.agent_variables import agent_variables
-from areal_agents.rollout.config import EvalConfig
+from areal_agents.rollout.config import EvalConfig, job_of_agent
 from areal_agents.secret_variables import given_engine_key, new_engine_key
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
@@ -126,7 +126,7 @@ def train(
         save_config(config, folder.config)
         _report_plan(config, folder, report, plan, nodes)
         has_trial = config.trial and bool(config.agent) and plan is not None
-        if has_trial and job_of_agent(config) is not None:
+        if has_trial and job_of_agent(config.agent) is not None:
             report.say(NO_TRIAL)
         elif has_trial and (has_changed or not folder.metrics.exists()):
             run_trial(folder, say=report.say, ablate_tool=ablate_tool)

@@ -59,6 +59,11 @@ class CommandAgentConfig(SandboxConfig):
 AgentSpec = str | CommandAgentConfig | Mapping[str, Any]
 
 
+def job_of_agent(agent: AgentSpec) -> JobConfig | None:
+    """Return the settings of the jobs as which an agent's episodes run, or None."""
+    return agent.job if isinstance(agent, CommandAgentConfig) else None
+
+
 class LimitsConfig(Settings):
     """Limits of an episode; an episode that reaches one is truncated, not failed."""
 

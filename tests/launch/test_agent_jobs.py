@@ -10,10 +10,10 @@ import pytest
 
 from areal_agents.config import Config, load_config, save_config
 from areal_agents.errors import ConfigError
-from areal_agents.launch.agent_jobs import check_jobs, job_of_agent, owner_of_jobs, refuse_jobs
+from areal_agents.launch.agent_jobs import check_jobs, owner_of_jobs, refuse_jobs
 from areal_agents.launch.fingerprint import Fingerprint
 from areal_agents.launch.run_folder import ClusterPlace
-from areal_agents.rollout.config import CommandAgentConfig
+from areal_agents.rollout.config import CommandAgentConfig, job_of_agent
 
 ROOT = Path(__file__).parents[2]
 QUICK_START = ROOT / "examples/search_agent/config.yaml"
@@ -81,7 +81,7 @@ def test_a_wrong_template_and_a_missing_program_are_refused(
 def test_waiting_must_end_before_the_proxy_ends_the_episode() -> None:
     with pytest.raises(ConfigError, match=r"agent\.job\.wait_s: 3600 s, but an episode without a call fails"):
         loaded(wait_s=3600)
-    assert job_of_agent(loaded("proxy.idle_timeout_s=7200", wait_s=3600)) is not None
+    assert job_of_agent(loaded("proxy.idle_timeout_s=7200", wait_s=3600).agent) is not None
 
 
 def test_a_job_has_no_isolation() -> None:

@@ -28,9 +28,10 @@ from areal_agents.cluster.launchers.skypilot.task import shares_runs, task
 from areal_agents.cluster.train import check_config, processes_of
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ConfigError
-from areal_agents.launch.agent_jobs import check_jobs, job_of_agent
+from areal_agents.launch.agent_jobs import check_jobs
 from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.stopping import stop_timeout_s
+from areal_agents.rollout.config import job_of_agent
 
 _SUBMIT_S = 3600.0  # longest run of the command, in which SkyPilot starts machines
 
@@ -103,7 +104,7 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
         store_url=config.store.url,
         trainer_stop_s=stop_timeout_s(config),
         processes=processes,
-        creates_jobs=(job := job_of_agent(config)) is not None and job.kind == "kubernetes",
+        creates_jobs=(job := job_of_agent(config.agent)) is not None and job.kind == "kubernetes",
     )
     _check_sandbox_pods(config)
     settings = config.cluster.kubernetes
