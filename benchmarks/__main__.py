@@ -108,9 +108,12 @@ def asynchrony(
 @app.command("versus")
 def versus(
     as_json: AsJson = False,
-    out: Annotated[Path, typer.Option(help="The folder of the runs; what it has is not made again.")] = Path(
-        "runs/versus"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The folder of the runs; what it has is not made again, and other settings are refused."
+        ),
+    ] = Path("runs/versus"),
     steps: Annotated[int, typer.Option(help="Steps of each training.", min=1)] = 40,
     every: Annotated[int, typer.Option(help="Steps between weights that are evaluated.", min=1)] = 5,
     seed: Annotated[int, typer.Option(help="The seed of both.")] = 0,

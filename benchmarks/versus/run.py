@@ -6,13 +6,14 @@ Their weights are evaluated afterwards, all in the same way, and that time count
 
 from __future__ import annotations
 
+import hashlib
 import json as jsonlib
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_agents.errors import ConfigError
+from areal_agents.whole_files import write_whole
 
 CONFIG = Path("examples/search_agent/config.yaml")
 TARGET = 0.85  # held-out reward
@@ -68,13 +70,14 @@ def run(*, out: Path, json: bool, steps: int, every: int, seed: int, tasks: int)
     """Train with both, evaluate, and print the table.
 
     Args:
-        out: a folder for runs and results; what it has already is not made again.
+        out: a folder for runs and results; what it has already is not made again, so its settings must be
+            these.
         every: steps between weights that are evaluated; it divides `steps`.
         tasks: held-out tasks of an evaluation.
 
     Raises:
-        ConfigError: `every` does not divide `steps`, there is no quick start in the working directory, TRL is
-            not installed, or a program fails.
+        ConfigError: `every` does not divide `steps`, there is no quick start in the working directory, `out`
+            was made with other settings, TRL is not installed, or a program fails.
     """
     if steps % every:
         raise ConfigError(f"--steps has to be a multiple of --every {every}, got {steps}")
@@ -82,6 +85,10 @@ def run(*, out: Path, json: bool, steps: int, every: int, seed: int, tasks: int)
         raise ConfigError(f"the quick start is trained, but there is no {CONFIG} here")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256(CONFIG.read_bytes()).hexdigest()
+    _keep_settings(
+        out, {"--steps": steps, "--every": every, "--seed": seed, "--tasks": tasks, str(CONFIG): digest}
+    )
     results = []
     for name, train in (("areal-agents", _train_ours), ("trl", _train_trl)):
         done = out / f"{name}.json"
@@ -94,6 +101,29 @@ def run(*, out: Path, json: bool, steps: int, every: int, seed: int, tasks: int)
     _show(results)
     if json:
         print(jsonlib.dumps({"cores": os.cpu_count(), "trainings": [asdict(result) for result in results]}))
+
+
+def _keep_settings(out: Path, settings: Mapping[str, int | str]) -> None:
+    """Write the settings of what a folder will have. Raises ConfigError if it has results of other ones."""
+    file = out / "settings.json"
+    elsewhere = f"give another folder with --out, or remove {out}"
+    if file.exists():
+        made_with = jsonlib.loads(file.read_text())
+        differing = [name for name, value in settings.items() if made_with.get(name) != value]
+        if differing:
+            raise ConfigError(
+                f"{out} has results that were made with other settings: "
+                f"{', '.join(_difference(name, made_with.get(name), settings[name]) for name in differing)}; "
+                f"{elsewhere}"
+            )
+    elif any(out.iterdir()):
+        raise ConfigError(f"{out} has files, but no {file.name} that says how they were made; {elsewhere}")
+    else:
+        write_whole(file, jsonlib.dumps(settings) + "\n")
+
+
+def _difference(name: str, before: int | str | None, now: int | str) -> str:
+    return f"{name} {before}, now {now}" if name.startswith("--") else f"{name} has changed since"
 
 
 def _train_ours(folder: Path, steps: int, every: int, seed: int, tasks: int, console: Console) -> Training:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from areal_agents.errors import ConfigError
 from benchmarks.__main__ import app
-from benchmarks.versus.run import _training, run
+from benchmarks.versus import run as versus
+from benchmarks.versus.run import Training, _training, run
 
 
 def test_times_to_the_target_are_those_of_the_first_weights_that_reach_it(tmp_path: Path) -> None:
@@ -27,6 +30,37 @@ def test_times_to_the_target_are_those_of_the_first_weights_that_reach_it(tmp_pa
 def test_weights_are_evaluated_at_the_last_step(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--steps has to be a multiple of --every 2, got 5"):
         run(out=tmp_path, json=False, steps=5, every=2, seed=0, tasks=16)
+
+
+def test_results_of_other_settings_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "examples/search_agent/config.yaml"
+    config.parent.mkdir(parents=True)
+    config.write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path)
+    out, trained = tmp_path / "out", list[str]()
+
+    def train(name: str) -> Callable[..., Training]:
+        def trains(*settings: object) -> Training:
+            trained.append(name)
+            return Training(name, 4, 1.0, 2.0, None, {2: 0.5, 4: 0.6}, 10.0, 1.0, 20)
+
+        return trains
+
+    monkeypatch.setattr(versus, "_train_ours", train("ours"))
+    monkeypatch.setattr(versus, "_train_trl", train("trl"))
+    settings: dict[str, Any] = {"json": False, "steps": 4, "every": 2, "seed": 0, "tasks": 16}
+    for _ in range(2):
+        run(out=out, **settings)
+    assert trained == ["ours", "trl"]
+    with pytest.raises(ConfigError, match=r"out has results .*: --steps 4, now 8, --tasks 16, now 32; give"):
+        run(out=out, **{**settings, "steps": 8, "tasks": 32})
+    config.write_text("seed: 2\n")
+    with pytest.raises(ConfigError, match=r"other settings: examples/search_agent/config\.yaml has changed"):
+        run(out=out, **settings)
+    (out / "settings.json").unlink()
+    with pytest.raises(ConfigError, match=r"out has files, but no settings\.json"):
+        run(out=out, **settings)
+    assert trained == ["ours", "trl"]
 
 
 @pytest.mark.slow
