@@ -40,11 +40,11 @@ from areal_agents.tls import check_certificate, trusting
 
 logger = logging.getLogger(__name__)
 
+LONGEST_NAME_S = 300.0  # until the name servers know a new machine
 _POLL_S = 0.2
 _LONGEST_WAIT_S = 3600.0  # for the others, whose machines may have to wait in a queue
 _SERVER_STOP_S = 15.0
 _LOOPBACK = "127.0.0.1"
-_LONGEST_NAME_S = 300.0  # until the name servers know a new machine
 
 
 def run_role(
@@ -109,15 +109,15 @@ def _knows_own_name(host: str, told: threading.Event) -> bool:
         False if the process was told to end meanwhile. An address is not checked.
 
     Raises:
-        ConfigError: it does not within `_LONGEST_NAME_S`.
+        ConfigError: it does not within `LONGEST_NAME_S`.
     """
     if not is_name(host):
         return True
-    deadline = time.monotonic() + _LONGEST_NAME_S
+    deadline = time.monotonic() + LONGEST_NAME_S
     while not is_this_machine(host):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"--host {host} has not become a name of this machine within {_LONGEST_NAME_S:.0f} s; give "
+                f"--host {host} has not become a name of this machine within {LONGEST_NAME_S:.0f} s; give "
                 "a name that the name servers of this machine resolve to its address"
             )
         if told.wait(_POLL_S):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +28,8 @@ from areal_agents.config import load_config
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError
 from areal_agents.inference.ports import reserved_ports
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.supervision import EXIT_STOPPED
 from areal_agents.rollout.sandbox_hosts import hosts_of_run
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.secret_variables import RUN_TOKEN, bearer
@@ -134,25 +136,50 @@ def test_a_role_without_a_certificate_for_its_address_ends_at_once(
         assert store.addresses("engine") == {}
 
 
+@pytest.mark.parametrize("knows_at", [3, 100])
 def test_a_role_waits_until_it_has_its_name(
-    tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch, knows_at: int
 ) -> None:
-    asked = []
+    """It is told to end when it has asked three times, whether it has its name by then or not."""
+    asked: list[str] = []
 
     def is_this_machine(host: str) -> bool:
         asked.append(host)
-        return len(asked) > 2
+        if len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return len(asked) == knows_at
 
     monkeypatch.setattr(role_module, "is_this_machine", is_this_machine)
-    told = threading.Event()
-    assert role_module._knows_own_name("engine-0.engine.training.svc", told)
-    assert asked == ["engine-0.engine.training.svc"] * 3
-    assert role_module._knows_own_name("10.0.0.11", told) and len(asked) == 3
-    told.set()
-    asked.clear()
-    assert not role_module._knows_own_name("engine-0.engine.training.svc", told)
-    monkeypatch.setattr(role_module, "_LONGEST_NAME_S", 0.0)
-    asked.clear()
-    told.clear()
-    with pytest.raises(ConfigError, match="has not become a name of this machine within 0 s"):
-        role_module._knows_own_name("engine-0.engine.training.svc", told)
+    monkeypatch.setenv(RUN_TOKEN, TOKEN)
+    with run_of(tmp_path, tls) as (store, _):
+        assert run_role("proxy", 0, str(store.path), host="localhost") == EXIT_STOPPED
+    assert asked == ["localhost"] * 3
+    assert RunFolder(tmp_path / "run").config.exists() == (knows_at == 3)  # what a process writes first
+
+
+def test_a_role_whose_name_stays_unknown_ends_with_what_to_do(
+    tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(role_module, "is_this_machine", lambda host: False)
+    monkeypatch.setattr(role_module, "LONGEST_NAME_S", 0.0)
+    monkeypatch.setenv(RUN_TOKEN, TOKEN)
+    with run_of(tmp_path, tls) as (store, _):
+        message = "^--host localhost has not become a name of this machine within 0 s; give a name"
+        with pytest.raises(ConfigError, match=message):
+            run_role("proxy", 0, str(store.path), host="localhost")
+
+
+def test_a_role_with_an_address_does_not_wait_for_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = made_tls_files(tmp_path / "tls", names="IP:127.0.0.1")
+
+    def check_certificate(tls: TlsConfig, host: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # it is handled before the process looks at its name
+
+    monkeypatch.setattr(role_module, "check_certificate", check_certificate)
+    monkeypatch.setattr(role_module, "is_this_machine", lambda host: pytest.fail(f"{host} is no name"))
+    monkeypatch.setenv(RUN_TOKEN, TOKEN)
+    with run_of(tmp_path, tls) as (store, _):
+        assert run_role("proxy", 0, str(store.path), host="127.0.0.1") == EXIT_STOPPED
+    assert RunFolder(tmp_path / "run").config.exists()
