@@ -28,8 +28,8 @@ SCRIPT = SLURM_TEMPLATE.read_text()
 RUNNING, DONE = JobState("running"), JobState("succeeded")
 
 
-def new_job(name: str = "own-1") -> NewJob:
-    return NewJob(name, "episode-1", "true", {"OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}, 60.0, None)
+def new_job(name: str = "own-1", command: str = "true") -> NewJob:
+    return NewJob(name, "episode-1", command, {"OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}, 60.0, None)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,14 @@ def new_job(name: str = "own-1") -> NewJob:
     [
         (SCRIPT.replace("{{command}}", "python agent.py"), r"has no \{\{command\}\}; it needs the places"),
         (SCRIPT.replace("{{minutes}}", "60"), r"has no \{\{minutes\}\}"),
+        (SCRIPT.replace("{{command}}", "# {{command}}\ntrue"), r"has no \{\{command\}\}"),
+        (SCRIPT.replace("{{command}}", "echo 'a' \"b\" #{{command}}"), r"has no \{\{command\}\}"),
+        (SCRIPT.replace("--time=", "--time=60 # "), r"has no \{\{minutes\}\}"),
+        (SCRIPT.replace("#SBATCH --time=", "# SBATCH --time="), r"has no \{\{minutes\}\}"),
+        (
+            SCRIPT.replace("--time={{minutes}}", "") + "#SBATCH --time={{minutes}}\n",
+            r"has no \{\{minutes\}\}",
+        ),
         (SCRIPT + "echo {{task}}\n", r"has the unknown place \{\{task\}\}; there are \{\{name\}\}, "),
         (SCRIPT.removeprefix("#!/bin/bash\n"), "must begin with a line such as #!/bin/bash"),
         (SCRIPT.replace("--nodes=1", "--export=NONE"), "has the option --export; leave it out"),
@@ -67,6 +75,26 @@ def test_braces_of_the_shell_and_of_other_programs_are_no_places(tmp_path: Path)
     script = SCRIPT.replace("--nodes=1", "--wait-all-nodes=1 --no-requeue")
     template.write_text(script + "docker ps --format '{{.ID}}'; echo ${HOME} {a,b}\n")
     assert read_script(str(template)) == template.read_text()
+
+
+@pytest.mark.parametrize(
+    "line", ['echo "# {{command}}"', "echo '#'{{command}}", "echo ${#x} a#{{command}} \\# 1"]
+)
+def test_what_the_shell_does_not_read_as_a_comment(tmp_path: Path, line: str) -> None:
+    template = tmp_path / "agent.sbatch"
+    template.write_text(SCRIPT.replace("{{command}}", f"{line} # don't {{{{ask}}}}"))
+    read_script(str(template))
+
+
+def test_comments_stay_as_they_are(slurm_programs: StandInSlurm, tmp_path: Path) -> None:
+    """A command of several lines would end a comment with its first."""
+    template = tmp_path / "agent.sbatch"
+    template.write_text(
+        SCRIPT.replace("{{command}}", "# {{command}} {{more}}\n{{command}} # it's {{command}}")
+    )
+    id = SlurmJobs(str(template), owner="own").submit(new_job(command="echo 'a\nb'"))
+    submitted = (slurm_programs.folder / "jobs" / id / "script").read_text()
+    assert submitted.endswith("\n# {{command}} {{more}}\necho 'a\nb' # it's {{command}}\n")
 
 
 def test_without_slurm_there_are_no_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def new_job(command: str, log: Path | None = None) -> NewJob:
     ("old", "new", "message"),
     [
         ('"{{command}}"', "true", r"has no \{\{command\}\}; it needs the places"),
+        ('"{{command}}"]', "true]  # {{command}}", r"has no \{\{command\}\}; it needs the places"),
         ("automount", "note: '{{log}}'\n      automount", r"has the unknown place \{\{log\}\}"),
         ('"{{name}}"\nspec', "{{name}}\nspec", "is not valid YAML .*needs quotes"),
         ("kind: Job", "kind: Pod", "it must be one manifest of the kind Job, apiVersion batch/v1"),

@@ -18,7 +18,7 @@ import yaml
 
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob, SchedulerError, run_command
-from areal_agents.rollout.agents.jobs.template import fill, read_template
+from areal_agents.rollout.agents.jobs.template import check_places, fill, read_template
 
 PLACES = ("name", "command", "seconds")
 OWNER = "areal-agents/jobs-of"  # the label of an agent's Jobs and pods, by which network policies select
@@ -152,14 +152,14 @@ class KubernetesJobs:
 
 def read_manifest(template: str) -> dict[str, Any]:
     """Return the manifest of a Job with places. Raises AgentError if it cannot be used."""
-    text = read_template(template, PLACES)
     try:
-        made = yaml.load(text, _Loader)
+        made = yaml.load(read_template(template), _Loader)
     except yaml.YAMLError as error:
         raise AgentError(
             f"agent.job.template: {template} is not valid YAML (a place such as {{{{command}}}} needs quotes "
             f"around it): {error}"
         ) from None
+    check_places(template, _texts(made), PLACES)
     for fault in _faults(made):
         raise AgentError(f"agent.job.template: {template}: {fault} (docs/clusters.md)")
     assert isinstance(made, dict), "else there is a fault"
@@ -234,6 +234,15 @@ def _at(tree: Any, *path: str) -> dict[str, Any]:
     for name in path:
         tree = tree.get(name) if isinstance(tree, dict) else None
     return tree if isinstance(tree, dict) else {}
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Yield all strings of a tree but the names of fields."""
+    if isinstance(tree, str):
+        yield tree
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts(value)
 
 
 def _with_texts(tree: Any, changed: Callable[[str], Any]) -> Any:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import AgentError
 from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
 from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob, SchedulerError, run_command
-from areal_agents.rollout.agents.jobs.template import fill, read_template
+from areal_agents.rollout.agents.jobs.template import check_places, fill, read_template
 from areal_agents.secret_variables import without_password, without_secrets
 
 PLACES = ("name", "command", "minutes", "log")
@@ -35,6 +36,10 @@ _MARKS = (RUN_MARK, AGENT_MARK, INNER_AGENT_MARK)  # by which processes of this 
 _CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _BY_THE_COMMAND = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT")
+# Of a shell script, from left to right: what is quoted, where # begins no comment, and comments.
+_QUOTED_OR_COMMENT = re.compile(
+    r"""'[^']*' | "(?:\\.|[^"\\])*" | \\. | (?<![^\s;&|()<>])(?P<comment>\#[^\n]*)""", re.VERBOSE | re.DOTALL
+)
 _LOST = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED")
 
 
@@ -71,7 +76,9 @@ class SlurmJobs:
             # Jobs are found by their names, wherever the template has them. Slurm reads #PBS lines too, of
             # which -J would make more than one job.
             ("sbatch", "--parsable", "--no-requeue", "--ignore-pbs", f"--job-name={job.name}"),
-            stdin=fill(self._script, values),
+            stdin="".join(
+                part if is_comment else fill(part, values) for part, is_comment in _parts(self._script)
+            ),
             environment={
                 **bypassing_proxies(self._environment(), job.variables["OPENAI_BASE_URL"]),
                 **job.variables,
@@ -127,7 +134,8 @@ class SlurmJobs:
 
 def read_script(template: str) -> str:
     """Return the text of a batch script with places. Raises AgentError if it cannot be used."""
-    text = read_template(template, PLACES)
+    text = read_template(template)
+    check_places(template, (part for part, is_comment in _parts(text) if not is_comment), PLACES)
     if not text.startswith("#!"):
         raise AgentError(f"agent.job.template: {template} must begin with a line such as #!/bin/bash")
     given = {
@@ -142,6 +150,34 @@ def read_script(template: str) -> str:
             "job, which runs once and gets its variables from the run"
         )
     return text
+
+
+def _parts(script: str) -> Iterator[tuple[str, bool]]:
+    """Yield a script in parts, each with whether it is a comment.
+
+    Options on lines that begin with #SBATCH are none; Slurm reads these lines before the first command only.
+    """
+    begin = 0
+    for line in script.splitlines(keepends=True):
+        if line.strip() and not line.lstrip().startswith("#"):
+            break
+        begin += len(line)
+        if line.startswith("#SBATCH"):
+            yield "#SBATCH", False
+            yield from _shell_parts(line.removeprefix("#SBATCH"))
+        else:
+            yield line, True
+    yield from _shell_parts(script[begin:])
+
+
+def _shell_parts(text: str) -> Iterator[tuple[str, bool]]:
+    begin = 0
+    for found in _QUOTED_OR_COMMENT.finditer(text):
+        if found["comment"] is not None:
+            yield text[begin : found.start()], False
+            yield found["comment"], True
+            begin = found.end()
+    yield text[begin:], False
 
 
 def _means(word: str, option: str) -> bool:
