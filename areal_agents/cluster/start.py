@@ -21,6 +21,7 @@ from areal_agents.cluster.launchers.slurm.allocation import Allocation, is_in_jo
 from areal_agents.cluster.launchers.slurm.job import batch_script, requeued_when_cut_short, submit
 from areal_agents.cluster.train import check_config, processes_of, train_on_cluster
 from areal_agents.config import Config
+from areal_agents.launch.agent_jobs import check_jobs
 from areal_agents.launch.report.report import Form
 
 
@@ -51,6 +52,7 @@ def start_on_cluster(
     launcher = launcher_of(name, config)
     if name == "slurm" and (dry_run or not is_in_job(os.environ)):
         check_config(config, launcher)
+        check_jobs(config, launcher=name)  # also here, before the job waits in the queue
         script = _slurm_script(config, arguments)
         if dry_run:
             print(script, end="")

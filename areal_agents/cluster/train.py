@@ -75,7 +75,7 @@ def train_on_cluster(
     token = take_token()
     end_with_supervisor()
     check_config(config, launcher)
-    check_jobs(config, is_cluster=True)
+    check_jobs(config, launcher=launcher.name)
     check_trackers(config.trainer.trackers)
     launcher.check()
     check_location(config.trainer.publish)

@@ -17,12 +17,22 @@ from areal_agents.rollout.config import job_of_agent
 NO_TRIAL = "no trial episode is played: its agent would be a job, which may have to wait"
 
 
-def check_jobs(config: Config, *, is_cluster: bool = False) -> None:
+# By the names of the launcher and of the kind of job: why the rollout processes cannot submit such jobs.
+_IMPOSSIBLE = {
+    (
+        "kubernetes",
+        "slurm",
+    ): "the rollout pods are no machines of a Slurm cluster, so they submit nothing to it; "
+    "use kind: kubernetes with the manifest of a Job, or --launcher slurm",
+}
+
+
+def check_jobs(config: Config, *, launcher: str = "") -> None:
     """Check that jobs can be submitted, and can reach the model.
 
     Args:
-        is_cluster: whether a launcher places the rollout processes. They then check themselves whether their
-            machine has the commands of the scheduler.
+        launcher: what places the rollout processes on other machines, which then check themselves whether
+            they have the commands of the scheduler; "": they run on this machine.
 
     Raises:
         ConfigError: they cannot; says what to do.
@@ -30,8 +40,10 @@ def check_jobs(config: Config, *, is_cluster: bool = False) -> None:
     job = job_of_agent(config.agent)
     if job is None:
         return
+    if (why := _IMPOSSIBLE.get((launcher, job.kind))) is not None:
+        raise ConfigError(f"agent.job.kind: {job.kind} with --launcher {launcher}: {why} (docs/clusters.md)")
     try:
-        if is_cluster:
+        if launcher not in ("", "local"):
             check_template(job)
         else:
             queue_of(job, owner="unused")
@@ -39,7 +51,7 @@ def check_jobs(config: Config, *, is_cluster: bool = False) -> None:
         raise ConfigError(str(error)) from None
     url = config.proxy.public_url
     host = urlsplit(url).hostname or "" if url else config.proxy.host
-    if url is None and is_cluster:
+    if url is None and launcher:
         raise ConfigError(
             "proxy.public_url: the agent's jobs do not reach the address at which a rollout process serves "
             "the agents of its machine; set it to a URL of the proxies that the machines of the jobs reach"

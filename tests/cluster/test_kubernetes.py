@@ -384,6 +384,18 @@ def test_a_run_whose_agent_is_a_job_needs_a_public_url_and_a_service_account() -
     assert "search-agent-jobs" in [one["metadata"]["name"] for one in yaml.safe_load_all(made)]
 
 
+def test_jobs_of_slurm_are_refused_before_a_manifest_is_made() -> None:
+    job = {"kind": "slurm", "template": str(QUICK_START.parents[1] / "agent_jobs/agent.sbatch")}
+    overrides = (
+        *("store.url=postgresql://areal@db/areal", "cluster.kubernetes.image=registry/run:1"),
+        *(f"agent={json.dumps({'command': 'python agent.py', 'job': job})}", "ablation=null"),
+        "proxy.public_url=http://search-agent-proxy:8000",
+    )
+    message = r"^agent\.job\.kind: slurm with --launcher kubernetes: the rollout pods .*use kind: kubernetes"
+    with pytest.raises(ConfigError, match=message):
+        render("kubernetes", QUICK_START, overrides)
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "key"),
     [

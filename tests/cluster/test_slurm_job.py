@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.placing import assigned_nodes, nodes_for
 from areal_agents.cluster.launchers.slurm.config import SlurmConfig
 from areal_agents.cluster.launchers.slurm.job import batch_script, submit
 from areal_agents.cluster.launchers.slurm.launcher import SlurmLauncher
+from areal_agents.cluster.start import start_on_cluster
+from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SCRIPT = """\
 #!/bin/bash
@@ -92,3 +98,22 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp
     processes = [RoleProcess("proxy", 0, ("proxy",))]
     with pytest.raises(ConfigError, match="no Slurm job"):
         SlurmLauncher(SlurmConfig(), processes, gpus_per_node=8).command(processes[0])
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_run_whose_agents_would_not_reach_the_model_is_not_submitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dry_run: bool
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    job = {"kind": "slurm", "template": str(EXAMPLES / "agent_jobs/agent.sbatch")}
+    agent = json.dumps({"command": "python agent.py", "job": job})
+    given = [
+        f"agent={agent}",
+        "ablation=null",
+        "store.url=postgresql://db/areal",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    config = load_config(EXAMPLES / "search_agent/config.yaml", given, weights=False)
+    with pytest.raises(ConfigError, match=r"^proxy\.public_url: the agent's jobs do not reach"):
+        start_on_cluster("slurm", config, [], console=Console(), dry_run=dry_run)

@@ -62,8 +62,8 @@ def test_in_a_cluster_jobs_need_a_public_url() -> None:
     with pytest.raises(
         ConfigError, match=r"^proxy\.public_url: the agent's jobs do not reach the address at"
     ):
-        check_jobs(loaded("proxy.host=10.0.0.1"), is_cluster=True)
-    check_jobs(loaded("proxy.public_url=http://balancer:8000"), is_cluster=True)
+        check_jobs(loaded("proxy.host=10.0.0.1"), launcher="ray")
+    check_jobs(loaded("proxy.public_url=http://balancer:8000"), launcher="ray")
 
 
 def test_a_wrong_template_and_a_missing_program_are_refused(
@@ -72,10 +72,18 @@ def test_a_wrong_template_and_a_missing_program_are_refused(
     template = tmp_path / "agent.sbatch"
     template.write_text(TEMPLATE.read_text().replace("{{log}}", "log.txt"))
     with pytest.raises(ConfigError, match=r"^agent\.job\.template: .*agent\.sbatch has no \{\{log\}\}"):
-        check_jobs(loaded("proxy.public_url=http://balancer:8000", template=template), is_cluster=True)
+        check_jobs(loaded("proxy.public_url=http://balancer:8000", template=template), launcher="ray")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"^agent\.job: sbatch is not installed on this machine"):
         check_jobs(loaded("proxy.host=10.0.0.1"))
+
+
+def test_the_local_launcher_needs_the_commands_of_the_scheduler_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^agent\.job: sbatch is not installed on this machine"):
+        check_jobs(loaded("proxy.public_url=http://node1:8000"), launcher="local")
 
 
 def test_waiting_must_end_before_the_proxy_ends_the_episode() -> None:

@@ -62,7 +62,7 @@ def render(launcher: str, path: Path, overrides: Sequence[str] = ()) -> Rendered
     """
     config = _with_mounted_tls(load_config(path, overrides, weights=False), launcher)
     check_config(config, ExternalLauncher(config.store.url or ""))
-    check_jobs(config, is_cluster=True)
+    check_jobs(config, launcher=launcher)
     assert config.store.url is not None  # as was just checked
     name = object_name(config.name)
     processes = processes_of(config, config.store.url, nodes=max(1, config.trainer.nodes))
