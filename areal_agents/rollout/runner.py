@@ -235,8 +235,7 @@ async def _runner(
             client, store, trained, evaluated, rollout, evaluation, seed, function, fingerprint, worker
         )
     finally:
-        await trained.close()
-        await evaluated.close()
+        await asyncio.gather(trained.close(), evaluated.close())
         await client.close()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
+import signal
 import tempfile
 import threading
 from collections.abc import Collection, Mapping
@@ -17,11 +19,12 @@ from stand_in_slurm import StandInSlurm
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, AgentLost
 from areal_agents.rollout.agents.agent import load_agent
-from areal_agents.rollout.agents.jobs import slurm
+from areal_agents.rollout.agents.jobs import commands, followed
 from areal_agents.rollout.agents.jobs.agent import JobAgent
+from areal_agents.rollout.agents.jobs.commands import SchedulerCommands, SchedulerError
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.followed import FollowedJobs
-from areal_agents.rollout.agents.jobs.queue import JobState, NewJob, SchedulerError
+from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
 from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, read_script
 
 SCRIPT = SLURM_TEMPLATE.read_text()
@@ -188,8 +191,8 @@ def test_no_exit_code_ends_the_following(
 ) -> None:
     """127 is what the system writes for a process that is stopped; it is no way to end."""
     listed = f"1|FAILED|{code}|NonZeroExitCode|own-1|\n"
-    monkeypatch.setattr(slurm, "run_command", lambda *_, **__: listed)
     queue = SlurmJobs(str(SLURM_TEMPLATE), owner="own")
+    monkeypatch.setattr(queue.commands, "run", lambda *_, **__: listed)
     assert queue.states() == {"1": JobState("failed", f"exited with status {status}")}
 
 
@@ -245,6 +248,47 @@ async def test_a_job_whose_submission_is_cancelled_is_cancelled(slurm_programs: 
     assert [*slurm_programs.states().values()] == ["CANCELLED"]
 
 
+@pytest.mark.parametrize(
+    ("hangs", "left"),
+    [
+        ("sbatch", "did not answer whether it takes these jobs, and they may run: own-episode-1-"),
+        ("scancel", "did not cancel these jobs within 2 s, and they may run on: 1"),
+        ("squeue", ""),
+    ],
+)
+async def test_a_command_that_hangs_does_not_hold_the_end(
+    slurm_programs: StandInSlurm,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    hangs: str,
+    left: str,
+) -> None:
+    """Neither does a helper of it, which has its pipes. What it may have left is said."""
+    monkeypatch.setattr(commands, "COMMAND_S", 600.0)
+    monkeypatch.setattr(followed, "CLOSE_S", 2.0)
+    (slurm_programs.folder / "held").touch()
+    helper, program = tmp_path / "helper", slurm_programs.programs / hangs
+    program.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {helper}.new; mv {helper}.new {helper}; wait\n")
+    waiting = agent()
+    preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
+    while not (helper.exists() or slurm_programs.calls()[1:]):  # it hangs, or the job is seen to wait
+        await asyncio.sleep(0.01)
+    preparing.cancel()
+    await asyncio.wait({preparing})
+    await waiting.release(EP.id)
+    await waiting.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("jobs"):
+            await asyncio.to_thread(thread.join, 60)
+            assert not thread.is_alive()
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [left in error for error in errors if "may run" in error] == ([True] if left else [])
+    os.kill(int(helper.read_text()), signal.SIGKILL)
+    for name in slurm_programs.states():
+        slurm_programs.end_as(name, "CANCELLED")
+
+
 async def test_a_task_that_no_variable_holds_is_refused(slurm_programs: StandInSlurm) -> None:
     longest = agent()
     with pytest.raises(AgentError, match="the task has 120012 bytes, and a job gets at most 120000"):
@@ -272,6 +316,7 @@ class Queue:
         self.refusals = 0
         self.may_look = threading.Event()
         self.may_look.set()
+        self.commands = SchedulerCommands()
 
     def submit(self, job: NewJob) -> str:
         if job.name == "fails":

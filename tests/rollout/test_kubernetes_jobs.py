@@ -12,9 +12,9 @@ from mode_support import KUBERNETES_TEMPLATE
 from stand_in_kubectl import StandInKubernetes
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.jobs import kubernetes
+from areal_agents.rollout.agents.jobs.commands import SchedulerError
 from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, read_manifest
-from areal_agents.rollout.agents.jobs.queue import JobState, NewJob, SchedulerError
+from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
 
 MANIFEST = KUBERNETES_TEMPLATE.read_text()
 RELEASES = ("1.28", "1.37")
@@ -149,8 +149,8 @@ def test_an_answer_that_is_no_object_is_an_error_of_the_scheduler(
     kubernetes_programs: StandInKubernetes, monkeypatch: pytest.MonkeyPatch, written: str
 ) -> None:
     """After it, the jobs are followed further."""
-    monkeypatch.setattr(kubernetes, "run_command", lambda *_, **__: written)
     queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    monkeypatch.setattr(queue.commands, "run", lambda *_, **__: written)
     for asked in (queue.states, lambda: queue.submit(new_job("true"))):
         with pytest.raises(SchedulerError, match="wrote no object of Kubernetes"):
             asked()
@@ -180,8 +180,9 @@ def test_the_schemas_of_kubernetes_accept_what_is_created(
         created.append(json.loads(stdin))
         return json.dumps({"metadata": {"uid": "1"}})
 
-    monkeypatch.setattr(kubernetes, "run_command", run_command)
-    KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own").submit(new_job("echo $1"))
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    monkeypatch.setattr(queue.commands, "run", run_command)
+    queue.submit(new_job("echo $1"))
     assert [one["kind"] for one in created] == ["Job", "Secret"]
     for one in created:
         kubernetes_validate.validate(one, release, strict=True)

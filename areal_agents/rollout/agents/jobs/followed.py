@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from areal_agents.rollout.agents.jobs.queue import JobQueue, JobState, NewJob, SchedulerError
+from areal_agents.rollout.agents.jobs.commands import SchedulerError
+from areal_agents.rollout.agents.jobs.queue import JobQueue, JobState, NewJob
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 10.0  # longest wait until the scheduler has accepted the last cancellations
+CLOSE_S = 10.0  # longest wait until the scheduler has accepted the last cancellations; half of it at first
 _COMMANDS = 4  # of the scheduler at the same time
 _VANISHED = JobState("lost", "vanished: the scheduler does not know it any more")
 _Answer = TypeVar("_Answer")
@@ -82,12 +83,13 @@ class FollowedJobs:
         self._following: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # there is another job to follow or to cancel
         self._said = ""
+        self._is_closing = False
 
     async def submit(self, new: NewJob) -> FollowedJob:
         """Submit a job. Raises SchedulerError if that fails. If this is cancelled, so is the job."""
         await self._begin()
         unwanted = threading.Event()
-        submitting = asyncio.create_task(self._submit(new, unwanted))
+        submitting = asyncio.create_task(self._submit(new, unwanted), name=new.name)
         self._submitting.add(submitting)
         submitting.add_done_callback(self._submitting.discard)
         try:
@@ -101,7 +103,7 @@ class FollowedJobs:
         """Submit a job, unless it is unwanted before a thread is free for that."""
 
         def submit() -> str:
-            if unwanted.is_set():
+            if unwanted.is_set() or self._is_closing:
                 raise SchedulerError("the job is not wanted any more")
             return self._queue.submit(new)
 
@@ -126,26 +128,50 @@ class FollowedJobs:
             return ""
 
     async def close(self) -> None:
-        """Cancel every job, and wait until the scheduler has accepted that, for at most CLOSE_S."""
+        """Cancel every job, and wait until the scheduler has accepted that, for at most CLOSE_S.
+
+        If some command hangs, all that run are ended, and what is left is tried once more. Jobs that may be
+        left in the queue then are logged.
+        """
+        self._is_closing = True
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
         for job in list(self._jobs.values()):
             job.cancel()
-        try:
-            async with asyncio.timeout(CLOSE_S):
-                while self._submitting:
-                    await asyncio.wait(set(self._submitting))
-                if self._may_have_strangers:
-                    await self._find_strangers()
-                while self._unwanted:
-                    await self._cancel_unwanted()
-        except TimeoutError:
-            if self._unwanted:
-                logger.error("these jobs could not be cancelled: %s", ", ".join(sorted(self._unwanted)))
-            if self._submitting:
-                logger.error("%d jobs are still being submitted, and may run", len(self._submitting))
+        cut_off: set[str] = set()
+        for end_commands in (self._queue.commands.interrupt, self._queue.commands.close):
+            try:
+                async with asyncio.timeout(CLOSE_S / 2):
+                    await self._cancel_all()
+                    break
+            except TimeoutError:
+                cut_off |= {task.get_name() for task in self._submitting}
+                end_commands()
+        self._queue.commands.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._unwanted:
+            logger.error(
+                "the scheduler did not cancel these jobs within %g s, and they may run on: %s",
+                CLOSE_S,
+                ", ".join(sorted(self._unwanted)),
+            )
+        if cut_off:
+            logger.error(
+                "the scheduler did not answer whether it takes these jobs, and they may run: %s",
+                ", ".join(sorted(cut_off)),
+            )
+
+    async def _cancel_all(self) -> None:
+        """Return when the scheduler has accepted the cancellation of every job."""
+        while self._submitting:
+            await asyncio.wait(set(self._submitting))
+        while self._unwanted:
+            await self._cancel_unwanted()
+        if self._may_have_strangers:
+            await self._find_strangers()
+        while self._unwanted:
+            await self._cancel_unwanted()
 
     async def _begin(self) -> None:
         """Begin to follow jobs, first of all those that an earlier process has left."""

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob, SchedulerError, run_command
+from areal_agents.rollout.agents.jobs.commands import SchedulerCommands, SchedulerError
+from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob
 from areal_agents.rollout.agents.jobs.template import check_places, fill, read_template
 
 PLACES = ("name", "command", "seconds")
@@ -39,6 +40,7 @@ class KubernetesJobs:
         Raises:
             AgentError: the template cannot be used, or this machine has no kubectl.
         """
+        self.commands = SchedulerCommands()
         self._manifest = read_manifest(template)
         self._owner = owner
         self._container = next(_containers_with_the_command(self._manifest))["name"]
@@ -147,7 +149,7 @@ class KubernetesJobs:
         return found
 
     def _run(self, *arguments: str, stdin: str = "") -> str:
-        return run_command((*self._kubectl, *arguments), stdin=stdin)
+        return self.commands.run((*self._kubectl, *arguments), stdin=stdin)
 
 
 def read_manifest(template: str) -> dict[str, Any]:

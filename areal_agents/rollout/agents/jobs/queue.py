@@ -1,22 +1,15 @@
-"""The interface of a cluster's scheduler to a rollout process, and how its commands are run."""
+"""The interface of a cluster's scheduler to a rollout process."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.jobs.commands import SchedulerCommands
 
-COMMAND_S = 60.0  # longest wait for a command of the scheduler
 TAIL = 4096  # bytes of a job's output in a message
-
-
-class SchedulerError(AgentError):
-    """A command of the scheduler failed; the message is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +56,12 @@ class JobQueue(Protocol):
 
     Its methods block, for at most `COMMAND_S` per command of the scheduler, and raise SchedulerError if the
     scheduler does not answer or refuses.
+
+    Attributes:
+        commands: runs the commands of the scheduler, and ends those that hang.
     """
+
+    commands: SchedulerCommands
 
     def submit(self, job: NewJob) -> str:
         """Submit a job, and return the id by which the other methods name it."""
@@ -80,32 +78,3 @@ class JobQueue(Protocol):
     def output(self, id: str, log: Path | None) -> str:
         """Return the end of what an ended job wrote; its log is complete afterwards."""
         ...
-
-
-def run_command(
-    command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str] | None = None
-) -> str:
-    """Run a command of the scheduler, and return what it writes.
-
-    Args:
-        environment: its variables; None: those of this process.
-
-    Raises:
-        SchedulerError: it failed, or did not end in time.
-    """
-    try:
-        done = subprocess.run(
-            command,
-            input=stdin.encode(),
-            capture_output=True,
-            timeout=COMMAND_S,
-            env=dict(os.environ if environment is None else environment),
-        )
-    except subprocess.TimeoutExpired:
-        raise SchedulerError(f"{command[0]} did not end within {COMMAND_S:g} s") from None
-    except OSError as error:
-        raise SchedulerError(f"{command[0]} cannot be run: {error.strerror}") from None
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-        raise SchedulerError(f"{command[0]} failed: {said}")
-    return done.stdout.decode(errors="replace")

@@ -18,7 +18,8 @@ from pathlib import Path
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import AgentError
 from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
-from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob, SchedulerError, run_command
+from areal_agents.rollout.agents.jobs.commands import SchedulerCommands, SchedulerError
+from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob
 from areal_agents.rollout.agents.jobs.template import check_places, fill, read_template
 from areal_agents.secret_variables import without_password, without_secrets
 
@@ -55,6 +56,7 @@ class SlurmJobs:
         Raises:
             AgentError: the template cannot be used, or the commands of Slurm are not installed here.
         """
+        self.commands = SchedulerCommands()
         self._script = read_script(template)
         self._owner = owner
         self._passed = tuple(passed)
@@ -72,7 +74,7 @@ class SlurmJobs:
             "minutes": str(math.ceil(job.time_s / 60) + _MARGIN_MINUTES),
             "log": "/dev/null" if job.log is None else str(job.log).replace("%", "%%"),
         }
-        answer = run_command(
+        answer = self.commands.run(
             # Jobs are found by their names, wherever the template has them. Slurm reads #PBS lines too, of
             # which -J would make more than one job.
             ("sbatch", "--parsable", "--no-requeue", "--ignore-pbs", f"--job-name={job.name}"),
@@ -93,7 +95,7 @@ class SlurmJobs:
         """Return the states of the jobs that Slurm still knows. Raises SchedulerError."""
         fields = "JobID:|,State:|,exit_code:|,Reason:|,Name:|"
         query = ("squeue", "--me", "--noheader", "--states=all", f"--Format={fields}")
-        listed = run_command(query, environment=self._environment())
+        listed = self.commands.run(query, environment=self._environment())
         found = {}
         for line in listed.splitlines():
             number, state, code, reason, name, *_ = [*line.split("|"), "", "", "", ""]
@@ -103,7 +105,7 @@ class SlurmJobs:
 
     def cancel(self, ids: Collection[str]) -> None:
         """End jobs, by one command. Raises SchedulerError."""
-        run_command(("scancel", "--quiet", *ids), environment=self._environment())
+        self.commands.run(("scancel", "--quiet", *ids), environment=self._environment())
 
     def output(self, id: str, log: Path | None) -> str:
         """Return the end of the log, which the job itself has written."""
