@@ -4,7 +4,8 @@
     ├── ConfigError          a configuration cannot be used: names the key and what to write instead
     ├── DataError            a data set is missing, empty or malformed
     ├── AgentError           an agent cannot be imported, raised an exception, or exceeded its time limit
-    │   └── AgentLost            what ran the agent was lost, such as the node of its job
+    │   ├── AgentLost            what ran the agent was lost, such as the node of its job
+    │   └── AgentNotStarted      there was no room for the agent in time, so it has not begun
     ├── RewardError          a reward function failed, or gave no valid reward
     ├── TaskEnvironmentError an environment cannot be opened, or failed while it was played
     ├── SandboxError         a sandbox cannot be started, or cannot do what was asked
@@ -52,7 +53,11 @@ class AgentError(ArealAgentsError):
 
 
 class AgentLost(AgentError):
-    """What ran the agent was lost, or had no room for it; the agent and the policy are not the cause."""
+    """What ran the agent was lost; the agent and the policy are not the cause."""
+
+
+class AgentNotStarted(AgentError):
+    """There was no room for the agent in time; it has not begun, so this says nothing about it."""
 
 
 class RewardError(ArealAgentsError):

@@ -155,6 +155,10 @@ class _PlayedElsewhere(Exception):
     """Another process has opened the episode."""
 
 
+class _NotBegun(Exception):
+    """There was no room for the agent in time; the message says where."""
+
+
 async def play_attempts(
     client: AsyncClient,
     agent: Agent,
@@ -215,18 +219,33 @@ async def play_attempts(
                 agent_error_reward=agent_error_reward,
                 function=function,
             )
-            return outcome.error
         except RequestError as error:
             return str(error)
+        if outcome.status == "aborted":
+            raise _NotBegun(outcome.error)
+        return outcome.error
 
     async def work() -> None:
         while waiting:
             task, index = waiting.popleft()
-            for tried in range(1, retries + 2):
+            tried = 0
+            while tried <= retries:
                 try:
-                    error = await attempt(task, index, tried)
+                    error = await attempt(task, index, tried + 1)
                 except _PlayedElsewhere:
                     break
+                except _NotBegun as missing:
+                    logger.warning(
+                        "evaluation %s, task %s has not begun, and is tried again: %s",
+                        metadata["eval"],
+                        task.id,
+                        missing,
+                    )
+                    await asyncio.sleep(backoff_s(1))
+                    if played is not None:
+                        break  # the caller looks again which attempts are left
+                    continue
+                tried += 1
                 check()
                 patience.note(error)
                 if error is None:

@@ -94,8 +94,9 @@ def _create(folder: Path, given: argparse.Namespace) -> int:
     kind, name = made["kind"], made["metadata"]["name"]
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name):
         return _refuse(f'The {kind} "{name}" is invalid: metadata.name')
-    if (folder / f"refuse-{kind}").exists():
-        return _refuse(f'{kind.lower()}s "{name}" is forbidden: User "agents" cannot create resource')
+    if (refusal := folder / f"refuse-{kind}").exists():
+        why = refusal.read_text() or 'User "agents" cannot create resource'
+        return _refuse(f'{kind.lower()}s "{name}" is forbidden: {why}')
     made["metadata"] |= {"uid": f"uid-of-{name}", "namespace": given.namespace}
     if kind == "Secret":
         texts = made.pop("stringData")

@@ -2,8 +2,9 @@
 
 `install` makes the three programs; `python stand_in_slurm.py PROGRAM FOLDER ...` is each of them. A job is a
 folder with its script and its state, as squeue shows it: the state, the wait status and the reason. While the
-file `held` is there, new jobs wait. Every query and cancellation is a line of `calls`. As Slurm's control
-groups do, the end of a job ends all processes that have its number in their environment.
+file `held` is there, new jobs wait; while `full` is there, they are refused. Every query and cancellation is
+a line of `calls`. As Slurm's control groups do, the end of a job ends all processes that have its number in
+their environment.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def main(program: str, folder: Path, arguments: list[str]) -> int:
     if program == "squeue":
         for job in _jobs(folder):
             state, code, reason = _state(job)
-            print(f"{job.name}|{state}|{code}|{reason}|{_read(job, 'name')}|")
+            print(f"{job.name}|{state}|{code}|{reason}|{_read(job, 'name')}|{_read(job, 'partition')}|")
         return 0
     for job in _jobs(folder):
         if job.name in arguments and _state(job)[0] not in _ENDED:
@@ -86,11 +87,18 @@ def _submit(folder: Path, arguments: list[str]) -> int:
     if options.get("partition") == "full" or fixed != ["--parsable", "--no-requeue", "--ignore-pbs"]:
         print("sbatch: error: Batch job submission failed: Invalid partition", file=sys.stderr)
         return 1
+    if (folder / "full").exists():
+        print("sbatch: error: QOSMaxSubmitJobPerUserLimit", file=sys.stderr)
+        print(
+            "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy", file=sys.stderr
+        )
+        return 1
     job = _new_job(folder)
     (job / "script").write_text(script)
     (job / "script").chmod(0o755)
     (job / "name").write_text(name.removeprefix("--job-name="))
     (job / "minutes").write_text(options["time"])
+    (job / "partition").write_text(options.get("partition", "debug"))
     _write_state(job, "PENDING", reason="Resources")
     runner = subprocess.Popen(
         [

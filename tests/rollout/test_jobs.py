@@ -17,7 +17,7 @@ from mode_support import SLURM_TEMPLATE
 from stand_in_slurm import StandInSlurm
 
 from areal_agents.episode import Episode
-from areal_agents.errors import AgentError, AgentLost
+from areal_agents.errors import AgentError, AgentNotStarted
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.jobs import commands, followed
 from areal_agents.rollout.agents.jobs.agent import JobAgent
@@ -28,6 +28,7 @@ from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
 from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, read_script
 
 SCRIPT = SLURM_TEMPLATE.read_text()
+WAITING = JobState("waiting", "Resources", queue="the partition debug of Slurm")
 RUNNING, DONE = JobState("running"), JobState("succeeded")
 
 
@@ -175,7 +176,7 @@ def test_jobs_are_found_whatever_the_template_does_with_their_name(
     queue = SlurmJobs(str(template), owner="own")
     (slurm_programs.folder / "held").touch()
     id = queue.submit(new_job())
-    assert queue.states() == {id: JobState("waiting", "Resources")}
+    assert queue.states() == {id: WAITING}
     queue.cancel([id])
 
 
@@ -200,7 +201,7 @@ def test_only_jobs_of_the_owner_are_seen(slurm_programs: StandInSlurm) -> None:
     (slurm_programs.folder / "held").touch()
     mine, other = (SlurmJobs(str(SLURM_TEMPLATE), owner=owner) for owner in ("own", "ow"))
     id = mine.submit(new_job())
-    assert mine.states() == {id: JobState("waiting", "Resources")} and other.states() == {}
+    assert mine.states() == {id: WAITING} and other.states() == {}
     for state, phase in [("NODE_FAIL", "lost"), ("PREEMPTED", "lost"), ("TIMEOUT", "failed")]:
         slurm_programs.end_as("own-1", state)
         assert mine.states()[id].phase == phase and state in mine.states()[id].detail
@@ -227,12 +228,36 @@ def await_job(playing: JobAgent) -> None:
 
 async def test_a_job_that_does_not_start_in_time_is_cancelled(slurm_programs: StandInSlurm) -> None:
     (slurm_programs.folder / "held").touch()
-    waiting = agent(wait_s=1.0)
-    with pytest.raises(AgentLost, match=r"^job 1 did not start within 1 s \(Resources\)$"):
+    waiting = agent(wait_s=5.0)
+    message = r"^job 1 did not start within 5 s \(.*\) in the partition debug of Slurm \(Resources\), and is"
+    with pytest.raises(AgentNotStarted, match=message):
         await waiting.prepare({}, EP, 60.0)
     await waiting.release(EP.id)
     await waiting.close()
     assert [*slurm_programs.states().values()] == ["CANCELLED"]
+
+
+async def test_a_full_queue_is_asked_again(
+    slurm_programs: StandInSlurm, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = slurm_programs.folder / "full"
+    full.touch()
+    refused = agent(wait_s=0.5)
+    with pytest.raises(
+        AgentNotStarted, match=r"^no job was taken within 0\.5 s .*: Slurm takes no further job"
+    ):
+        await refused.prepare({}, EP, 60.0)
+    await refused.close()
+    caplog.clear()
+    waiting = agent(wait_s=600.0)
+    preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
+    while "QOSMaxSubmitJobPerUserLimit" not in caplog.text:
+        await asyncio.sleep(0.01)
+    full.unlink()
+    await preparing
+    await waiting.run({}, EP)
+    await waiting.close()
+    assert [*slurm_programs.states().values()] == ["COMPLETED"]
 
 
 async def test_a_job_whose_submission_is_cancelled_is_cancelled(slurm_programs: StandInSlurm) -> None:

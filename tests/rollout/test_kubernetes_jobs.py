@@ -12,7 +12,7 @@ from mode_support import KUBERNETES_TEMPLATE
 from stand_in_kubectl import StandInKubernetes
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.jobs.commands import SchedulerError
+from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerError
 from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, read_manifest
 from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
 
@@ -20,6 +20,7 @@ MANIFEST = KUBERNETES_TEMPLATE.read_text()
 RELEASES = ("1.28", "1.37")
 SECRET = {"OPENAI_API_KEY": "key", "OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}
 DONE = JobState("succeeded")
+QUEUE = "the namespace default of Kubernetes"
 
 
 def new_job(command: str, log: Path | None = None) -> NewJob:
@@ -204,7 +205,7 @@ def test_a_job_that_is_cancelled_leaves_nothing(kubernetes_programs: StandInKube
     (kubernetes_programs.folder / "held").touch()
     queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
     id = queue.submit(new_job("sleep 600"))
-    assert queue.states() == {id: JobState("waiting")}
+    assert queue.states() == {id: JobState("waiting", queue=QUEUE)}
     assert KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="other").states() == {}
     queue.cancel([id, "gone"])
     assert queue.states() == {}
@@ -215,6 +216,17 @@ def test_a_job_whose_secret_is_refused_is_deleted(kubernetes_programs: StandInKu
     (kubernetes_programs.folder / "refuse-Secret").touch()
     queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
     with pytest.raises(SchedulerError, match="kubectl failed: Error from server: secrets .* is forbidden"):
+        queue.submit(new_job("true"))
+    assert not kubernetes_programs.objects("Job")
+
+
+@pytest.mark.parametrize("kind", ["Job", "Secret"])
+def test_a_quota_that_is_used_up_is_a_full_queue(kubernetes_programs: StandInKubernetes, kind: str) -> None:
+    (kubernetes_programs.folder / f"refuse-{kind}").write_text("exceeded quota: agents, used: count=8")
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    with pytest.raises(
+        QueueFull, match="^Kubernetes takes no further Job for now: .* exceeded quota: agents"
+    ):
         queue.submit(new_job("true"))
     assert not kubernetes_programs.objects("Job")
 
@@ -234,11 +246,11 @@ UNPLACED = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are
 @pytest.mark.parametrize(
     ("job", "pod", "state"),
     [
-        ({}, {"conditions": [UNPLACED]}, JobState("waiting", "0/3 nodes are available")),
+        ({}, {"conditions": [UNPLACED]}, JobState("waiting", "0/3 nodes are available", QUEUE)),
         (
             {},
             {"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
-            JobState("waiting", "ImagePullBackOff"),
+            JobState("waiting", "ImagePullBackOff", QUEUE),
         ),
         ({}, {"phase": "Running"}, JobState("running")),
         ({}, {"phase": "Failed", **terminated(3)}, JobState("running")),  # its Job follows

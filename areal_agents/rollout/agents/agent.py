@@ -75,7 +75,8 @@ class WaitsForPlace(Protocol):
             time_s: the time limit of the episode in seconds, which begins when this has returned.
 
         Raises:
-            AgentError: there is no room in time.
+            AgentNotStarted: there is no room in time.
+            AgentError: something else prevents it.
         """
         ...
 

@@ -13,7 +13,7 @@ from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.core.reward_values import checked_reward
 from areal_agents.core.rollout import AGENT_ERROR, OPENED_BY_RUNNER, Split, Task
 from areal_agents.episode import Episode, ForkPoint
-from areal_agents.errors import AgentError, AgentLost, RequestError, RewardError
+from areal_agents.errors import AgentError, AgentLost, AgentNotStarted, RequestError, RewardError
 from areal_agents.rollout.agents.agent import Agent, LeavesFiles, WaitsForPlace
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.rollout.rewarding import RewardFunction, finished_episode
@@ -73,15 +73,16 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        status: the status of the episode; "failed" attempts may be repeated.
+        status: the status of the episode; "failed" attempts may be repeated. "aborted": there was no room for
+            the agent in time, so the attempt has not begun; it is repeated, and counts for nothing.
         rewarded: whether the episode has a reward; one may still be posted over HTTP.
-        error: why the attempt failed; None otherwise.
+        error: why the attempt failed or has not begun; None otherwise.
         is_unrewarded: whether it failed because the agent gave no reward.
         both_rewarded: what the agent and the reward function gave, and what counts; "" unless both gave
             rewards.
     """
 
-    status: Literal["finished", "truncated", "failed"]
+    status: Literal["finished", "truncated", "failed", "aborted"]
     rewarded: bool
     error: str | None = None
     is_unrewarded: bool = False
@@ -139,8 +140,8 @@ async def run_rollout(
 
     The episode fails if the agent raises, returns an invalid reward, makes no model call, or gives no reward
     although it `must_reward`. It is truncated, and keeps the rewards that were given, if the agent exceeded
-    its time limit or another limit of the episode. Cancelling this ends the agent and leaves the episode
-    open; the caller aborts it.
+    its time limit or another limit of the episode. It is aborted if there was no room for the agent in time.
+    Cancelling this ends the agent and leaves the episode open; the caller aborts it.
 
     Args:
         agent_error_reward: the reward, named AGENT_ERROR, of an episode whose agent raised after it had
@@ -187,6 +188,9 @@ async def _run(
             value = await agent.run(task.input, ep)
         if value is not None:
             ep.report("reward", {"reward": checked_reward(value), "name": "return"})
+    except AgentNotStarted as waited:
+        await client.fail(opened.id, str(waited)[:LONGEST_ERROR], aborted=True)
+        return Outcome("aborted", rewarded=False, error=str(waited)[:LONGEST_ERROR])
     except Exception as raised:
         if not limit.expired():
             error = str(raised) if isinstance(raised, AgentError) else describe(raised)

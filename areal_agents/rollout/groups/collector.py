@@ -165,7 +165,8 @@ class Collector:
         if lost is not None:
             await self._reconciler.look_again(group, index, lost)
             return
-        self._patience.note(outcome.error)
+        if outcome.status != "aborted":  # a full cluster says nothing about the agent
+            self._patience.note(outcome.error)
         await self._settler.settle(group, index, outcome)
 
     async def _attempt(self, group: GroupRun, index: int) -> Outcome:

@@ -37,7 +37,10 @@ class SlotSettler:
 
     async def settle(self, group: GroupRun, index: int, outcome: Outcome) -> None:
         """Act on the outcome of an attempt at a slot."""
-        if outcome.status == "failed":
+        if outcome.status == "aborted":
+            logger.warning("%s[%d] has not begun, and is tried again: %s", group.id, index, outcome.error)
+            await self._put(group, index, pause_s=backoff_s(1))
+        elif outcome.status == "failed":
             logger.warning("%s[%d] failed: %s", group.id, index, outcome.error)
             group.failures[index] += 1
             pause_s = backoff_s(group.failures[index])
@@ -113,10 +116,14 @@ class SlotSettler:
             )
         elif follows == "retry":
             group.is_ranked = False  # the new attempt is to be rewarded with the others
-            if pause_s:
-                await asyncio.sleep(pause_s)
-            if group in self._groups:  # it was neither dropped nor completed during the pause
-                self._groups.put(group, index)
+            await self._put(group, index, pause_s=pause_s)
+
+    async def _put(self, group: GroupRun, index: int, *, pause_s: float) -> None:
+        """Queue a slot for another attempt after a pause in seconds."""
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        if group in self._groups:  # it was neither dropped nor completed during the pause
+            self._groups.put(group, index)
 
     async def _drop(self, group: GroupRun, reason: str) -> None:
         if not self._groups.forget(group):

@@ -2,13 +2,14 @@
 
 The command gets the same task and variables. The time of the episode begins when the job starts. The loss of
 a job (its node died, it was preempted, somebody cancelled it) is not the agent's doing: the attempt fails and
-is repeated.
+is repeated. A job that does not start in time is no failed attempt: its episode is aborted and repeated.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 import shlex
@@ -17,17 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from areal_agents.episode import Episode
-from areal_agents.errors import AgentError, AgentLost
+from areal_agents.errors import AgentError, AgentLost, AgentNotStarted
 from areal_agents.rollout.agents.command import LONGEST_VARIABLE, TASK_VARIABLE, command_variables
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
+from areal_agents.rollout.agents.jobs.commands import QueueFull
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.followed import FollowedJob, FollowedJobs
 from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, read_manifest
 from areal_agents.rollout.agents.jobs.queue import JobQueue, NewJob
 from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, read_script
 
+logger = logging.getLogger(__name__)
+
 # Gives a program its task on standard input, which a job does not have.
 _WITH_TASK = ("sh", "-c", f'printf %s "${TASK_VARIABLE}" | "$@"', "sh")
+_LONGEST_PAUSE_S = 60.0  # until a job that a full queue did not take is submitted again
 _SHOWN_EPISODE = 24  # characters of the id of the episode in the name of a job
 
 
@@ -57,6 +62,8 @@ class JobAgent:
         """
         self._command = shlex.join((*_WITH_TASK, *command))
         self._wait_s = config.wait_s
+        self._poll_s = config.poll_s
+        self._said = ""
         self._owner = owner or f"areal-{secrets.token_hex(5)}"
         self._logs = EpisodeLogs(None if logs is None else logs.absolute())
         self._jobs = FollowedJobs(queue_of(config, owner=self._owner, passed=passed), poll_s=config.poll_s)
@@ -66,7 +73,8 @@ class JobAgent:
         """Submit the job of an episode, and wait for its start.
 
         Raises:
-            AgentError: the task is too long for a variable, or the job is refused or does not start in time.
+            AgentNotStarted: the job is not taken, or does not start, within `wait_s`.
+            AgentError: the task is too long for a variable, or the job is refused.
         """
         text = json.dumps(dict(task))
         if len(text) > LONGEST_VARIABLE:
@@ -82,14 +90,37 @@ class JobAgent:
             time_s=time_s,
             log=self._logs.create(ep.id),
         )
-        job = await self._jobs.submit(new)
+        job, waited_s = await self._submitted(new)
         self._prepared[ep.id] = (job, new)
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self._wait_s - waited_s):
                 await job.started()
         except TimeoutError:
-            reason = f" ({job.state.detail})" if job.state.detail else ""
-            raise AgentLost(f"job {job.id} did not start within {self._wait_s:g} s{reason}") from None
+            state = job.state
+            reason = f" ({state.detail})" if state.detail else ""
+            raise AgentNotStarted(
+                f"job {job.id} did not start within {self._wait_s:g} s (agent.job.wait_s) in "
+                f"{state.queue or 'the queue'}{reason}, and is cancelled"
+            ) from None
+
+    async def _submitted(self, new: NewJob) -> tuple[FollowedJob, float]:
+        """Submit a job, again and again while the queue is full; return it and the time of the pauses."""
+        waited_s, pause_s = 0.0, self._poll_s
+        while True:
+            try:
+                job = await self._jobs.submit(new)
+                self._said = ""
+                return job, waited_s
+            except QueueFull as full:
+                if waited_s + pause_s >= self._wait_s:
+                    raise AgentNotStarted(
+                        f"no job was taken within {self._wait_s:g} s (agent.job.wait_s): {full}"
+                    ) from None
+                if str(full) != self._said:
+                    logger.warning("%s; jobs wait until it does, for at most %g s", full, self._wait_s)
+                self._said = str(full)
+            await asyncio.sleep(pause_s)
+            waited_s, pause_s = waited_s + pause_s, min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Wait for the end of the job. Raises AgentError, with the end of its output, if it failed."""

@@ -23,6 +23,10 @@ class SchedulerError(AgentError):
     """A command of the scheduler failed; the message is its own."""
 
 
+class QueueFull(SchedulerError):
+    """The scheduler takes no further job of this user for now."""
+
+
 class SchedulerCommands:
     """The commands that one owner of jobs gives to a scheduler, in any of its threads."""
 
@@ -95,9 +99,12 @@ class SchedulerCommands:
         while True:
             try:
                 return process.communicate(given, timeout=_LOOK_S)
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired as expired:
                 given = None  # it is being written already
+                said = (expired.stderr or b"").decode(errors="replace").strip()
             if process not in self._awaited:
                 raise SchedulerError(f"{program} was ended: it had not answered, and was not waited for")
             if time.monotonic() > deadline:
-                raise SchedulerError(f"{program} did not end within {COMMAND_S:g} s")
+                raise SchedulerError(
+                    f"{program} did not end within {COMMAND_S:g} s" + (f": {said}" if said else "")
+                )

@@ -86,7 +86,7 @@ class FollowedJobs:
         self._is_closing = False
 
     async def submit(self, new: NewJob) -> FollowedJob:
-        """Submit a job. Raises SchedulerError if that fails. If this is cancelled, so is the job."""
+        """Submit a job. If this is cancelled, so is the job. Raises QueueFull or SchedulerError."""
         await self._begin()
         unwanted = threading.Event()
         submitting = asyncio.create_task(self._submit(new, unwanted), name=new.name)

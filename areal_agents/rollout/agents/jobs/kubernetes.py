@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.jobs.commands import SchedulerCommands, SchedulerError
+from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerCommands, SchedulerError
 from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob
 from areal_agents.rollout.agents.jobs.template import check_places, fill, read_template
 
@@ -52,7 +52,15 @@ class KubernetesJobs:
             )
 
     def submit(self, job: NewJob) -> str:
-        """Create the Job and its Secret, and return the name of both. Raises SchedulerError."""
+        """Create the Job and its Secret, and return the name of both. Raises QueueFull or SchedulerError."""
+        try:
+            return self._submit(job)
+        except SchedulerError as error:
+            if "exceeded quota" in str(error):
+                raise QueueFull(f"Kubernetes takes no further Job for now: {error}") from None
+            raise
+
+    def _submit(self, job: NewJob) -> str:
         created = self._read("create", "-f", "-", "-o", "json", stdin=json.dumps(self._job(job)))
         owner = {
             "apiVersion": "batch/v1",
@@ -277,7 +285,12 @@ def _state(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> JobState:
     waiting = [one["waiting"].get("reason", "") for one in containers if "waiting" in one]
     scheduled = conditions.get("PodScheduled", {})
     unplaced = scheduled.get("message", "") if scheduled.get("status") == "False" else ""
-    return JobState("waiting", unplaced or ", ".join(filter(None, waiting)))
+    namespace = job["metadata"].get("namespace", "default")
+    return JobState(
+        "waiting",
+        unplaced or ", ".join(filter(None, waiting)),
+        queue=f"the namespace {namespace} of Kubernetes",
+    )
 
 
 def _failure(

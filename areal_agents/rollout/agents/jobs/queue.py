@@ -40,10 +40,12 @@ class JobState:
     Attributes:
         phase: failed: the command failed. lost: something else ended the job, such as the loss of its node.
         detail: why it waits, or how it ended.
+        queue: where it waits, such as "the partition gpu of Slurm".
     """
 
     phase: Literal["waiting", "running", "succeeded", "failed", "lost"]
     detail: str = ""
+    queue: str = ""
 
     @property
     def has_ended(self) -> bool:
@@ -64,7 +66,7 @@ class JobQueue(Protocol):
     commands: SchedulerCommands
 
     def submit(self, job: NewJob) -> str:
-        """Submit a job, and return the id by which the other methods name it."""
+        """Submit a job, and return the id by which the other methods name it. QueueFull: it was not taken."""
         ...
 
     def states(self) -> Mapping[str, JobState]:

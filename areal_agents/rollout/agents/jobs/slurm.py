@@ -18,7 +18,7 @@ from pathlib import Path
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import AgentError
 from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
-from areal_agents.rollout.agents.jobs.commands import SchedulerCommands, SchedulerError
+from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerCommands, SchedulerError
 from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob
 from areal_agents.rollout.agents.jobs.template import check_places, fill, read_template
 from areal_agents.secret_variables import without_password, without_secrets
@@ -41,6 +41,8 @@ _BY_THE_COMMAND = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT")
 _QUOTED_OR_COMMENT = re.compile(
     r"""'[^']*' | "(?:\\.|[^"\\])*" | \\. | (?<![^\s;&|()<>])(?P<comment>\#[^\n]*)""", re.VERBOSE | re.DOTALL
 )
+# Limits of an account, a user or a QOS such as AssocMaxSubmitJobLimit, and that of the whole controller.
+_FULL = re.compile(r"SubmitJobs?(Per\w+)?Limit|temporarily unable to accept job")
 _LOST = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED")
 
 
@@ -67,25 +69,30 @@ class SlurmJobs:
             )
 
     def submit(self, job: NewJob) -> str:
-        """Submit a batch script, and return the number of the job. Raises SchedulerError."""
+        """Submit a batch script, and return the number of the job. Raises QueueFull or SchedulerError."""
         values = {
             "name": job.name,
             "command": job.command,
             "minutes": str(math.ceil(job.time_s / 60) + _MARGIN_MINUTES),
             "log": "/dev/null" if job.log is None else str(job.log).replace("%", "%%"),
         }
-        answer = self.commands.run(
-            # Jobs are found by their names, wherever the template has them. Slurm reads #PBS lines too, of
-            # which -J would make more than one job.
-            ("sbatch", "--parsable", "--no-requeue", "--ignore-pbs", f"--job-name={job.name}"),
-            stdin="".join(
-                part if is_comment else fill(part, values) for part, is_comment in _parts(self._script)
-            ),
-            environment={
-                **bypassing_proxies(self._environment(), job.variables["OPENAI_BASE_URL"]),
-                **job.variables,
-            },
-        )
+        try:
+            answer = self.commands.run(
+                # Jobs are found by their names, wherever the template has them. Slurm reads #PBS lines too,
+                # of which -J would make more than one job.
+                ("sbatch", "--parsable", "--no-requeue", "--ignore-pbs", f"--job-name={job.name}"),
+                stdin="".join(
+                    part if is_comment else fill(part, values) for part, is_comment in _parts(self._script)
+                ),
+                environment={
+                    **bypassing_proxies(self._environment(), job.variables["OPENAI_BASE_URL"]),
+                    **job.variables,
+                },
+            )
+        except SchedulerError as error:
+            if _FULL.search(str(error)):
+                raise QueueFull(f"Slurm takes no further job for now: {error}") from None
+            raise
         number = answer.strip().rpartition("\n")[2].partition(";")[0]  # some sites print notices before it
         if not number.isdecimal():
             raise SchedulerError(f"sbatch --parsable wrote no number of a job, but {answer[:200]!r}")
@@ -93,14 +100,14 @@ class SlurmJobs:
 
     def states(self) -> Mapping[str, JobState]:
         """Return the states of the jobs that Slurm still knows. Raises SchedulerError."""
-        fields = "JobID:|,State:|,exit_code:|,Reason:|,Name:|"
+        fields = "JobID:|,State:|,exit_code:|,Reason:|,Name:|,Partition:|"
         query = ("squeue", "--me", "--noheader", "--states=all", f"--Format={fields}")
         listed = self.commands.run(query, environment=self._environment())
         found = {}
         for line in listed.splitlines():
-            number, state, code, reason, name, *_ = [*line.split("|"), "", "", "", ""]
+            number, state, code, reason, name, partition, *_ = [*line.split("|"), *[""] * 5]
             if name.startswith(f"{self._owner}-"):
-                found[number] = _state(state, code, reason)
+                found[number] = _state(state, code, reason, partition)
         return found
 
     def cancel(self, ids: Collection[str]) -> None:
@@ -187,7 +194,7 @@ def _means(word: str, option: str) -> bool:
     return word == option or (len(word) > len("--a") and word.startswith("--") and option.startswith(word))
 
 
-def _state(state: str, code: str, reason: str) -> JobState:
+def _state(state: str, code: str, reason: str, partition: str) -> JobState:
     why = "" if reason == "None" else reason
     if state == "COMPLETED":
         return JobState("succeeded")
@@ -197,7 +204,9 @@ def _state(state: str, code: str, reason: str) -> JobState:
         return JobState("failed", f"ended as {state}" + (f" ({why})" if why else ""))
     if state in _LOST:
         return JobState("lost", f"ended as {state}")
-    return JobState("running" if state in _RUNNING else "waiting", why)
+    if state in _RUNNING:
+        return JobState("running", why)
+    return JobState("waiting", why, queue=f"the partition {partition} of Slurm")
 
 
 def _exit_status(wait_status: int) -> int:
