@@ -15,7 +15,8 @@ from areal_agents.cli import app
 from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.launchers.external import ExternalLauncher
 from areal_agents.cluster.launchers.kubernetes.config import KubernetesConfig
-from areal_agents.cluster.launchers.kubernetes.manifests import Run, as_yaml, manifests, object_name
+from areal_agents.cluster.launchers.kubernetes.manifests import manifests
+from areal_agents.cluster.launchers.kubernetes.objects import Run, as_yaml, object_name
 from areal_agents.cluster.launchers.rendered import Rendered, render, submit
 from areal_agents.cluster.train import check_config
 from areal_agents.config import load_config

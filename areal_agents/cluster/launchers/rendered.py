@@ -15,14 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agents.cluster.launchers.external import ExternalLauncher
-from areal_agents.cluster.launchers.kubernetes.manifests import (
-    MOUNTED_TLS,
-    Run,
-    as_yaml,
-    certificate_names,
-    manifests,
-    object_name,
-)
+from areal_agents.cluster.launchers.kubernetes.certificates import MOUNTED_TLS, certificate_names
+from areal_agents.cluster.launchers.kubernetes.manifests import manifests
+from areal_agents.cluster.launchers.kubernetes.objects import Run, as_yaml, object_name
 from areal_agents.cluster.launchers.skypilot.task import as_yaml as task_yaml
 from areal_agents.cluster.launchers.skypilot.task import shares_runs, task
 from areal_agents.cluster.train import check_config, processes_of
