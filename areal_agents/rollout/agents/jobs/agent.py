@@ -14,6 +14,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,7 @@ class JobAgent:
                     logger.warning("%s; jobs wait until it does, for at most %g s", full, self._wait_s)
                 self._said = str(full)
             await asyncio.sleep(pause_s)
+            new = replace(new, name=self._name(new.episode))  # one that is being deleted may have the old one
             waited_s, pause_s = waited_s + pause_s, min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
