@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,13 +15,15 @@ LONGEST_S = 120.0
 
 
 class TimeLimits:
-    """Replaces `asyncio` in `run_rollout`: a time limit expires once `reached` says so, whatever its
-    length."""
+    """Replaces `asyncio` in a module, by default that of `run_rollout`: a time limit expires once `reached`
+    says so, whatever its length."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reached: Callable[[], object]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, reached: Callable[[], object], *, module: ModuleType = attempt
+    ) -> None:
         self._reached = reached
         self._ending: set[asyncio.Task[None]] = set()
-        monkeypatch.setattr(attempt, "asyncio", self)
+        monkeypatch.setattr(module, "asyncio", self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from mode_support import slurm_job
 from stand_in_slurm import StandInSlurm
+from time_limits import TimeLimits
 
+from areal_agents.rollout.agents.jobs import agent as job_agent
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.rollout.runner import run
 from areal_agents.rollout.worker_share import WorkerShare
@@ -18,7 +20,7 @@ from areal_agents.rollout.worker_share import WorkerShare
 ADMIN_KEY = "admin-key-of-the-tests"
 LIMIT_S = 150.0
 TASK = {"question": "Do I need an umbrella in Zürich?", "answer": "Take one"}
-NOT_STARTED = "did not start within 5 s (agent.job.wait_s) in the partition debug of Slurm (Resources)"
+NOT_STARTED = "did not start within 60 s (agent.job.wait_s) in "
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,7 @@ NOT_STARTED = "did not start within 5 s (agent.job.wait_s) in the partition debu
 async def test_a_full_queue_does_not_end_a_run(
     scripted: Any,
     slurm_programs: StandInSlurm,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     split: str,
     worker: WorkerShare | None,
@@ -37,9 +40,10 @@ async def test_a_full_queue_does_not_end_a_run(
     tasks.write_text(json.dumps({"id": "umbrella", **TASK}))
     data = DataConfig(path=str(tasks))
     agent = slurm_job(Path(__file__).with_name("mode_program.py"), scripted.folder)
-    agent["job"] |= {"wait_s": 5.0, "poll_s": 0.1}
+    agent["job"] |= {"wait_s": 60.0, "poll_s": 0.1}
     held = slurm_programs.folder / "held"
     held.touch()
+    TimeLimits(monkeypatch, held.exists, module=job_agent)
     async with asyncio.timeout(LIMIT_S), scripted.trainer(groups=1, steps=1):
         running = asyncio.create_task(
             run(

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 from mode_support import SLURM_TEMPLATE
 from stand_in_slurm import StandInSlurm
+from time_limits import TimeLimits
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, AgentNotStarted
 from areal_agents.rollout.agents.agent import load_agent
+from areal_agents.rollout.agents.jobs import agent as job_agent
 from areal_agents.rollout.agents.jobs import commands, followed
 from areal_agents.rollout.agents.jobs.agent import JobAgent
 from areal_agents.rollout.agents.jobs.commands import SchedulerCommands, SchedulerError
@@ -226,10 +228,14 @@ def await_job(playing: JobAgent) -> None:
     asyncio.run(play())
 
 
-async def test_a_job_that_does_not_start_in_time_is_cancelled(slurm_programs: StandInSlurm) -> None:
+async def test_a_job_that_does_not_start_in_time_is_cancelled(
+    slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (slurm_programs.folder / "held").touch()
-    waiting = agent(wait_s=5.0)
-    message = r"^job 1 did not start within 5 s \(.*\) in the partition debug of Slurm \(Resources\), and is"
+    # The first query is for earlier jobs; the third one follows the answer of the second.
+    TimeLimits(monkeypatch, lambda: len(slurm_programs.calls()) >= 3, module=job_agent)
+    waiting = agent(wait_s=60.0)
+    message = r"^job 1 did not start within 60 s \(.*\) in the partition debug of Slurm \(Resources\), and is"
     with pytest.raises(AgentNotStarted, match=message):
         await waiting.prepare({}, EP, 60.0)
     await waiting.release(EP.id)
