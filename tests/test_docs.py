@@ -69,7 +69,8 @@ def test_named_files_exist(page: Path) -> None:
 def test_named_commands_exist() -> None:
     named = _in_code(r"\bareal-agents ([a-z]+)\b")
     assert len(named) > 10
-    assert not {(page, name) for page, name in named if name not in _commands(areal_agents.cli.app)}
+    commands = _commands(areal_agents.cli.app)
+    assert not {(page, name) for page, name in named if name not in commands}
 
 
 def test_named_make_targets_exist() -> None:
@@ -82,7 +83,8 @@ def test_named_make_targets_exist() -> None:
 def test_named_benchmarks_exist() -> None:
     named = _in_code(r"python -m benchmarks ([a-z_]+)")
     assert len(named) > 5
-    assert not {(page, name) for page, name in named if name not in _commands(benchmarks.__main__.app)}
+    commands = _commands(benchmarks.__main__.app)
+    assert not {(page, name) for page, name in named if name not in commands}
 
 
 def test_the_page_on_sglang_names_every_flag_that_a_server_is_started_with() -> None:

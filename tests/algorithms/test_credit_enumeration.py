@@ -56,8 +56,8 @@ from benchmarks.credit.run import (
 # --- The figures of `python -m benchmarks credit`.
 
 
-# The tasks with the most outcomes take a minute each.
-LONG_TASKS = ("linear", "branches_8", "parallel_subagents")
+# The tasks with the most outcomes take up to a minute each.
+LONG_TASKS = ("linear", "branches_2", "branches_8", "compaction", "parallel_subagents")
 
 
 @pytest.mark.parametrize(

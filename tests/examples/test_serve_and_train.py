@@ -76,24 +76,22 @@ def trained_tokens(run_dir: Path) -> list[int]:
     return [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_served_and_rewarded_calls_are_trained_on(tmp_path: Path) -> None:
-    grouped, alone = tmp_path / "grouped.db", tmp_path / "alone.db"
-    for store, with_task in ((grouped, True), (alone, False)):
-        with serving(store) as (url, lines):
-            assert str(store) in lines[1] and "pinned" in lines[1] and "POST /rewards" in lines[1]
-            collect(url, grouped=with_task)
-            shown = httpx.get(url.removesuffix("/v1") + "/episodes?split=train").json()["episodes"]
-        assert len(shown) == len(CITIES) * 4
-        tasks = {episode["task_id"] for episode in shown}
-        assert len(tasks) == (len(CITIES) if with_task else len(shown))
-        run_dir = tmp_path / store.stem
-        groups = len(tasks)  # each batch is the whole store, so that its rewards differ
-        done = train(
-            store, run_dir, f"rollout.groups={groups}"
-        )  # the episodes are still open: nobody has said that they ended
-        assert done.returncode == 0, done.stdout + done.stderr + ends_of_logs(run_dir)
-        assert all(tokens > 0 for tokens in trained_tokens(run_dir))
-        assert (run_dir / "final" / "model.safetensors").is_file()
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "alone"])
+def test_served_and_rewarded_calls_are_trained_on(tmp_path: Path, grouped: bool) -> None:
+    store, run_dir = tmp_path / "store.db", tmp_path / "run"
+    with serving(store) as (url, lines):
+        assert str(store) in lines[1] and "pinned" in lines[1] and "POST /rewards" in lines[1]
+        collect(url, grouped=grouped)
+        shown = httpx.get(url.removesuffix("/v1") + "/episodes?split=train").json()["episodes"]
+    assert len(shown) == len(CITIES) * 4
+    tasks = {episode["task_id"] for episode in shown}
+    assert len(tasks) == (len(CITIES) if grouped else len(shown))
+    # Each batch is the whole store, so that its rewards differ. The episodes are still open: nobody has said
+    # that they ended.
+    done = train(store, run_dir, f"rollout.groups={len(tasks)}")
+    assert done.returncode == 0, done.stdout + done.stderr + ends_of_logs(run_dir)
+    assert all(tokens > 0 for tokens in trained_tokens(run_dir))
+    assert (run_dir / "final" / "model.safetensors").is_file()
 
 
 def test_calls_of_split_eval_are_refused_by_name(tmp_path: Path) -> None:

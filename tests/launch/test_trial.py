@@ -87,17 +87,29 @@ def run(
     ("agent", "reason"),
     [
         ("agents.py:raises", "fails before its first reply: KeyError: 'oops' ("),
-        ("agents.py:gives_no_reward", "the agent gave no reward: return a number, call ep.reward"),
+        pytest.param(
+            "agents.py:gives_no_reward",
+            "the agent gave no reward: return a number, call ep.reward",
+            marks=pytest.mark.slow,
+        ),
         ("agents.py:blocks", "agents.py, line 20, in blocks: time.sleep(600)"),
-        ("agents.py:asks_too_much", "first prompt does not fit the context of the model"),
+        pytest.param(
+            "agents.py:asks_too_much",
+            "first prompt does not fit the context of the model",
+            marks=pytest.mark.slow,
+        ),
         (
             "agents.py:parses",
             "3 trial episodes with a scripted model failed in the same way: JSONDecodeError",
         ),
-        ("agents.py:calls_nobody", "the agent made no model call"),
+        pytest.param("agents.py:calls_nobody", "the agent made no model call", marks=pytest.mark.slow),
         ("agents.py:ends_the_process", "may have ended it, for example with os._exit"),
         ("agents.py:missing", "agents.py has no function 'missing'; it has AsyncOpenAI"),
-        ("'{command: no-such-program}'", "module:function or path/to/file.py:function"),
+        pytest.param(
+            "'{command: no-such-program}'",
+            "module:function or path/to/file.py:function",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_broken_agent_ends_the_run_with_its_reason(tmp_path: Path, agent: str, reason: str) -> None:

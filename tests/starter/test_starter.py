@@ -46,7 +46,13 @@ def init(tmp_path: Path, framework: str) -> Path:
     return tmp_path / "mine"
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param(name, marks=() if name in ("openai", "langgraph", "command") else pytest.mark.slow)
+        for name in FRAMEWORKS
+    ],
+)
 def test_a_starter_is_short_and_passes_its_own_test(tmp_path: Path, framework: str) -> None:
     project = init(tmp_path, framework)
     files = [path for path in project.iterdir() if path.name not in DATA]
