@@ -7,20 +7,21 @@ reach its bar raises an error instead of giving a model that cannot learn.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import tokenizers
-import torch
 from coder import opening
-from programmers import CAREFUL, CARELESS, OF_ALL_KINDS, Habits, Programmer, batches, draw_task, play
+from programmers import CAREFUL, CARELESS, OF_ALL_KINDS, Programmer, batches, draw_task, play
 from warmup.copying import train_copying
 from warmup.export import save_model
 from warmup.imitation import teacher_forced, train_imitation
-from warmup.network import Network, Shape
-from warmup.stages import Reporter, resume_or
+from warmup.network import new_network
+from warmup.optim import Rates
+from warmup.options import option_parser
+from warmup.stages import Reporter, require_right, resume_or
 from warmup.tokenizer import MARKERS, TAGS, WHOLE_NUMBERS, train_tokenizer
 
 VOCAB_SIZE = 480  # bytes, markers, the words of the problems and of the programs, and numbers
@@ -28,56 +29,44 @@ WORKING_BAR = 0.9  # last programs, word for word, after B; what is misread caps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = option_parser(__doc__.split("\n")[0], Path(__file__).parent)
     parser.add_argument("--careful-steps", type=int, default=250, help="batches of stage B")
     parser.add_argument("--careless-steps", type=int, default=60, help="batches of stage C")
-    parser.add_argument("--stages", type=Path, help="keep weights after A and B here, and go on")
     options = parser.parse_args()
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
     report = Reporter()
     tokenizer = make_tokenizer()
-    network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
+    network = new_network(tokenizer.get_vocab_size(), seed=options.seed, threads=options.threads)
     programmer = Programmer(tokenizer)
     prefix_length = len(programmer.prefix)
     unseen = [next(batches(programmer, CAREFUL, random.Random(n), held_out=True)) for n in range(8)]
     heldout = [example for batch in unseen for example in batch]
-
-    def imitate(stage: str, habits: Habits, steps: int, rates: tuple[float, float]) -> None:
-        def report_step(step: int, loss: float) -> None:
-            if step % 50 == 0 or step == steps:
-                right = teacher_forced(network, heldout, prefix_length).answers
-                report(f"{stage}: batch {step}, loss {loss:.3f}, held-out problems solved {right:.3f}")
-
-        train_imitation(
-            network,
-            batches(programmer, habits, random.Random(options.seed)),
-            prefix_length=prefix_length,
-            steps=steps,
-            muon_lr=rates[0],
-            adam_lr=rates[1],
-            report=report_step,
-        )
-
     report(f"prefix of {prefix_length} tokens, longest episode {max(len(e.ids) for e in heldout)}")
+
+    def solved() -> float:
+        return teacher_forced(network, heldout, prefix_length).answers
+
+    imitate = partial(
+        train_imitation,
+        network,
+        prefix_length=prefix_length,
+        report=report,
+        report_every=50,
+        score=lambda: f"held-out problems solved {solved():.3f}",
+    )
 
     def copying() -> None:
         train_copying(network, first_token=len(MARKERS + TAGS), seed=options.seed, report=report)
 
+    def careful() -> None:
+        shown = batches(programmer, CAREFUL, random.Random(options.seed))
+        imitate(shown, stage="B", steps=options.careful_steps, rates=Rates(muon=0.015, adam=2e-3))
+
     resume_or(copying, network, options.stages, "A")
-    resume_or(
-        lambda: imitate("B", CAREFUL, options.careful_steps, (0.015, 2e-3)), network, options.stages, "B"
-    )
-    if (right := teacher_forced(network, heldout, prefix_length).answers) < WORKING_BAR:
-        raise RuntimeError(
-            f"after stage B {right:.3f} of the problems are solved, {WORKING_BAR} was required: "
-            "give it more --careful-steps or another --seed"
-        )
-    imitate("C", CARELESS, options.careless_steps, (0.004, 1e-3))
+    resume_or(careful, network, options.stages, "B")
+    require_right(solved(), WORKING_BAR, stage="B", what="last programs", advice="--careful-steps")
+    shown = batches(programmer, CARELESS, random.Random(options.seed))
+    imitate(shown, stage="C", steps=options.careless_steps, rates=Rates(muon=0.004, adam=1e-3))
     save_model(network, tokenizer, options.out)
     report(f"wrote {options.out}")
 

@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 from coder import NO_PROGRAM, PROGRAMS, opening, report
 from lists import Problem, draw_cases, draw_problem, reply_with, task_of
+from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
 
 from areal_agents.core.messages import Message
@@ -160,10 +161,9 @@ def batches(
     programmer: Programmer, habits: Habits, rng: random.Random, *, held_out: bool = False
 ) -> Iterator[list[Example]]:
     """Endless batches of examples of similar length, each of a new problem."""
-    while True:
+
+    def draw_pool() -> list[Example]:
         drawn = (draw_task(rng, held_out=held_out) for _ in range(POOL))
-        pool = [programmer.demonstrate(problem, task, habits, rng) for problem, task in drawn]
-        pool.sort(key=lambda example: len(example.ids))
-        cut = [pool[start : start + BATCH] for start in range(0, POOL, BATCH)]
-        rng.shuffle(cut)
-        yield from cut
+        return [programmer.demonstrate(problem, task, habits, rng) for problem, task in drawn]
+
+    return endless_batches(draw_pool, rng, size=BATCH)

@@ -14,6 +14,7 @@ from customer import ScriptedCustomer
 from desk import Desk
 from desk_agent import converse
 from scenarios import SMALL, Task, scenario
+from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
 
 POOL, BATCH = 96, 24  # examples that are sorted by length, and of one batch
@@ -85,9 +86,8 @@ def batches(
     transcriber: DeskTranscriber, habits: Habits, rng: random.Random, *, held_out: bool = False
 ) -> Iterator[list[Example]]:
     """Endless batches of examples of similar length, each of a new scenario."""
-    while True:
-        said = conversations(habits, rng, POOL, held_out=held_out)
-        pool = sorted(map(transcriber.transcribe, said), key=lambda example: len(example.ids))
-        cut = [pool[start : start + BATCH] for start in range(0, POOL, BATCH)]
-        rng.shuffle(cut)
-        yield from cut
+
+    def draw_pool() -> list[Example]:
+        return [*map(transcriber.transcribe, conversations(habits, rng, POOL, held_out=held_out))]
+
+    return endless_batches(draw_pool, rng, size=BATCH)

@@ -24,9 +24,11 @@ from multihop import Questions, ask
 from retrieval import Columns, Index, build_index, read_corpus
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from warmup.batches import endless_batches
 from warmup.export import save_model
 from warmup.imitation import train_imitation
 from warmup.network import Network, Shape, load_hf_state
+from warmup.optim import Rates
 from warmup.stages import Reporter
 from warmup.transcripts import Example
 
@@ -48,12 +50,8 @@ class Demonstrator:
         self._rng = rng
 
     def batches(self) -> Iterator[list[Example]]:
-        """Yield batches of examples of similar length, without end."""
-        while True:
-            pool = sorted((self.example() for _ in range(POOL)), key=lambda example: len(example.ids))
-            batches = [pool[begin : begin + BATCH] for begin in range(0, POOL, BATCH)]
-            self._rng.shuffle(batches)
-            yield from batches
+        """Return endless batches of examples of similar length."""
+        return endless_batches(lambda: [self.example() for _ in range(POOL)], self._rng, size=BATCH)
 
     def example(self) -> Example:
         """Return one episode: the searches, what they find, and an answer."""
@@ -107,9 +105,10 @@ def main() -> None:
         demonstrator.batches(),
         prefix_length=len(transcriber.prefix),
         steps=options.steps,
-        muon_lr=0.008,
-        adam_lr=1.5e-3,
-        report=lambda step, loss: report(f"batch {step}, loss {loss:.3f}") if step % 20 == 0 else None,
+        rates=Rates(muon=0.008, adam=1.5e-3),
+        stage="imitation",
+        report=report,
+        report_every=20,
     )
     save_model(network, tokenizer, options.out)
     report(f"wrote {options.out}")

@@ -8,10 +8,10 @@ bar raises an error instead of giving a model that cannot learn.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -31,12 +31,14 @@ from game_players import (
 )
 from game_tasks import Countdown, Guessing, Sum, countdown_tasks, sums, system_message
 from torch import Tensor
+from warmup.batches import endless_batches
 from warmup.copying import train_copying
 from warmup.export import save_model
 from warmup.imitation import train_imitation
-from warmup.network import Network, Shape
-from warmup.optim import Optimizers
-from warmup.stages import Reporter, resume_or
+from warmup.network import Network, new_network
+from warmup.optim import Optimizers, Rates
+from warmup.options import option_parser
+from warmup.stages import Reporter, require_right, resume_or
 from warmup.tokenizer import MARKERS, TAGS, WHOLE_NUMBERS, marker_id, train_tokenizer
 from warmup.transcripts import Example, Transcriber, as_messages
 
@@ -47,24 +49,18 @@ POOL, BATCH = 96, 24  # examples that are sorted by length, and of one batch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = option_parser(__doc__.split("\n")[0], Path(__file__).parent)
     parser.add_argument("--equation-steps", type=int, default=420, help="batches of stage B")
     parser.add_argument("--careful-steps", type=int, default=400, help="batches of stage C")
     parser.add_argument("--careless-steps", type=int, default=60, help="batches of stage D")
-    parser.add_argument("--stages", type=Path, help="keep weights after A, B and C here, and go on from them")
     options = parser.parse_args()
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
     report = Reporter()
     table = Table()
     tokenizer = train_tokenizer(
         tokenizer_texts(table, random.Random(0)), vocab_size=VOCAB_SIZE, pieces=WHOLE_NUMBERS
     )
-    network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
+    network = new_network(tokenizer.get_vocab_size(), seed=options.seed, threads=options.threads)
     players = Players(table, Transcriber(tokenizer, [], keeps_history=True))
     numbers = Numbers(tokenizer)
     unseen = numbers.of_replies(players.countdowns(32, random.Random(-1)))
@@ -75,41 +71,33 @@ def main() -> None:
     def equations() -> None:
         train_equations(network, numbers, steps=options.equation_steps, seed=options.seed, report=report)
 
-    def imitate(stage: str, habits: Habits, steps: int, rates: tuple[float, float]) -> None:
-        def report_step(step: int, loss: float) -> None:
-            if step % 25 == 0 or step == steps:
-                report(f"{stage}: batch {step}, loss {loss:.3f}, numbers {unseen.right(network):.3f}")
+    imitate = partial(
+        train_imitation,
+        network,
+        prefix_length=players.prefix_length,
+        report=report,
+        report_every=25,
+        score=lambda: f"numbers {unseen.right(network):.3f}",
+    )
 
-        train_imitation(
-            network,
-            players.batches(habits, random.Random(options.seed)),
-            prefix_length=players.prefix_length,
-            steps=steps,
-            muon_lr=rates[0],
-            adam_lr=rates[1],
-            report=report_step,
-        )
+    def careful() -> None:
+        shown = players.batches(CAREFUL, random.Random(options.seed))
+        imitate(shown, stage="C", steps=options.careful_steps, rates=Rates(muon=0.015, adam=2e-3))
 
     report(f"{len(table.countdown)} tasks of countdown, {len(table.sums)} sums")
     resume_or(copying, network, options.stages, "A")
     resume_or(equations, network, options.stages, "B")
-    require("B", equation_rows(numbers, random.Random(-2)).right(network))
-    resume_or(
-        lambda: imitate("C", CAREFUL, options.careful_steps, (0.015, 2e-3)), network, options.stages, "C"
+    solved = equation_rows(numbers, random.Random(-2)).right(network)
+    require_right(solved, NUMBERS_BAR, stage="B", what="numbers", advice="--equation-steps")
+    resume_or(careful, network, options.stages, "C")
+    played = unseen.right(network)
+    require_right(
+        played, NUMBERS_BAR, stage="C", what="numbers", advice="--equation-steps, more --careful-steps"
     )
-    require("C", unseen.right(network))
-    imitate("D", CARELESS, options.careless_steps, (0.004, 1e-3))
+    shown = players.batches(CARELESS, random.Random(options.seed))
+    imitate(shown, stage="D", steps=options.careless_steps, rates=Rates(muon=0.004, adam=1e-3))
     save_model(network, tokenizer, options.out)
     report(f"wrote {options.out}")
-
-
-def require(stage: str, right: float) -> None:
-    """RuntimeError if too few numbers are right, which caps reinforcement learning."""
-    if right < NUMBERS_BAR:
-        raise RuntimeError(
-            f"after stage {stage} {right:.3f} of the numbers are right, {NUMBERS_BAR} was required: give it "
-            "more --equation-steps, more --careful-steps or another --seed"
-        )
 
 
 class Table:
@@ -134,12 +122,11 @@ class Players:
     def batches(self, habits: Habits, rng: random.Random) -> Iterator[list[Example]]:
         """Endless batches of examples of similar length: half of countdown, a quarter each of the others."""
         kinds = (self._countdown, self._countdown, self._guessing, self._sum)
-        while True:
-            pool = [kinds[number % len(kinds)](habits, rng) for number in range(POOL)]
-            pool.sort(key=lambda example: len(example.ids))
-            cut = [pool[start : start + BATCH] for start in range(0, POOL, BATCH)]
-            rng.shuffle(cut)
-            yield from cut
+
+        def draw_pool() -> list[Example]:
+            return [kinds[number % len(kinds)](habits, rng) for number in range(POOL)]
+
+        return endless_batches(draw_pool, rng, size=BATCH)
 
     def countdowns(self, count: int, rng: random.Random) -> list[Example]:
         """Games of countdown of a careful player."""
@@ -262,7 +249,7 @@ def train_equations(
         return min(1.0, (step + 1) / 20) * min(1.0, max(0.02, 2 * (1 - step / steps)))
 
     unseen = equation_rows(numbers, random.Random(-1))
-    optimizers = Optimizers(network, muon_lr=0.02, adam_lr=3e-3, scale=scale)
+    optimizers = Optimizers(network, Rates(muon=0.02, adam=3e-3), scale=scale)
     for step in range(1, steps + 1):
         equation_rows(numbers, rng).loss(network).backward()
         optimizers.step()

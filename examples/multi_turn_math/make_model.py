@@ -8,18 +8,19 @@ copying needs no stage of its own, as it does for the search agent.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-import torch
 from chances import SECOND_CHANCE, SYSTEM_PROMPT
-from students import CAREFUL, CARELESS, OF_ALL_KINDS, Habits, Student, batches, replies
+from students import CAREFUL, CARELESS, OF_ALL_KINDS, Student, batches, replies
 from warmup.export import save_model
 from warmup.imitation import teacher_forced, train_imitation
-from warmup.network import Network, Shape
-from warmup.stages import Reporter, resume_or
+from warmup.network import new_network
+from warmup.optim import Rates
+from warmup.options import option_parser
+from warmup.stages import Reporter, require_right, resume_or
 from warmup.tokenizer import train_tokenizer
 from word_problems import draw_problem
 
@@ -28,51 +29,40 @@ WORKING_BAR = 0.75  # replies, word for word, after A; what is worked out wrongl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = option_parser(__doc__.split("\n")[0], Path(__file__).parent)
     parser.add_argument("--careful-steps", type=int, default=900, help="batches of stage A")
     parser.add_argument("--careless-steps", type=int, default=80, help="batches of stage B")
-    parser.add_argument("--stages", type=Path, help="keep the weights after A here, and go on")
     options = parser.parse_args()
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
     report = Reporter()
     tokenizer = train_tokenizer(tokenizer_texts(random.Random(0)), vocab_size=VOCAB_SIZE)
-    network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
+    network = new_network(tokenizer.get_vocab_size(), seed=options.seed, threads=options.threads)
     student = Student(tokenizer)
     prefix_length = len(student.prefix)
     unseen = [next(batches(student, CAREFUL, random.Random(n), held_out=True)) for n in range(8)]
     heldout = [example for batch in unseen for example in batch]
-
-    def imitate(stage: str, habits: Habits, steps: int, rates: tuple[float, float]) -> None:
-        def report_step(step: int, loss: float) -> None:
-            if step % 100 == 0 or step == steps:
-                right = teacher_forced(network, heldout, prefix_length).answers
-                report(f"{stage}: batch {step}, loss {loss:.3f}, held-out problems worked out {right:.3f}")
-
-        train_imitation(
-            network,
-            batches(student, habits, random.Random(options.seed)),
-            prefix_length=prefix_length,
-            steps=steps,
-            muon_lr=rates[0],
-            adam_lr=rates[1],
-            report=report_step,
-        )
-
     report(f"prefix of {prefix_length} tokens, longest episode {max(len(e.ids) for e in heldout)}")
-    resume_or(
-        lambda: imitate("A", CAREFUL, options.careful_steps, (0.015, 2e-3)), network, options.stages, "A"
+
+    def worked_out() -> float:
+        return teacher_forced(network, heldout, prefix_length).answers
+
+    imitate = partial(
+        train_imitation,
+        network,
+        prefix_length=prefix_length,
+        report=report,
+        report_every=100,
+        score=lambda: f"held-out problems worked out {worked_out():.3f}",
     )
-    if (right := teacher_forced(network, heldout, prefix_length).answers) < WORKING_BAR:
-        raise RuntimeError(
-            f"after stage A {right:.3f} of the problems are worked out, {WORKING_BAR} was required: "
-            "give it more --careful-steps or another --seed"
-        )
-    imitate("B", CARELESS, options.careless_steps, (0.004, 1e-3))
+
+    def careful() -> None:
+        shown = batches(student, CAREFUL, random.Random(options.seed))
+        imitate(shown, stage="A", steps=options.careful_steps, rates=Rates(muon=0.015, adam=2e-3))
+
+    resume_or(careful, network, options.stages, "A")
+    require_right(worked_out(), WORKING_BAR, stage="A", what="last replies", advice="--careful-steps")
+    shown = batches(student, CARELESS, random.Random(options.seed))
+    imitate(shown, stage="B", steps=options.careless_steps, rates=Rates(muon=0.004, adam=1e-3))
     save_model(network, tokenizer, options.out)
     report(f"wrote {options.out}")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import tokenizers
 from chances import SECOND_CHANCE, opening
+from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
 from word_problems import Problem, Sign, Step, draw_problem
 
@@ -114,9 +115,8 @@ def batches(
     student: Student, habits: Habits, rng: random.Random, *, held_out: bool = False
 ) -> Iterator[list[Example]]:
     """Endless batches of examples of similar length, each of a new problem."""
-    while True:
-        pool = [student.demonstrate(draw_problem(rng, held_out=held_out), habits, rng) for _ in range(POOL)]
-        pool.sort(key=lambda example: len(example.ids))
-        cut = [pool[start : start + BATCH] for start in range(0, POOL, BATCH)]
-        rng.shuffle(cut)
-        yield from cut
+
+    def draw_pool() -> list[Example]:
+        return [student.demonstrate(draw_problem(rng, held_out=held_out), habits, rng) for _ in range(POOL)]
+
+    return endless_batches(draw_pool, rng, size=BATCH)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import tokenizers
 from dialogue import BASH_TOOL, SUBMIT, call_text, fix, look, observation, opening
 from repairs import AGGREGATES, CHANGES, NUMBERS, RELATIONS, Function, Repair, draw_repair, instruction
+from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
 
 from areal_agents.core.messages import Message
@@ -100,11 +101,9 @@ def batches(
     demonstrator: Demonstrator, habits: Habits, rng: random.Random, *, held_out: bool = False
 ) -> Iterator[list[Example]]:
     """Endless batches of examples of similar length, each of a new task."""
-    while True:
-        pool = [
-            demonstrator.demonstrate(draw_repair(rng, held_out=held_out), habits, rng) for _ in range(POOL)
-        ]
-        pool.sort(key=lambda example: len(example.ids))
-        cut = [pool[start : start + BATCH] for start in range(0, POOL, BATCH)]
-        rng.shuffle(cut)
-        yield from cut
+
+    def draw_pool() -> list[Example]:
+        repairs = (draw_repair(rng, held_out=held_out) for _ in range(POOL))
+        return [demonstrator.demonstrate(repair, habits, rng) for repair in repairs]
+
+    return endless_batches(draw_pool, rng, size=BATCH)

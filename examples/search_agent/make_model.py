@@ -9,60 +9,54 @@ A stage that does not reach its bar raises an error instead of giving a model th
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from conversation import call_text
 from corpus import encyclopedia
-from demonstrations import FLAWED, PERFECT, Habits, SearchTranscriber
+from demonstrations import FLAWED, PERFECT, SearchTranscriber
 from fiction import NameMaker
 from mixture import Mixture, examples, perfect_examples
 from questions import is_held_out, question_bank
 from search import search
 from warmup.copying import train_copying
 from warmup.export import save_model
-from warmup.imitation import teacher_forced, train_imitation
-from warmup.network import Network, Shape
-from warmup.stages import Reporter, resume_or
-from warmup.tokenizer import MARKERS, TAGS, byte_tokenizer, train_tokenizer
+from warmup.imitation import Reading, teacher_forced, train_imitation
+from warmup.network import Network, new_network
+from warmup.optim import Rates
+from warmup.options import option_parser
+from warmup.stages import Reporter, require_right, resume_or
+from warmup.tokenizer import MARKERS, TAGS, prefix_text, train_tokenizer, without_markers
 
 READING_BAR = 0.95  # teacher-forced answers after B; what is misread here caps reinforcement learning
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = option_parser(__doc__.split("\n")[0], Path(__file__).parent)
     parser.add_argument("--imitation-steps", type=int, default=1500, help="batches of stage B")
     parser.add_argument("--flawed-steps", type=int, default=50, help="batches of stage C")
-    parser.add_argument(
-        "--stages", type=Path, help="keep the weights after A and B here, and go on from them"
-    )
     options = parser.parse_args()
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
     report = Reporter()
     tokenizer = train_tokenizer(tokenizer_texts(random.Random(0)))
-    network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
+    network = new_network(tokenizer.get_vocab_size(), seed=options.seed, threads=options.threads)
     imitation = Imitation(network, SearchTranscriber(tokenizer), options.seed, report)
 
     def copying() -> None:
         train_copying(network, first_token=len(MARKERS + TAGS), seed=options.seed, report=report)
 
     def perfect() -> None:
-        imitation.train(
-            "B", PERFECT, options.imitation_steps, fictional=0.4, drills=0.35, rates=(0.015, 2e-3)
-        )
+        mixture = Mixture(fictional=0.4, drills=0.35, habits=PERFECT)
+        imitation.train("B", mixture, options.imitation_steps, Rates(muon=0.015, adam=2e-3))
 
     resume_or(copying, network, options.stages, "A")
     resume_or(perfect, network, options.stages, "B")
-    imitation.require_reading(READING_BAR)
-    imitation.train("C", FLAWED, options.flawed_steps, fictional=0.0, drills=0.0, rates=(0.004, 1e-3))
+    require_right(
+        imitation.reading().answers, READING_BAR, stage="B", what="answers", advice="--imitation-steps"
+    )
+    flawed = Mixture(fictional=0.0, drills=0.0, habits=FLAWED)
+    imitation.train("C", flawed, options.flawed_steps, Rates(muon=0.004, adam=1e-3))
     save_model(network, tokenizer, options.out)
     report(f"wrote {options.out}")
 
@@ -81,46 +75,27 @@ class Imitation:
         self._prefix_length = len(transcriber.prefix)
         self._heldout, self._fictional = perfect_examples(transcriber, self._names, random.Random(9), 128)
 
-    def train(
-        self,
-        stage: str,
-        habits: Habits,
-        steps: int,
-        *,
-        fictional: float,
-        drills: float,
-        rates: tuple[float, float],
-    ) -> None:
-        """Train one stage with (Muon, AdamW) `rates`, reporting every 100 batches and at the end."""
-
-        def report(step: int, loss: float) -> None:
-            if step % 100 == 0 or step == steps:
-                self._report(f"{stage}: batch {step}, loss {loss:.3f}, {self._scores()}")
-
+    def train(self, stage: str, mixture: Mixture, steps: int, rates: Rates) -> None:
+        """Train one stage."""
         rng = random.Random(self._seed)
-        mixture = Mixture(fictional=fictional, drills=drills, habits=habits)
-        batches = examples(mixture, self._transcriber, self._names, guessable_answers(rng), rng)
         train_imitation(
             self._network,
-            batches,
+            examples(mixture, self._transcriber, self._names, guessable_answers(rng), rng),
             prefix_length=self._prefix_length,
             steps=steps,
-            muon_lr=rates[0],
-            adam_lr=rates[1],
-            report=report,
+            rates=rates,
+            stage=stage,
+            report=self._report,
+            report_every=100,
+            score=self._scores,
         )
 
-    def require_reading(self, bar: float) -> None:
-        """RuntimeError if too few answers to new fictional questions are read correctly."""
-        reading = teacher_forced(self._network, self._fictional, self._prefix_length)
-        if reading.answers < bar:
-            raise RuntimeError(
-                f"stage B reads {reading.answers:.3f} of the answers, {bar} was required: "
-                "give it more --imitation-steps or another --seed"
-            )
+    def reading(self) -> Reading:
+        """How well calls and answers to new fictional questions are read."""
+        return teacher_forced(self._network, self._fictional, self._prefix_length)
 
     def _scores(self) -> str:
-        fictional = teacher_forced(self._network, self._fictional, self._prefix_length)
+        fictional = self.reading()
         heldout = teacher_forced(self._network, self._heldout, self._prefix_length)
         return (
             f"teacher-forced calls/answers {fictional.calls:.3f}/{fictional.answers:.3f} fictional, "
@@ -130,18 +105,14 @@ class Imitation:
 
 def tokenizer_texts(rng: random.Random, *, draws: int = 6000) -> Iterator[str]:
     """What the model will read and write: passages, questions, calls, answers and the system prompt."""
-    system_prompt = byte_tokenizer().decode(
-        SearchTranscriber(byte_tokenizer()).prefix, skip_special_tokens=False
-    )
-    for tag in MARKERS + TAGS:
-        system_prompt = system_prompt.replace(tag, "")
+    system_prompt = prefix_text(lambda plain: SearchTranscriber(plain).prefix)
     yield from (entity.passage for entity in encyclopedia())
     bank = question_bank("train")
     for draw in range(draws):
         question = bank.draw(rng)
         yield from (question.text, question.answer)
         for entity in question.path:
-            yield from (call_text(entity.name).replace(TAGS[0], "").replace(TAGS[1], ""), search(entity.name))
+            yield from (without_markers(call_text(entity.name)), search(entity.name))
         if draw % 3 == 0:
             yield system_prompt
 

@@ -14,6 +14,7 @@ from demonstrations import PERFECT, Demonstrator, Habits, SearchTranscriber, rea
 from fiction import NameMaker, fictional_world
 from questions import QuestionBank, question_bank
 from search import SearchIndex, search
+from warmup.batches import endless_batches
 from warmup.transcripts import Example
 
 BATCH = 16
@@ -39,7 +40,8 @@ def examples(
     """Endless batches of `BATCH` examples of similar length."""
     demonstrator = Demonstrator(transcriber, mixture.habits, guesses)
     real = question_bank("train")
-    while True:
+
+    def draw_pool() -> list[Example]:
         world = fictional_world(names, rng)
         bank, index = QuestionBank(world), SearchIndex(world)
         pool = []
@@ -51,10 +53,9 @@ def examples(
                 pool.append(demonstrator.demonstrate(bank.draw(rng), index.search, rng))
             else:
                 pool.append(demonstrator.demonstrate(real.draw(rng), search, rng))
-        pool.sort(key=lambda example: len(example.ids))
-        batches = [pool[start : start + BATCH] for start in range(0, WORLD_LIFE, BATCH)]
-        rng.shuffle(batches)
-        yield from batches
+        return pool
+
+    return endless_batches(draw_pool, rng, size=BATCH)
 
 
 def perfect_examples(

@@ -11,6 +11,7 @@ import tokenizers
 from calculating import opening
 from number_problems import Change, Problem, Sign, draw_problem, expression, result
 from python_tool import PRINTED_NOTHING, PYTHON_TOOL
+from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
 
 from areal_agents.core.messages import Message
@@ -139,19 +140,12 @@ def _miscopied(number: int, rng: random.Random) -> int:
 def batches(
     student: Student, habits: Habits, rng: random.Random, *, held_out: bool = False, by_length: bool = True
 ) -> Iterator[list[Example]]:
-    """Endless batches of examples, each of a new problem.
+    """Endless batches of examples, each of a new problem; `by_length` as in `endless_batches`."""
 
-    Args:
-        by_length: a batch has examples of similar length, which saves padding. The loss is the mean over the
-            tokens of a batch, so short examples then weigh more.
-    """
-    while True:
-        pool = [student.demonstrate(draw_problem(rng, held_out=held_out), habits, rng) for _ in range(POOL)]
-        if by_length:
-            pool.sort(key=lambda example: len(example.ids))
-        cut = [pool[start : start + BATCH] for start in range(0, POOL, BATCH)]
-        rng.shuffle(cut)
-        yield from cut
+    def draw_pool() -> list[Example]:
+        return [student.demonstrate(draw_problem(rng, held_out=held_out), habits, rng) for _ in range(POOL)]
+
+    return endless_batches(draw_pool, rng, size=BATCH, by_length=by_length)
 
 
 def texts(problem: Problem, habits: Habits, rng: random.Random) -> Sequence[str]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmup.network import Network
-from warmup.optim import Optimizers
+from warmup.optim import Optimizers, Rates
 
 LENGTHS = (12, 24, 48, 96, 192)
 SPAN = 6
@@ -59,7 +59,7 @@ def train_copying(
         # At full rate the accuracy hovers just below the bar; at the last length the rate comes down.
         return min(1.0, (step + 1) / 20) * max(0.2, 1.0 - settling / 250)
 
-    optimizers = Optimizers(network, muon_lr=0.02, adam_lr=3e-3, scale=scale)
+    optimizers = Optimizers(network, Rates(muon=0.02, adam=3e-3), scale=scale)
     for step in range(1, max_steps + 1):
         ids, copied = copy_batch(
             LENGTHS[level], first_token=first_token, vocab_size=network.shape.vocab_size, generator=generator

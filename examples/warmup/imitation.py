@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warmup.network import Network
-from warmup.optim import Optimizers
+from warmup.optim import Optimizers, Rates
 from warmup.transcripts import Example
 
 
@@ -70,18 +70,25 @@ def train_imitation(
     *,
     prefix_length: int,
     steps: int,
-    muon_lr: float,
-    adam_lr: float,
-    report: Callable[[int, float], None],
+    rates: Rates,
+    stage: str,
+    report: Callable[[str], None],
+    report_every: int,
+    score: Callable[[], str] | None = None,
 ) -> None:
-    """`steps` batches; the rates warm up over 30 and fall linearly to zero over the last third."""
+    """`steps` batches; the rates warm up over 30 and fall linearly to zero over the last third.
+
+    The loss and the `score` are reported every `report_every` batches and after the last one.
+    """
 
     def scale(step: int) -> float:
         return min(1.0, (step + 1) / 30) * min(1.0, max(0.02, 3 * (1 - step / steps)))
 
-    optimizers = Optimizers(network, muon_lr=muon_lr, adam_lr=adam_lr, scale=scale)
+    optimizers = Optimizers(network, rates, scale=scale)
     for step in range(1, steps + 1):
         loss = imitation_loss(network, next(batches), prefix_length)
         loss.backward()
         optimizers.step()
-        report(step, loss.item())
+        if step % report_every == 0 or step == steps:
+            scored = f", {score()}" if score else ""
+            report(f"{stage}: batch {step}, loss {loss.item():.3f}{scored}")

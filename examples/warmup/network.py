@@ -130,6 +130,13 @@ class Network(nn.Module):
         return hidden @ self.embedding.weight.T
 
 
+def new_network(vocab_size: int, *, seed: int, threads: int) -> Network:
+    """A network with random weights. The seed and the number of threads are set for all of torch."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    return Network(Shape(vocab_size=vocab_size))
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal grouped-query attention; `mask` [T, P + T] replaces plain causality where a prefix stands."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,21 +11,26 @@ from torch import Tensor, nn
 from warmup.network import Network
 
 
+class Rates(NamedTuple):
+    """The base learning rates."""
+
+    muon: float
+    adam: float
+
+
 class Optimizers:
     """Both optimizers under one learning-rate schedule: `scale(step)` multiplies the base rates."""
 
-    def __init__(
-        self, network: Network, *, muon_lr: float, adam_lr: float, scale: Callable[[int], float]
-    ) -> None:
+    def __init__(self, network: Network, rates: Rates, *, scale: Callable[[int], float]) -> None:
         matrices = [p for name, p in network.named_parameters() if p.ndim == 2 and "embedding" not in name]
         chosen = {id(p) for p in matrices}
         rest = [p for p in network.parameters() if id(p) not in chosen]
         self._network = network
         self._scale = scale
-        self._rates = (muon_lr, adam_lr)
+        self._rates = rates
         self._optimizers = (
-            Muon(matrices, lr=muon_lr),
-            torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+            Muon(matrices, lr=rates.muon),
+            torch.optim.AdamW(rest, lr=rates.adam, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
         )
         self._step = 0
 

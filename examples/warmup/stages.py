@@ -1,4 +1,4 @@
-"""Keeps the weights between the stages of a warm-up, and prints how it goes."""
+"""Keeps the weights between the stages of a warm-up, prints how it goes, and ends it below a bar."""
 
 from __future__ import annotations
 
@@ -31,3 +31,19 @@ def resume_or(train: Callable[[], None], network: Network, folder: Path | None, 
         train()
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(network.state_dict(), folder / f"{stage}.pt")
+
+
+def require_right(right: float, bar: float, *, stage: str, what: str, advice: str) -> None:
+    """RuntimeError if the share that is right after a stage is below the bar.
+
+    What a model reads or copies wrongly after imitation caps what reinforcement learning can reach.
+
+    Args:
+        what: what is counted, such as "answers".
+        advice: what to give more of, such as "--careful-steps".
+    """
+    if not right >= bar:  # NaN is below every bar
+        raise RuntimeError(
+            f"after stage {stage} {right:.3f} of the {what} are right, {bar} was required: "
+            f"give it more {advice} or another --seed"
+        )

@@ -10,7 +10,7 @@ as in SuperBPE (arXiv 2503.13423): a sentence that the texts have often is one t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -93,6 +93,19 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE, piece
 def byte_tokenizer() -> Tokenizer:
     """The same tokenizer before any merge: one token for each byte, and the markers."""
     return train_tokenizer([], vocab_size=256 + len(MARKERS + TAGS))
+
+
+def without_markers(text: str) -> str:
+    """The text without its markers and tags, as `train_tokenizer` needs it."""
+    for marker in MARKERS + TAGS:
+        text = text.replace(marker, "")
+    return text
+
+
+def prefix_text(prefix: Callable[[Tokenizer], Sequence[int]]) -> str:
+    """The text, without markers, of the ids that `prefix` gives with a tokenizer of single bytes."""
+    plain = byte_tokenizer()
+    return without_markers(plain.decode(prefix(plain), skip_special_tokens=False))
 
 
 def marker_id(tokenizer: Tokenizer, text: str) -> int:
