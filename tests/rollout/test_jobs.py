@@ -23,7 +23,7 @@ from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.jobs import agent as job_agent
 from areal_agents.rollout.agents.jobs import commands, followed
 from areal_agents.rollout.agents.jobs.agent import JobAgent
-from areal_agents.rollout.agents.jobs.commands import SchedulerCommands, SchedulerError
+from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerCommands, SchedulerError
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.followed import FollowedJobs
 from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
@@ -264,6 +264,28 @@ async def test_a_full_queue_is_asked_again(
     await waiting.run({}, EP)
     await waiting.close()
     assert [*slurm_programs.states().values()] == ["COMPLETED"]
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        "AssocGrpSubmitJobsLimit",
+        "AssocMaxSubmitJobLimit",
+        "MaxSubmitJobsPerAccount",
+        "QOSGrpSubmitJobsLimit",
+        "QOSMaxSubmitJobPerUserLimit",
+    ],
+)
+def test_every_limit_on_submitted_jobs_is_a_full_queue(
+    slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise SchedulerError(f"sbatch failed: sbatch: error: {limit}")
+
+    queue = SlurmJobs(str(SLURM_TEMPLATE), owner="own")
+    monkeypatch.setattr(queue.commands, "run", refuse)
+    with pytest.raises(QueueFull, match=f"^Slurm takes no further job for now: .*{limit}$"):
+        queue.submit(new_job())
 
 
 async def test_a_job_whose_submission_is_cancelled_is_cancelled(slurm_programs: StandInSlurm) -> None:

@@ -37,13 +37,14 @@ _MARKS = (RUN_MARK, AGENT_MARK, INNER_AGENT_MARK)  # by which processes of this 
 _CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _BY_THE_COMMAND = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT")
+_LOST = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED")
 # Of a shell script, from left to right: what is quoted, where # begins no comment, and comments.
 _QUOTED_OR_COMMENT = re.compile(
     r"""'[^']*' | "(?:\\.|[^"\\])*" | \\. | (?<![^\s;&|()<>])(?P<comment>\#[^\n]*)""", re.VERBOSE | re.DOTALL
 )
-# Limits of an account, a user or a QOS such as AssocMaxSubmitJobLimit, and that of the whole controller.
-_FULL = re.compile(r"SubmitJobs?(Per\w+)?Limit|temporarily unable to accept job")
-_LOST = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED")
+# Limits of an account, a user or a QOS, such as AssocMaxSubmitJobLimit and MaxSubmitJobsPerAccount, and that
+# of the whole controller.
+_FULL = re.compile(r"SubmitJobs?(Per|Limit)|temporarily unable to accept job")
 
 
 class SlurmJobs:
@@ -162,9 +163,10 @@ def read_script(template: str) -> str:
 
 
 def _parts(script: str) -> Iterator[tuple[str, bool]]:
-    """Yield a script in parts, each with whether it is a comment.
+    """Yield the parts of a script in order, each with whether it is a comment.
 
-    Options on lines that begin with #SBATCH are none; Slurm reads these lines before the first command only.
+    The options on lines that begin with #SBATCH are not comments, but only before the first command, because
+    Slurm reads no later ones.
     """
     begin = 0
     for line in script.splitlines(keepends=True):
