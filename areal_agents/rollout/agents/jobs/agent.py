@@ -2,7 +2,7 @@
 
 The command gets the same task and variables. The time of the episode begins when the job starts. The loss of
 a job (its node died, it was preempted, somebody cancelled it) is not the agent's doing: the attempt fails and
-is repeated. A job that does not start in time is no failed attempt: its episode is aborted and repeated.
+is repeated. A job that does not start in time is not a failed attempt: its episode is aborted and repeated.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class JobAgent:
         self._command = shlex.join((*_WITH_TASK, *command))
         self._wait_s = config.wait_s
         self._poll_s = config.poll_s
-        self._said = ""
+        self._is_full = False  # the scheduler has refused the last job for want of room
         self._owner = owner or f"areal-{secrets.token_hex(5)}"
         self._logs = EpisodeLogs(None if logs is None else logs.absolute())
         self._jobs = FollowedJobs(queue_of(config, owner=self._owner, passed=passed), poll_s=config.poll_s)
@@ -110,16 +110,16 @@ class JobAgent:
         while True:
             try:
                 job = await self._jobs.submit(new)
-                self._said = ""
+                self._is_full = False
                 return job, waited_s
             except QueueFull as full:
                 if waited_s + pause_s >= self._wait_s:
                     raise AgentNotStarted(
                         f"no job was taken within {self._wait_s:g} s (agent.job.wait_s): {full}"
                     ) from None
-                if str(full) != self._said:
+                if not self._is_full:
                     logger.warning("%s; jobs wait until it does, for at most %g s", full, self._wait_s)
-                self._said = str(full)
+                self._is_full = True
             await asyncio.sleep(pause_s)
             new = replace(new, name=self._name(new.episode))  # one that is being deleted may have the old one
             waited_s, pause_s = waited_s + pause_s, min(_LONGEST_PAUSE_S, 2 * pause_s)
