@@ -111,7 +111,7 @@ def versus(
     out: Annotated[
         Path,
         typer.Option(
-            help="The folder of the runs; what it has is not made again, and other settings are refused."
+            help="The folder of the runs. Its results are reused; one made with other settings is refused."
         ),
     ] = Path("runs/versus"),
     steps: Annotated[int, typer.Option(help="Steps of each training.", min=1)] = 40,

@@ -15,14 +15,12 @@ from areal_agents.rollout.agents.jobs.agent import check_template, queue_of
 from areal_agents.rollout.config import job_of_agent
 
 NO_TRIAL = "no trial episode is played: its agent would be a job, which may have to wait"
-
-
 # By the names of the launcher and of the kind of job: why the rollout processes cannot submit such jobs.
 _IMPOSSIBLE = {
     (
         "kubernetes",
         "slurm",
-    ): "the rollout pods are no machines of a Slurm cluster, so they submit nothing to it; "
+    ): "the rollout pods are not machines of a Slurm cluster, so they submit nothing to it; "
     "use kind: kubernetes with the manifest of a Job, or --launcher slurm",
 }
 
@@ -31,8 +29,9 @@ def check_jobs(config: Config, *, launcher: str = "") -> None:
     """Check that jobs can be submitted, and can reach the model.
 
     Args:
-        launcher: what places the rollout processes on other machines, which then check themselves whether
-            they have the commands of the scheduler; "": they run on this machine.
+        launcher: the name of the launcher; "": there is none. Without one, or with "local", the rollout
+            processes run on this machine, which must have the commands of the scheduler. Otherwise each
+            process checks that on its own machine.
 
     Raises:
         ConfigError: they cannot; says what to do.

@@ -70,8 +70,8 @@ def run(*, out: Path, json: bool, steps: int, every: int, seed: int, tasks: int)
     """Train with both, evaluate, and print the table.
 
     Args:
-        out: a folder for runs and results; what it has already is not made again, so its settings must be
-            these.
+        out: a folder for runs and results; what it has already is not made again, so it must have been made
+            with the same settings.
         every: steps between weights that are evaluated; it divides `steps`.
         tasks: held-out tasks of an evaluation.
 
@@ -104,7 +104,7 @@ def run(*, out: Path, json: bool, steps: int, every: int, seed: int, tasks: int)
 
 
 def _keep_settings(out: Path, settings: Mapping[str, int | str]) -> None:
-    """Write the settings of what a folder will have. Raises ConfigError if it has results of other ones."""
+    """Record the settings of a folder's results. Raises ConfigError if it has results of other settings."""
     file = out / "settings.json"
     elsewhere = f"give another folder with --out, or remove {out}"
     if file.exists():

@@ -1,4 +1,4 @@
-"""Makes the manifests of a run on Kubernetes, as plain objects: which there are, and what keeps pods running.
+"""Makes the manifests of a run on Kubernetes: lists its objects, and makes those that start its pods.
 
 The supervisor, the trainer and the rollout processes end with the run, so they are Jobs; engines, proxies and
 sandbox hosts do not, so they are StatefulSets. The index of a pod is that of its process in the run, so a pod

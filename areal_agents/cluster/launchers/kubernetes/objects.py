@@ -18,7 +18,7 @@ _LONGEST_NAME = 40  # leaves room for role, index and Kubernetes' own suffixes i
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is rendered.
+    """What the manifests of a run are made from, beside the settings of Kubernetes.
 
     Attributes:
         name: of the run; the objects are named after it.
@@ -56,7 +56,9 @@ class RunObjects:
         self.labels = {"app.kubernetes.io/name": "areal-agents", "app.kubernetes.io/instance": self.name}
         self._namespace = namespace
 
-    def make(self, version: str, kind: str, suffix: str, *, role: str = "", **rest: Any) -> dict[str, Any]:
+    def make(
+        self, api_version: str, kind: str, suffix: str, *, role: str = "", **rest: Any
+    ) -> dict[str, Any]:
         """Return an object.
 
         Args:
@@ -67,7 +69,7 @@ class RunObjects:
         metadata: dict[str, Any] = {"name": f"{self.name}{suffix}", "labels": self.labels_of(role)}
         if self._namespace:
             metadata["namespace"] = self._namespace
-        return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+        return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **rest}
 
     def labels_of(self, role: str) -> dict[str, str]:
         """Return the labels of the objects of a role; "": of those that have none."""

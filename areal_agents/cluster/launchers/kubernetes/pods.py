@@ -56,7 +56,7 @@ class Pods:
         """Return the pod of a process of a role.
 
         Args:
-            process: any of the role, all of which need the same.
+            process: any process of the role; all of them need the same resources.
             index: the field of the pod with the index of its process.
         """
         fields = {"INDEX": index, "POD_IP": "status.podIP"}

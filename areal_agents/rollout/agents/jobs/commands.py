@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from areal_agents.errors import AgentError
 
 COMMAND_S = 60.0  # longest wait for a command of the scheduler
-_LOOK_S = 0.2  # between looks whether a command that has not ended was given up
+_LOOK_S = 0.2  # between checks whether a running command was given up
 
 
 class SchedulerError(AgentError):
@@ -28,7 +28,7 @@ class QueueFull(SchedulerError):
 
 
 class SchedulerCommands:
-    """The commands that one owner of jobs gives to a scheduler, in any of its threads."""
+    """Runs the commands that one owner of jobs gives to a scheduler, from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,10 +89,10 @@ class SchedulerCommands:
             self._awaited.clear()
 
     def _output(self, process: subprocess.Popen[bytes], program: str, stdin: bytes) -> tuple[bytes, bytes]:
-        """Return what a command writes, when it has ended.
+        """Return what a command has written to its output and its error output, when it has ended.
 
-        A command that is given up is not waited for: what it has started, such as a helper that logs in, may
-        have its pipes and hang too.
+        This does not wait for the end of a command that is given up: a process that the command has started,
+        such as a helper that logs in, may hold its pipes open and hang too.
         """
         deadline = time.monotonic() + COMMAND_S
         given: bytes | None = stdin
@@ -103,7 +103,7 @@ class SchedulerCommands:
                 given = None  # it is being written already
                 said = (expired.stderr or b"").decode(errors="replace").strip()
             if process not in self._awaited:
-                raise SchedulerError(f"{program} was ended: it had not answered, and was not waited for")
+                raise SchedulerError(f"{program} was ended before it had answered")
             if time.monotonic() > deadline:
                 raise SchedulerError(
                     f"{program} did not end within {COMMAND_S:g} s" + (f": {said}" if said else "")

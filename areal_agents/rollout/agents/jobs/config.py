@@ -23,8 +23,8 @@ class JobConfig(Settings):
     wait_s: float = Field(
         default=1800.0,
         gt=0,
-        description="Longest time in seconds that a job waits for its start; then it is cancelled, and its "
-        "episode is tried again by a new one. The time limit of the episode begins with the start.",
+        description="Longest time in seconds that a job waits for its start; then it is cancelled, its "
+        "episode is aborted, and a new job plays it. The time limit of the episode begins with the start.",
     )
     poll_s: float = Field(
         default=5.0,

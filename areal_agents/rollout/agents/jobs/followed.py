@@ -130,8 +130,8 @@ class FollowedJobs:
     async def close(self) -> None:
         """Cancel every job, and wait until the scheduler has accepted that, for at most CLOSE_S.
 
-        If some command hangs, all that run are ended, and what is left is tried once more. Jobs that may be
-        left in the queue then are logged.
+        If a command hangs for half of that time, all running commands are ended, and the cancellations that
+        are left are tried once more. Jobs that may be in the queue after that are logged.
         """
         self._is_closing = True
         if self._following is not None:

@@ -66,7 +66,10 @@ class JobQueue(Protocol):
     commands: SchedulerCommands
 
     def submit(self, job: NewJob) -> str:
-        """Submit a job, and return the id by which the other methods name it. QueueFull: it was not taken."""
+        """Submit a job, and return the id by which the other methods name it.
+
+        Raises QueueFull if the scheduler takes no further job for now.
+        """
         ...
 
     def states(self) -> Mapping[str, JobState]:

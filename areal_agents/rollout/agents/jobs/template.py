@@ -1,7 +1,7 @@
 """Templates of jobs: text of the user with named places in double braces, such as {{command}}.
 
 A template must have every place that its kind of job needs, and no other place, so that a mistake in it is
-found when the run starts, before the first episode. Comments have no places.
+found when the run starts, before the first episode. A place in a comment is not one.
 """
 
 from __future__ import annotations
