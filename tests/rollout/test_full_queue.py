@@ -1,4 +1,4 @@
-"""Jobs that find no room in their cluster: nothing fails, nothing is used up, and the run goes on."""
+"""Jobs that find no room in their cluster: no attempt fails, no retry is used up, and the run goes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from areal_agents.rollout.worker_share import WorkerShare
 ADMIN_KEY = "admin-key-of-the-tests"
 LIMIT_S = 150.0
 TASK = {"question": "Do I need an umbrella in Zürich?", "answer": "Take one"}
-NOT_STARTED = "did not start within 60 s (agent.job.wait_s) in "
+NOT_STARTED = "within 60 s (agent.job.wait_s)"  # no job was taken, or it did not start
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ async def test_a_full_queue_does_not_end_a_run(
     agent["job"] |= {"wait_s": 60.0, "poll_s": 0.1}
     held = slurm_programs.folder / "held"
     held.touch()
-    TimeLimits(monkeypatch, held.exists, module=job_agent)
+    TimeLimits(monkeypatch, lambda: held.exists() and slurm_programs.states(), module=job_agent)
     async with asyncio.timeout(LIMIT_S), scripted.trainer(groups=1, steps=1):
         running = asyncio.create_task(
             run(
@@ -73,4 +73,4 @@ async def test_a_full_queue_does_not_end_a_run(
         scores = [episode.score for episode in scripted.store.episodes(split="eval", status="finished")]
         assert scores == [1.25, 1.25]  # before training and after it
     warned = [record.getMessage() for record in caplog.records if NOT_STARTED in record.getMessage()]
-    assert warned and all("has not begun, and is tried again: job " in text for text in warned)
+    assert warned and all("has not begun, and is tried again: " in text for text in warned)

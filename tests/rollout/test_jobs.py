@@ -243,18 +243,25 @@ async def test_a_job_that_does_not_start_in_time_is_cancelled(
     assert [*slurm_programs.states().values()] == ["CANCELLED"]
 
 
+async def test_a_full_queue_is_waited_for_in_vain(
+    slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (slurm_programs.folder / "full").touch()
+    TimeLimits(monkeypatch, lambda: "Slurm takes no further job" in caplog.text, module=job_agent)
+    refused = agent(wait_s=60.0)
+    with pytest.raises(
+        AgentNotStarted, match=r"^no job was taken within 60 s .*: Slurm takes no further job"
+    ):
+        await refused.prepare({}, EP, 60.0)
+    await refused.close()
+    assert "may run" not in caplog.text and not slurm_programs.states()
+
+
 async def test_a_full_queue_is_asked_again(
     slurm_programs: StandInSlurm, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = slurm_programs.folder / "full"
     full.touch()
-    refused = agent(wait_s=0.5)
-    with pytest.raises(
-        AgentNotStarted, match=r"^no job was taken within 0\.5 s .*: Slurm takes no further job"
-    ):
-        await refused.prepare({}, EP, 60.0)
-    await refused.close()
-    caplog.clear()
     waiting = agent(wait_s=600.0)
     preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
     while "QOSMaxSubmitJobPerUserLimit" not in caplog.text:
@@ -427,6 +434,43 @@ async def test_jobs_whose_submission_failed_are_cancelled() -> None:
     assert queue.cancelled == [{"taken"}, {"taken later"}]
 
 
+async def test_a_job_whose_submission_failed_is_named_if_nobody_knows_whether_it_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    queue = Queue([{}, None])
+    jobs = FollowedJobs(queue, poll_s=60.0)
+    with pytest.raises(SchedulerError, match="did not end within"):
+        await jobs.submit(new_job("fails"))
+    await jobs.close()
+    assert not queue.answers
+    assert caplog.messages[-1].endswith("did not answer whether it takes these jobs, and they may run: fails")
+
+
+async def test_submissions_that_hang_do_not_delay_queries_and_cancellations() -> None:
+    class Hangs(Queue):
+        hangs = threading.Event()
+
+        def submit(self, job: NewJob) -> str:
+            if job.name != "own-0":
+                self.hangs.wait()
+            return super().submit(job)
+
+    queue = Hangs([{}, {"own-0": RUNNING}, {"own-0": DONE}, {}])
+    queue.may_look.clear()
+    jobs = FollowedJobs(queue, poll_s=0.05)
+    first = await jobs.submit(new_job("own-0"))
+    waiting = [asyncio.create_task(jobs.submit(new_job(f"own-{number}"))) for number in range(1, 9)]
+    await asyncio.sleep(0)
+    queue.may_look.set()
+    async with asyncio.timeout(60):
+        assert (await first.ended()).phase == "succeeded"
+    for one in waiting:
+        one.cancel()
+    queue.hangs.set()
+    await asyncio.wait(waiting)
+    await jobs.close()
+
+
 async def test_a_job_that_is_listed_before_its_submission_has_returned_is_no_stranger() -> None:
     class Slow(Queue):
         returns = threading.Event()
@@ -500,7 +544,7 @@ async def test_a_fault_of_following_loses_the_jobs_and_does_not_hang() -> None:
     assert queue.cancelled == [{"own-1"}]
 
 
-async def test_at_most_four_commands_of_the_scheduler_run_at_the_same_time() -> None:
+async def test_at_most_three_submissions_run_at_the_same_time() -> None:
     free, running, most = threading.Semaphore(0), 0, 0
     lock = threading.Lock()
 
@@ -517,11 +561,14 @@ async def test_at_most_four_commands_of_the_scheduler_run_at_the_same_time() -> 
 
     names = [f"own-{number}" for number in range(12)]
     queue = Slow([{}, dict.fromkeys(names, RUNNING)])
+    queue.may_look.clear()
     jobs = FollowedJobs(queue, poll_s=60.0)
     submitting = [asyncio.create_task(jobs.submit(new_job(name))) for name in names]
-    while running < 4:
-        await asyncio.sleep(0.01)
-    free.release(12)
-    await asyncio.gather(*submitting)
-    assert most == 4
+    async with asyncio.timeout(60):
+        while running < 3:
+            await asyncio.sleep(0.01)
+        free.release(12)
+        await asyncio.gather(*submitting)
+    queue.may_look.set()
+    assert most == 3
     await jobs.close()

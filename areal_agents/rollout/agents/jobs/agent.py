@@ -64,7 +64,7 @@ class JobAgent:
         self._command = shlex.join((*_WITH_TASK, *command))
         self._wait_s = config.wait_s
         self._poll_s = config.poll_s
-        self._is_full = False  # the scheduler has refused the last job for want of room
+        self._refusal = ""  # why the scheduler has not taken the last job for want of room
         self._owner = owner or f"areal-{secrets.token_hex(5)}"
         self._logs = EpisodeLogs(None if logs is None else logs.absolute())
         self._jobs = FollowedJobs(queue_of(config, owner=self._owner, passed=passed), poll_s=config.poll_s)
@@ -91,38 +91,39 @@ class JobAgent:
             time_s=time_s,
             log=self._logs.create(ep.id),
         )
-        job, waited_s = await self._submitted(new)
-        self._prepared[ep.id] = (job, new)
+        job: FollowedJob | None = None
         try:
-            async with asyncio.timeout(self._wait_s - waited_s):
+            async with asyncio.timeout(self._wait_s):
+                job = await self._submitted(new)
+                self._prepared[ep.id] = (job, new)
                 await job.started()
         except TimeoutError:
-            state = job.state
-            reason = f" ({state.detail})" if state.detail else ""
-            raise AgentNotStarted(
-                f"job {job.id} did not start within {self._wait_s:g} s (agent.job.wait_s) in "
-                f"{state.queue or 'the queue'}{reason}, and is cancelled"
-            ) from None
+            raise AgentNotStarted(self._not_started(job)) from None
 
-    async def _submitted(self, new: NewJob) -> tuple[FollowedJob, float]:
-        """Submit a job, again and again while the queue is full; return it and the time of the pauses."""
-        waited_s, pause_s = 0.0, self._poll_s
+    async def _submitted(self, new: NewJob) -> FollowedJob:
+        """Submit a job, again and again while the queue is full."""
+        pause_s = self._poll_s
         while True:
             try:
                 job = await self._jobs.submit(new)
-                self._is_full = False
-                return job, waited_s
+                self._refusal = ""
+                return job
             except QueueFull as full:
-                if waited_s + pause_s >= self._wait_s:
-                    raise AgentNotStarted(
-                        f"no job was taken within {self._wait_s:g} s (agent.job.wait_s): {full}"
-                    ) from None
-                if not self._is_full:
+                if not self._refusal:
                     logger.warning("%s; jobs wait until it does, for at most %g s", full, self._wait_s)
-                self._is_full = True
+                self._refusal = str(full)
             await asyncio.sleep(pause_s)
             new = replace(new, name=self._name(new.episode))  # one that is being deleted may have the old one
-            waited_s, pause_s = waited_s + pause_s, min(_LONGEST_PAUSE_S, 2 * pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+
+    def _not_started(self, job: FollowedJob | None) -> str:
+        """Return why a job did not start in time; None: the scheduler has not taken it."""
+        limit = f"within {self._wait_s:g} s (agent.job.wait_s)"
+        if job is None:
+            return f"no job was taken {limit}: {self._refusal or 'the scheduler has not answered'}"
+        reason = f" ({job.state.detail})" if job.state.detail else ""
+        queue = job.state.queue or "the queue"
+        return f"job {job.id} did not start {limit} in {queue}{reason}, and is cancelled"
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
         """Wait for the end of the job. Raises AgentError, with the end of its output, if it failed."""

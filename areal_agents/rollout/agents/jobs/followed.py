@@ -20,7 +20,7 @@ from areal_agents.rollout.agents.jobs.queue import JobQueue, JobState, NewJob
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0  # longest wait until the scheduler has accepted the last cancellations; half of it at first
-_COMMANDS = 4  # of the scheduler at the same time
+_COMMANDS = 4  # of the scheduler at the same time; one of them is never a submission
 _VANISHED = JobState("lost", "vanished: the scheduler does not know it any more")
 _Answer = TypeVar("_Answer")
 
@@ -78,7 +78,10 @@ class FollowedJobs:
         self._dropped: set[str] = set()  # whose cancellation is accepted, but which may still be listed
         # Listed jobs that are not followed, with the submissions of which one may still name it.
         self._strangers: dict[str, set[asyncio.Task[FollowedJob]]] = {}
-        self._may_have_strangers = False  # a submission failed, perhaps after the scheduler took the job
+        # Names of jobs that the scheduler may have taken although their submission has not ended, or failed.
+        self._unanswered: set[str] = set()
+        # Submissions that hang, or wait in sbatch itself, must not delay queries and cancellations.
+        self._submissions = asyncio.Semaphore(_COMMANDS - 1)
         self._beginning = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # there is another job to follow or to cancel
@@ -105,13 +108,12 @@ class FollowedJobs:
         def submit() -> str:
             if unwanted.is_set() or self._is_closing:
                 raise SchedulerError("the job is not wanted any more")
+            self._unanswered.add(new.name)
             return self._queue.submit(new)
 
-        try:
+        async with self._submissions:
             id = await self._call(submit)
-        except SchedulerError:
-            self._may_have_strangers = True
-            raise
+        self._unanswered.discard(new.name)
         if id in self._jobs:  # a scheduler that was set up again counts from the start
             self._jobs[id].note(_VANISHED)
         self._unwanted.discard(id)
@@ -140,14 +142,14 @@ class FollowedJobs:
         for job in list(self._jobs.values()):
             job.cancel()
         cut_off: set[str] = set()
-        for end_commands in (self._queue.commands.interrupt, self._queue.commands.close):
+        for _ in range(2):
             try:
                 async with asyncio.timeout(CLOSE_S / 2):
                     await self._cancel_all()
                     break
             except TimeoutError:
-                cut_off |= {task.get_name() for task in self._submitting}
-                end_commands()
+                cut_off |= self._unanswered
+                self._queue.commands.interrupt()
         self._queue.commands.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._unwanted:
@@ -156,10 +158,10 @@ class FollowedJobs:
                 CLOSE_S,
                 ", ".join(sorted(self._unwanted)),
             )
-        if cut_off:
+        if unknown := cut_off | self._unanswered:
             logger.error(
                 "the scheduler did not answer whether it takes these jobs, and they may run: %s",
-                ", ".join(sorted(cut_off)),
+                ", ".join(sorted(unknown)),
             )
 
     async def _cancel_all(self) -> None:
@@ -168,7 +170,7 @@ class FollowedJobs:
             await asyncio.wait(set(self._submitting))
         while self._unwanted:
             await self._cancel_unwanted()
-        if self._may_have_strangers:
+        if self._unanswered or self._strangers:
             await self._find_strangers()
         while self._unwanted:
             await self._cancel_unwanted()
@@ -236,9 +238,12 @@ class FollowedJobs:
     async def _find_strangers(self) -> None:
         """Cancel the strangers, when nothing is submitted any more."""
         try:
-            self._cancel_strangers(await self._call(self._queue.states))
+            states = await self._call(self._queue.states)
         except SchedulerError as error:
-            logger.error("whether jobs whose submission failed run is not known: %s", error)
+            self._say(f"whether jobs whose submission failed run is not known: {error}")
+        else:
+            self._unanswered.clear()
+            self._cancel_strangers(states)
 
     async def _cancel_unwanted(self) -> None:
         ids = sorted(self._unwanted)

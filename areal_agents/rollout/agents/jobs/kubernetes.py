@@ -7,6 +7,7 @@ with it. A Job has one pod, which is never replaced, because a second one would 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -78,7 +79,8 @@ class KubernetesJobs:
         try:
             self._run("create", "-f", "-", stdin=json.dumps(secret))
         except SchedulerError:
-            self.cancel([job.name])
+            with contextlib.suppress(SchedulerError):  # then it is cancelled as one whose submission failed
+                self.cancel([job.name])
             raise
         return job.name
 
@@ -286,9 +288,10 @@ def _state(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> JobState:
     scheduled = conditions.get("PodScheduled", {})
     unplaced = scheduled.get("message", "") if scheduled.get("status") == "False" else ""
     namespace = job["metadata"].get("namespace", "default")
+    no_pod = f"it has no pod; see kubectl describe job {job['metadata']['name']}" if pod is None else ""
     return JobState(
         "waiting",
-        unplaced or ", ".join(filter(None, waiting)),
+        no_pod or unplaced or ", ".join(filter(None, waiting)),
         queue=f"the namespace {namespace} of Kubernetes",
     )
 

@@ -145,12 +145,13 @@ class SlurmJobs:
 def read_script(template: str) -> str:
     """Return the text of a batch script with places. Raises AgentError if it cannot be used."""
     text = read_template(template)
-    check_places(template, (part for part, is_comment in _parts(text) if not is_comment), PLACES)
+    parts = [part for part, is_comment in _parts(text) if not is_comment]
+    check_places(template, parts, PLACES)
     if not text.startswith("#!"):
         raise AgentError(f"agent.job.template: {template} must begin with a line such as #!/bin/bash")
     given = {
         word.partition("=")[0] if word.startswith("--") or not word.startswith("-") else word[:2]
-        for line in text.splitlines()
+        for line in "".join(parts).splitlines()
         if line.startswith("#SBATCH")
         for word in line.split()[1:]
     }
