@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import shlex
 import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from areal_agents.config import Config
 from areal_agents.errors import AgentError, ConfigError
-from areal_agents.launch.run_folder import ClusterPlace
-from areal_agents.rollout.agents.jobs.agent import check_template, queue_of
-from areal_agents.rollout.config import job_of_agent
+from areal_agents.launch.run_folder import ClusterPlace, RunFolder
+from areal_agents.rollout.agents.jobs.agent import check_template, command_line, filled_template, queue_of
+from areal_agents.rollout.agents.jobs.commands import SchedulerError
+from areal_agents.rollout.agents.jobs.config import JobConfig
+from areal_agents.rollout.agents.jobs.queue import NewJob
+from areal_agents.rollout.config import CommandAgentConfig, job_of_agent
 
 NO_TRIAL = "no trial episode is played: its agent would be a job, which may have to wait"
-# By the names of the launcher and of the kind of job: why the rollout processes cannot submit such jobs.
-_IMPOSSIBLE = {
-    (
-        "kubernetes",
-        "slurm",
-    ): "the rollout pods are not machines of a Slurm cluster, so they submit nothing to it; "
-    "use kind: kubernetes with the manifest of a Job, or --launcher slurm",
-}
 
 
-def check_jobs(config: Config, *, launcher: str = "") -> None:
+def check_jobs(config: Config, *, launcher: str = "", dry_run: bool = False) -> None:
     """Check that jobs can be submitted, and can reach the model.
 
     Args:
         launcher: the name of the launcher; "": there is none. Without one, or with "local", the rollout
-            processes run on this machine, which must have the commands of the scheduler. Otherwise each
-            process checks that on its own machine.
+            processes run on this machine, where the scheduler must answer. Otherwise each process checks
+            that on its own machine.
+        dry_run: the scheduler need not answer, because nothing is started.
 
     Raises:
         ConfigError: they cannot; says what to do.
@@ -39,13 +36,19 @@ def check_jobs(config: Config, *, launcher: str = "") -> None:
     job = job_of_agent(config.agent)
     if job is None:
         return
-    if (why := _IMPOSSIBLE.get((launcher, job.kind))) is not None:
-        raise ConfigError(f"agent.job.kind: {job.kind} with --launcher {launcher}: {why} (docs/clusters.md)")
+    infra = str(config.cluster.skypilot.resources.get("infra", ""))
+    if job.kind == "slurm" and (
+        launcher == "kubernetes" or (launcher == "skypilot" and not infra.startswith("slurm"))
+    ):
+        raise ConfigError(
+            f"agent.job.kind: slurm with --launcher {launcher}: the rollout processes run on no machines of "
+            "a Slurm cluster, so they submit nothing to it; use kind: kubernetes with the manifest of a Job, "
+            "or --launcher slurm (docs/clusters.md)"
+        )
     try:
-        if launcher not in ("", "local"):
-            check_template(job)
-        else:
-            queue_of(job, owner="unused")
+        check_template(job)
+        if launcher in ("", "local") and not dry_run:
+            _check_scheduler(job)
     except AgentError as error:
         raise ConfigError(str(error)) from None
     url = config.proxy.public_url
@@ -61,6 +64,33 @@ def check_jobs(config: Config, *, launcher: str = "") -> None:
             f"do not reach {url or host}; set proxy.public_url to the URL under which they reach the proxy, "
             "or proxy.host to an address of this machine in their network"
         )
+
+
+def example_job(config: Config) -> str:
+    """Return what the scheduler gets for an episode, as lines of comments; empty if no job runs the episodes.
+
+    Raises:
+        ConfigError: the template cannot be used.
+    """
+    job = job_of_agent(config.agent)
+    if job is None:
+        return ""
+    assert isinstance(config.agent, CommandAgentConfig)
+    owner = "areal-12345678"
+    example = NewJob(
+        name=f"{owner}-episode-0000",
+        episode="EPISODE",
+        command=command_line(shlex.split(config.agent.command)),
+        variables={},
+        time_s=config.rollout.limits.time_s,
+        log=RunFolder(Path(config.run_dir).absolute()).episode_logs / "EPISODE.log",
+    )
+    try:
+        filled = filled_template(job, example, owner=owner)
+    except AgentError as error:
+        raise ConfigError(str(error)) from None
+    lines = (f"# {line}".rstrip() for line in filled.splitlines())
+    return "\n".join(("# agent.job.template, filled in for an episode:", *lines)) + "\n"
 
 
 def refuse_jobs(config: Config, command: str) -> None:
@@ -81,6 +111,21 @@ def owner_of_jobs(config: Config, folder: Path, place: ClusterPlace | None) -> s
     run = str(config.store.url) if place is not None else f"{socket.gethostname()}:{folder.resolve()}"
     digest = hashlib.sha256(f"{run} {place.index if place is not None else 0}".encode()).hexdigest()
     return f"areal-{digest[:8]}"
+
+
+def _check_scheduler(job: JobConfig) -> None:
+    """Raise AgentError if the scheduler does not answer this machine."""
+    queue = queue_of(job, owner="unused")
+    try:
+        queue.states()
+    except SchedulerError as error:
+        where = "such as a login node of the cluster" if job.kind == "slurm" else "with a context of kubectl"
+        raise AgentError(
+            f"agent.job.kind: {job.kind}: {error}; the rollout process runs on this machine, so start the "
+            f"run where the scheduler answers, {where} (docs/clusters.md)"
+        ) from None
+    finally:
+        queue.commands.close()
 
 
 def _is_of_this_machine(host: str) -> bool:

@@ -71,6 +71,17 @@ def test_a_time_that_yaml_read_as_seconds_is_refused() -> None:
         SlurmConfig.model_validate({"time": 43200})
 
 
+@pytest.mark.parametrize("time", ["12h", "1 day", "12:00:00:00", "1-", "-1"])
+def test_a_time_that_sbatch_does_not_take_is_refused(time: str) -> None:
+    with pytest.raises(ValueError, match=f"sbatch does not take '{time}'"):
+        SlurmConfig(time=time)
+
+
+@pytest.mark.parametrize("time", ["", "90", "90:00", "12:00:00", "1-12", "1-12:30", "1-12:00:00", "infinite"])
+def test_times_that_sbatch_takes(time: str) -> None:
+    assert SlurmConfig(time=time).time == time
+
+
 def test_processes_with_gpus_fill_nodes_and_the_others_are_spread() -> None:
     engines = [RoleProcess("engine", index, ("engine",), gpus=2) for index in range(3)]
     trainers = [RoleProcess("trainer", index, ("trainer",), gpus=4) for index in range(2)]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from areal_agents.cli import train
 from areal_agents.config import Config, load_config, save_config
 from areal_agents.errors import ConfigError
 from areal_agents.launch.agent_jobs import check_jobs, owner_of_jobs, refuse_jobs
@@ -17,6 +20,7 @@ from areal_agents.rollout.config import CommandAgentConfig, job_of_agent
 
 ROOT = Path(__file__).parents[2]
 QUICK_START = ROOT / "examples/search_agent/config.yaml"
+MANIFEST = ROOT / "examples/agent_jobs/agent-job.yaml"
 TEMPLATE = ROOT / "examples/agent_jobs/agent.sbatch"
 
 
@@ -27,9 +31,10 @@ def loaded(*overrides: str, template: Path = TEMPLATE, **job: Any) -> Config:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Empty programs, of which only the names matter."""
+    """Programs that answer nothing."""
     for program in ("sbatch", "squeue", "scancel"):
-        (tmp_path / program).touch(0o755)
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
@@ -84,6 +89,68 @@ def test_the_local_launcher_needs_the_commands_of_the_scheduler_here(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"^agent\.job: sbatch is not installed on this machine"):
         check_jobs(loaded("proxy.public_url=http://node1:8000"), launcher="local")
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize("launcher", ["", "local"])
+def test_a_scheduler_that_does_not_answer_is_found_before_anything_starts(
+    tmp_path: Path, launcher: str
+) -> None:
+    config = loaded("proxy.host=0.0.0.0", "proxy.public_url=http://login1:8100")
+    check_jobs(config, launcher=launcher)
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'squeue: no configuration source' >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match=r"^agent\.job\.kind: slurm: squeue failed: .* such as a login"):
+        check_jobs(config, launcher=launcher)
+    check_jobs(config, launcher=launcher, dry_run=True)
+    check_jobs(config, launcher="ray")
+
+
+@pytest.mark.parametrize("launcher", ["kubernetes", "skypilot"])
+def test_machines_of_no_slurm_cluster_submit_no_jobs_of_slurm(launcher: str) -> None:
+    settings = ["proxy.public_url=http://balancer:8000"]
+    with pytest.raises(ConfigError, match=f"^agent.job.kind: slurm with --launcher {launcher}: the rollout"):
+        check_jobs(loaded(*settings), launcher=launcher)
+
+
+def test_skypilot_places_machines_in_a_slurm_cluster_too() -> None:
+    settings = ["proxy.public_url=http://balancer:8000", "cluster.skypilot.resources.infra=slurm/main"]
+    check_jobs(loaded(*settings), launcher="skypilot")
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_a_dry_run_shows_the_job_of_an_episode(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    job = {"kind": kind, "template": str(TEMPLATE if kind == "slurm" else MANIFEST)}
+    agent = {"command": "python 'my agent.py'", "job": job}
+    arguments = [f"agent={json.dumps(agent)}", "ablation=null", "proxy.host=10.0.0.1", "run_dir=/runs/one"]
+    train(QUICK_START, arguments, dry_run=True)
+    config, shown = capsys.readouterr().out.split("# agent.job.template, filled in for an episode:\n")
+    assert yaml.safe_load(config)["run_dir"] == "/runs/one"
+    filled = "".join(f"{line[2:]}\n" for line in shown.splitlines())
+    if kind == "slurm":
+        assert filled.startswith("#!/bin/bash\n#SBATCH --job-name=areal-12345678-episode-0000\n")
+        assert '--output="/runs/one/logs/episodes/EPISODE.log"' in filled
+        assert shlex.split(filled.splitlines()[-1])[-1] == "my agent.py"
+    else:
+        made = yaml.safe_load(filled)
+        assert made["metadata"]["labels"]["areal-agents/jobs-of"] == "areal-12345678"
+        assert made["metadata"]["name"] == "areal-12345678-episode-0000" and "{{" not in filled
+
+
+def test_a_dry_run_finds_a_wrong_template_and_a_wrong_launcher(tmp_path: Path) -> None:
+    template = tmp_path / "agent.sbatch"
+    template.write_text(TEMPLATE.read_text().replace("{{log}}", "log.txt"))
+    agent = json.dumps({"command": "a", "job": {"kind": "slurm", "template": str(template)}})
+    arguments = [f"agent={agent}", "ablation=null", "proxy.host=10.0.0.1"]
+    with pytest.raises(ConfigError, match=r"agent\.sbatch has no \{\{log\}\}"):
+        train(QUICK_START, arguments, dry_run=True)
+    with pytest.raises(ConfigError, match="--launcher must be one of .*, got 'slrum'"):
+        train(QUICK_START, [], dry_run=True, launcher="slrum")
+
+
+def test_a_job_without_a_command_is_refused() -> None:
+    agent = json.dumps({"job": {"kind": "slurm", "template": "t"}})
+    with pytest.raises(ConfigError, match="a job runs a command, and agent.command is missing"):
+        load_config(QUICK_START, [f"agent={agent}", "ablation=null"])
 
 
 def test_waiting_must_end_before_the_proxy_ends_the_episode() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import Field, field_validator
 
 from areal_agents.core.settings import Settings
+
+# Of sbatch: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]]
+_TIME_LIMIT = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 
 class SlurmConfig(Settings):
@@ -62,5 +66,15 @@ class SlurmConfig(Settings):
             raise ValueError(
                 f'YAML read it as the number {value}; write it in quotes, as "12:00:00" (on the command line '
                 "'\"12:00:00\"')"
+            )
+        return value
+
+    @field_validator("time")
+    @classmethod
+    def _is_time_limit(cls, value: str) -> str:
+        if value and not _TIME_LIMIT.fullmatch(value):
+            raise ValueError(
+                f'sbatch does not take {value!r}; write minutes, such as "90", or "12:00:00", "1-12" or '
+                '"1-12:00:00", for 12 hours, and for a day and 12 hours'
             )
         return value

@@ -85,7 +85,10 @@ def submit(script: str) -> str:
     try:
         return slurm("sbatch", "--parsable", stdin=script).strip().partition(";")[0]
     except SlurmError as error:
-        raise ConfigError(f"cluster.slurm: {error}") from None
+        raise ConfigError(
+            f"cluster.slurm: {error}; check the settings there, and that this machine is one from which the "
+            "cluster takes jobs, such as a login node"
+        ) from None
 
 
 @contextmanager

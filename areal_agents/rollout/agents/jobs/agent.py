@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, AgentLost, AgentNotStarted
 from areal_agents.rollout.agents.command import LONGEST_VARIABLE, TASK_VARIABLE, command_variables
@@ -25,9 +27,9 @@ from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 from areal_agents.rollout.agents.jobs.commands import QueueFull
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.followed import FollowedJob, FollowedJobs
-from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, read_manifest
+from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, filled_manifest, read_manifest
 from areal_agents.rollout.agents.jobs.queue import JobQueue, NewJob
-from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, read_script
+from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, filled_script, read_script
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class JobAgent:
         Raises:
             AgentError: the template cannot be used, or the scheduler's commands are not installed here.
         """
-        self._command = shlex.join((*_WITH_TASK, *command))
+        self._command = command_line(command)
         self._wait_s = config.wait_s
         self._poll_s = config.poll_s
         self._refusal = ""  # why the scheduler has not taken the last job for want of room
@@ -151,6 +153,23 @@ class JobAgent:
         """Return a new name, which shows people who list jobs to which run and episode it belongs."""
         shown = re.sub(r"[^a-z0-9]+", "-", episode.lower())[-_SHOWN_EPISODE:].strip("-")
         return f"{self._owner}-{shown}-{secrets.token_hex(2)}"
+
+
+def command_line(command: Sequence[str]) -> str:
+    """Return the shell command line of a job, which gives a command its task on standard input."""
+    return shlex.join((*_WITH_TASK, *command))
+
+
+def filled_template(config: JobConfig, job: NewJob, *, owner: str) -> str:
+    """Return what the scheduler gets for a job, without its variables.
+
+    Raises:
+        AgentError: the template cannot be used.
+    """
+    if config.kind == "slurm":
+        return filled_script(read_script(config.template), job)
+    manifest = filled_manifest(read_manifest(config.template), job, owner)
+    return yaml.safe_dump(manifest, sort_keys=False, width=1000)
 
 
 def check_template(config: JobConfig) -> None:

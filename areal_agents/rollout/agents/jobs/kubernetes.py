@@ -62,7 +62,8 @@ class KubernetesJobs:
             raise
 
     def _submit(self, job: NewJob) -> str:
-        created = self._read("create", "-f", "-", "-o", "json", stdin=json.dumps(self._job(job)))
+        manifest = filled_manifest(self._manifest, job, self._owner)
+        created = self._read("create", "-f", "-", "-o", "json", stdin=json.dumps(manifest))
         owner = {
             "apiVersion": "batch/v1",
             "kind": "Job",
@@ -72,7 +73,7 @@ class KubernetesJobs:
         secret = {
             "apiVersion": "v1",
             "kind": "Secret",
-            "metadata": {"name": job.name, "labels": self._labels(), "ownerReferences": [owner]},
+            "metadata": {"name": job.name, "labels": _labels(self._owner), "ownerReferences": [owner]},
             "type": "Opaque",
             "stringData": dict(job.variables),
         }
@@ -119,32 +120,6 @@ class KubernetesJobs:
             f"--limit-bytes={_LONGEST_LOG}",
         )
 
-    def _job(self, job: NewJob) -> dict[str, Any]:
-        """Return the manifest of an episode's Job."""
-        seconds = math.ceil(job.time_s) + _MARGIN_S
-        values = {
-            "name": job.name,
-            "command": job.command.replace("$", "$$"),  # which Kubernetes reads as a $ in commands
-            "seconds": str(seconds),
-        }
-
-        def filled(text: str) -> Any:
-            return seconds if text == "{{seconds}}" else fill(text, values)
-
-        made: dict[str, Any] = _with_texts(self._manifest, filled)
-        template = made["spec"]["template"]
-        template["metadata"] = template.get("metadata") or {}  # an empty key of YAML is null
-        for metadata in (made["metadata"], template["metadata"]):
-            metadata["labels"] = {**(metadata.get("labels") or {}), **self._labels()}
-            metadata["annotations"] = {
-                **(metadata.get("annotations") or {}),
-                "areal-agents/episode": job.episode,
-            }
-        return made
-
-    def _labels(self) -> dict[str, str]:
-        return {"app.kubernetes.io/managed-by": "areal-agents", OWNER: self._owner}
-
     def _read(self, *arguments: str, stdin: str = "") -> dict[str, Any]:
         """Return the object that a command writes. Raises SchedulerError."""
         written = self._run(*arguments, stdin=stdin)
@@ -176,6 +151,34 @@ def read_manifest(template: str) -> dict[str, Any]:
         raise AgentError(f"agent.job.template: {template}: {fault} (docs/clusters.md)")
     assert isinstance(made, dict), "else there is a fault"
     return made
+
+
+def filled_manifest(manifest: Mapping[str, Any], job: NewJob, owner: str) -> dict[str, Any]:
+    """Return the manifest of an episode's Job, from a manifest with places."""
+    seconds = math.ceil(job.time_s) + _MARGIN_S
+    values = {
+        "name": job.name,
+        "command": job.command.replace("$", "$$"),  # which Kubernetes reads as a $ in commands
+        "seconds": str(seconds),
+    }
+
+    def filled(text: str) -> Any:
+        return seconds if text == "{{seconds}}" else fill(text, values)
+
+    made: dict[str, Any] = _with_texts(manifest, filled)
+    template = made["spec"]["template"]
+    template["metadata"] = template.get("metadata") or {}  # an empty key of YAML is null
+    for metadata in (made["metadata"], template["metadata"]):
+        metadata["labels"] = {**(metadata.get("labels") or {}), **_labels(owner)}
+        metadata["annotations"] = {
+            **(metadata.get("annotations") or {}),
+            "areal-agents/episode": job.episode,
+        }
+    return made
+
+
+def _labels(owner: str) -> dict[str, str]:
+    return {"app.kubernetes.io/managed-by": "areal-agents", OWNER: owner}
 
 
 class _Loader(yaml.SafeLoader):

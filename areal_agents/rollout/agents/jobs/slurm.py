@@ -71,20 +71,12 @@ class SlurmJobs:
 
     def submit(self, job: NewJob) -> str:
         """Submit a batch script, and return the number of the job. Raises QueueFull or SchedulerError."""
-        values = {
-            "name": job.name,
-            "command": job.command,
-            "minutes": str(math.ceil(job.time_s / 60) + _MARGIN_MINUTES),
-            "log": "/dev/null" if job.log is None else str(job.log).replace("%", "%%"),
-        }
         try:
             answer = self.commands.run(
                 # Jobs are found by their names, wherever the template has them. Slurm reads #PBS lines too,
                 # of which -J would make more than one job.
                 ("sbatch", "--parsable", "--no-requeue", "--ignore-pbs", f"--job-name={job.name}"),
-                stdin="".join(
-                    part if is_comment else fill(part, values) for part, is_comment in _parts(self._script)
-                ),
+                stdin=filled_script(self._script, job),
                 environment={
                     **bypassing_proxies(self._environment(), job.variables["OPENAI_BASE_URL"]),
                     **job.variables,
@@ -161,6 +153,17 @@ def read_script(template: str) -> str:
             "job, which runs once and gets its variables from the run"
         )
     return text
+
+
+def filled_script(script: str, job: NewJob) -> str:
+    """Return the batch script of an episode's job, from a script with places."""
+    values = {
+        "name": job.name,
+        "command": job.command,
+        "minutes": str(math.ceil(job.time_s / 60) + _MARGIN_MINUTES),
+        "log": "/dev/null" if job.log is None else str(job.log).replace("%", "%%"),
+    }
+    return "".join(part if is_comment else fill(part, values) for part, is_comment in _parts(script))
 
 
 def _parts(script: str) -> Iterator[tuple[str, bool]]:
