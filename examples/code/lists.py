@@ -99,7 +99,7 @@ class Problem:
                     yield replace(self, **{part: choice})
 
 
-def draw_problem(rng: random.Random, *, held_out: bool) -> Problem:
+def sample_problem(rng: random.Random, *, held_out: bool) -> Problem:
     """A problem of training, or a held-out one."""
     while True:
         problem = Problem(
@@ -114,7 +114,7 @@ def draw_problem(rng: random.Random, *, held_out: bool) -> Problem:
             return problem
 
 
-def draw_cases(problem: Problem, rng: random.Random) -> tuple[list[list[int]], list[list[int]]] | None:
+def sample_cases(problem: Problem, rng: random.Random) -> tuple[list[list[int]], list[list[int]]] | None:
     """The numbers of public and of hidden cases; a program with one wrong part fails one of them.
 
     None for the few problems that a wrong part leaves as they are, such as the sum of the numbers above 6,
@@ -156,8 +156,8 @@ def _tasks(split: str, seed: int, *, count: int) -> list[dict[str, Any]]:
     rng = random.Random(f"{split}/{seed}")
     tasks: dict[str, dict[str, Any]] = {}
     while len(tasks) < count:
-        problem = draw_problem(rng, held_out=split == "heldout")
-        if problem.question in tasks or (cases := draw_cases(problem, rng)) is None:
+        problem = sample_problem(rng, held_out=split == "heldout")
+        if problem.question in tasks or (cases := sample_cases(problem, rng)) is None:
             continue
         tasks[problem.question] = task_of(problem, cases, f"{split}-{seed}-{len(tasks):04}")
     return list(tasks.values())

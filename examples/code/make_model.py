@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tokenizers
 from coder import opening
-from programmers import CAREFUL, CARELESS, OF_ALL_KINDS, Programmer, batches, draw_task, play
+from programmers import CAREFUL, CARELESS, OF_ALL_KINDS, Programmer, batches, play, sample_task
 from warmup.copying import train_copying
 from warmup.export import save_model
 from warmup.imitation import teacher_forced, train_imitation
@@ -52,7 +52,7 @@ def main() -> None:
         prefix_length=prefix_length,
         report=report,
         report_every=50,
-        score=lambda: f"held-out problems solved {solved():.3f}",
+        score=lambda: f"held-out last programs right {solved():.3f}",
     )
 
     def copying() -> None:
@@ -79,7 +79,7 @@ def make_tokenizer() -> tokenizers.Tokenizer:
 def tokenizer_texts(rng: random.Random, *, samples: int = 3000) -> Iterator[str]:
     """What the model will read and write, without the markers."""
     for sample in range(samples):
-        problem, task = draw_task(rng, held_out=False)
+        problem, task = sample_task(rng, held_out=False)
         system, question = opening(task)
         played = play(problem, task, OF_ALL_KINDS, rng)
         yield question["content"]

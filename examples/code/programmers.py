@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 from coder import NO_PROGRAM, PROGRAMS, opening, report
-from lists import Problem, draw_cases, draw_problem, reply_with, task_of
+from lists import Problem, reply_with, sample_cases, sample_problem, task_of
 from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
 
@@ -87,11 +87,11 @@ class Programmer:
         return self._transcriber.transcribe(first, played.replies, turns, untrained=played.untrained)
 
 
-def draw_task(rng: random.Random, *, held_out: bool) -> tuple[Problem, dict[str, Any]]:
+def sample_task(rng: random.Random, *, held_out: bool) -> tuple[Problem, dict[str, Any]]:
     """A problem, and the task with it."""
     while True:
-        problem = draw_problem(rng, held_out=held_out)
-        if (cases := draw_cases(problem, rng)) is not None:
+        problem = sample_problem(rng, held_out=held_out)
+        if (cases := sample_cases(problem, rng)) is not None:
             return problem, task_of(problem, cases, "demonstrated")
 
 
@@ -162,8 +162,8 @@ def batches(
 ) -> Iterator[list[Example]]:
     """Endless batches of examples of similar length, each of a new problem."""
 
-    def draw_pool() -> list[Example]:
-        drawn = (draw_task(rng, held_out=held_out) for _ in range(POOL))
-        return [programmer.demonstrate(problem, task, habits, rng) for problem, task in drawn]
+    def sample_pool() -> list[Example]:
+        sampled = (sample_task(rng, held_out=held_out) for _ in range(POOL))
+        return [programmer.demonstrate(problem, task, habits, rng) for problem, task in sampled]
 
-    return endless_batches(draw_pool, rng, size=BATCH)
+    return endless_batches(sample_pool, rng, size=BATCH)

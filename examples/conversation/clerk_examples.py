@@ -87,7 +87,7 @@ def batches(
 ) -> Iterator[list[Example]]:
     """Endless batches of examples of similar length, each of a new scenario."""
 
-    def draw_pool() -> list[Example]:
+    def sample_pool() -> list[Example]:
         return [*map(transcriber.transcribe, conversations(habits, rng, POOL, held_out=held_out))]
 
-    return endless_batches(draw_pool, rng, size=BATCH)
+    return endless_batches(sample_pool, rng, size=BATCH)

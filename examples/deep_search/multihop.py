@@ -51,7 +51,7 @@ class Questions:
             found += [(path, field) for field in fields if not self._is_told_before(path, field)]
         return found
 
-    def draw(self, rng: random.Random, count: int) -> list[dict[str, Any]]:
+    def sample(self, rng: random.Random, count: int) -> list[dict[str, Any]]:
         """Return different tasks, about a third of each number of hops, in random order.
 
         They are balanced by the country that they lead to: otherwise a guesser would know the large ones.
@@ -132,7 +132,7 @@ def tasks(split: str, *, seed: int = 0) -> list[dict[str, Any]]:
     """Return the tasks of "train" or of "heldout"."""
     held_out = split == "heldout"
     rng = random.Random(f"{split}-{seed}")
-    return Questions(encyclopedia(), held_out=held_out).draw(rng, HELD_OUT if held_out else TRAIN)
+    return Questions(encyclopedia(), held_out=held_out).sample(rng, HELD_OUT if held_out else TRAIN)
 
 
 def files() -> dict[str, str]:

@@ -123,10 +123,10 @@ class Players:
         """Endless batches of examples of similar length: half of countdown, a quarter each of the others."""
         kinds = (self._countdown, self._countdown, self._guessing, self._sum)
 
-        def draw_pool() -> list[Example]:
+        def sample_pool() -> list[Example]:
             return [kinds[number % len(kinds)](habits, rng) for number in range(POOL)]
 
-        return endless_batches(draw_pool, rng, size=BATCH)
+        return endless_batches(sample_pool, rng, size=BATCH)
 
     def countdowns(self, count: int, rng: random.Random) -> list[Example]:
         """Games of countdown of a careful player."""
@@ -270,9 +270,9 @@ def padded(rows: list) -> Tensor:
     return ids
 
 
-def tokenizer_texts(table: Table, rng: random.Random, *, draws: int = 600) -> Iterator[str]:
+def tokenizer_texts(table: Table, rng: random.Random, *, samples: int = 600) -> Iterator[str]:
     """What the model will read and write, without the markers, and every number to 99."""
-    for _ in range(draws):
+    for _ in range(samples):
         yield " ".join(map(str, range(100)))
         task, one_sum = rng.choice(table.countdown), rng.choice(table.sums)
         yield from table.system.values()

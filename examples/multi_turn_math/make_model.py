@@ -22,7 +22,7 @@ from warmup.optim import Rates
 from warmup.options import option_parser
 from warmup.stages import Reporter, require_right, resume_or
 from warmup.tokenizer import train_tokenizer
-from word_problems import draw_problem
+from word_problems import sample_problem
 
 VOCAB_SIZE = 384  # bytes, markers, and the words of the problems
 WORKING_BAR = 0.75  # replies, word for word, after A; what is worked out wrongly caps reinforcement learning
@@ -67,13 +67,13 @@ def main() -> None:
     report(f"wrote {options.out}")
 
 
-def tokenizer_texts(rng: random.Random, *, draws: int = 6000) -> Iterator[str]:
+def tokenizer_texts(rng: random.Random, *, samples: int = 6000) -> Iterator[str]:
     """What the model will read and write, without the markers."""
-    for draw in range(draws):
-        problem = draw_problem(rng, held_out=False)
+    for number in range(samples):
+        problem = sample_problem(rng, held_out=False)
         yield problem.question
         yield from replies(problem, OF_ALL_KINDS, rng)[0]
-        if draw % 3 == 0:
+        if number % 3 == 0:
             yield from ("system\n" + SYSTEM_PROMPT, "user\n" + SECOND_CHANCE, "assistant\n")
 
 

@@ -10,7 +10,7 @@ import tokenizers
 from chances import SECOND_CHANCE, opening
 from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
-from word_problems import Problem, Sign, Step, draw_problem
+from word_problems import Problem, Sign, Step, sample_problem
 
 from areal_agents.core.messages import Message
 
@@ -116,7 +116,7 @@ def batches(
 ) -> Iterator[list[Example]]:
     """Endless batches of examples of similar length, each of a new problem."""
 
-    def draw_pool() -> list[Example]:
-        return [student.demonstrate(draw_problem(rng, held_out=held_out), habits, rng) for _ in range(POOL)]
+    def sample_pool() -> list[Example]:
+        return [student.demonstrate(sample_problem(rng, held_out=held_out), habits, rng) for _ in range(POOL)]
 
-    return endless_batches(draw_pool, rng, size=BATCH)
+    return endless_batches(sample_pool, rng, size=BATCH)

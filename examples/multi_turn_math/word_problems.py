@@ -71,7 +71,7 @@ class Problem:
         return self.steps[1].result
 
 
-def draw_problem(rng: random.Random, *, held_out: bool) -> Problem:
+def sample_problem(rng: random.Random, *, held_out: bool) -> Problem:
     """A problem of training, or one of which both steps are held out."""
     first = _draw_step(rng, rng.choice(START), held_out=held_out)
     second = None
@@ -88,7 +88,7 @@ def draw_problem(rng: random.Random, *, held_out: bool) -> Problem:
 
 
 def _draw_step(rng: random.Random, before: int, *, held_out: bool) -> Step | None:
-    """A step that begins with `before`, or None if the one that was drawn is of the other split."""
+    """A step that begins with `before`, or None if the one that was sampled is of the other split."""
     step = Step(before, rng.choice(SIGNS), rng.choice(AMOUNT))
     return step if step.result in RESULT and step.is_held_out() == held_out else None
 
@@ -105,11 +105,11 @@ def heldout_tasks() -> list[dict[str, str]]:
 
 def _tasks(split: str, seed: int, *, count: int) -> list[dict[str, str]]:
     rng = random.Random(f"{split}/{seed}")
-    drawn: dict[str, Problem] = {}
-    while len(drawn) < count:
-        problem = draw_problem(rng, held_out=split == "heldout")
-        drawn.setdefault(problem.question, problem)
+    sampled: dict[str, Problem] = {}
+    while len(sampled) < count:
+        problem = sample_problem(rng, held_out=split == "heldout")
+        sampled.setdefault(problem.question, problem)
     return [
         {"id": f"{split}-{seed}-{number:04}", "question": problem.question, "answer": str(problem.answer)}
-        for number, problem in enumerate(drawn.values())
+        for number, problem in enumerate(sampled.values())
     ]

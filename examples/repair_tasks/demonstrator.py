@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import tokenizers
 from dialogue import BASH_TOOL, SUBMIT, call_text, fix, look, observation, opening
-from repairs import AGGREGATES, CHANGES, NUMBERS, RELATIONS, Function, Repair, draw_repair, instruction
+from repairs import AGGREGATES, CHANGES, NUMBERS, RELATIONS, Function, Repair, instruction, sample_repair
 from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
 
@@ -102,8 +102,8 @@ def batches(
 ) -> Iterator[list[Example]]:
     """Endless batches of examples of similar length, each of a new task."""
 
-    def draw_pool() -> list[Example]:
-        repairs = (draw_repair(rng, held_out=held_out) for _ in range(POOL))
+    def sample_pool() -> list[Example]:
+        repairs = (sample_repair(rng, held_out=held_out) for _ in range(POOL))
         return [demonstrator.demonstrate(repair, habits, rng) for repair in repairs]
 
-    return endless_batches(draw_pool, rng, size=BATCH)
+    return endless_batches(sample_pool, rng, size=BATCH)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from demonstrator import CAREFUL, CARELESS, OF_ALL_KINDS, Demonstrator, batches, play
 from dialogue import SETTINGS, call_text
-from repairs import draw_repair, instruction
+from repairs import instruction, sample_repair
 from warmup.copying import train_copying
 from warmup.export import save_model
 from warmup.imitation import Reading, teacher_forced, train_imitation
@@ -76,16 +76,16 @@ def main() -> None:
     report(f"wrote {options.out}")
 
 
-def tokenizer_texts(rng: random.Random, *, draws: int = 6000) -> Iterator[str]:
+def tokenizer_texts(rng: random.Random, *, samples: int = 6000) -> Iterator[str]:
     """What the model will read and write, without the markers."""
     prefix = prefix_text(lambda plain: Demonstrator(plain).prefix)
-    for draw in range(draws):
-        repair = draw_repair(rng, held_out=False)
+    for number in range(samples):
+        repair = sample_repair(rng, held_out=False)
         commands, outputs, _ = play(repair, OF_ALL_KINDS, rng)
         yield instruction(repair)
         yield from outputs
         yield from (without_markers(call_text(command)) for command in commands)
-        if draw % 3 == 0:
+        if number % 3 == 0:
             yield prefix
             yield SETTINGS["model"]["format_error_template"]
 

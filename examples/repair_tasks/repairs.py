@@ -134,7 +134,7 @@ class Repair:
         return all(function(values, limit) == result for values, limit, result in self.shown)
 
 
-def draw_function(rng: random.Random) -> Function:
+def sample_function(rng: random.Random) -> Function:
     """A function of any kind."""
     return Function(
         rng.choice(NOUNS.split()),
@@ -157,10 +157,10 @@ def mutants(function: Function, rng: random.Random) -> list[Function]:
     return found
 
 
-def draw_repair(rng: random.Random, *, held_out: bool) -> Repair:
+def sample_repair(rng: random.Random, *, held_out: bool) -> Repair:
     """A task of training, or one whose function is held out. Both of its tests fail as it stands."""
     while True:
-        wanted = draw_function(rng)
+        wanted = sample_function(rng)
         if wanted.is_held_out() != held_out:
             continue
         for broken in mutants(wanted, rng):
@@ -205,7 +205,7 @@ def _tasks(split: str, seed: int, *, count: int) -> list[dict[str, Any]]:
     root = TASKS / f"{split}-{seed}"
     tasks = []
     for number in range(count):
-        repair = draw_repair(rng, held_out=split == "heldout")
+        repair = sample_repair(rng, held_out=split == "heldout")
         folder = root / f"{number:04}"
         _write(folder, {repair.wanted.file: repair.source, TEST: repair.test})
         tasks.append(

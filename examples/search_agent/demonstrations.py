@@ -103,10 +103,10 @@ class Demonstrator:
         return self._transcriber.trace(question.text, replies, results)
 
     def _query(self, question: Question, entity: Entity, rng: random.Random) -> str:
-        draw = rng.random()
-        if draw < self._habits.vague_query:
+        chance = rng.random()
+        if chance < self._habits.vague_query:
             return rng.choice(VAGUE)
-        if draw < self._habits.vague_query + self._habits.whole_query:
+        if chance < self._habits.vague_query + self._habits.whole_query:
             return question.text
         return entity.name
 

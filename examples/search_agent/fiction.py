@@ -1,6 +1,6 @@
 """Fictional encyclopedias in the surface form of the real one.
 
-The warm-up learns to read from facts that exist nowhere else, so nothing can be memorised. Names are drawn
+The warm-up learns to read from facts that exist nowhere else, so nothing can be memorised. Names are sampled
 letter by letter from the letter statistics of real training names and look like them.
 """
 

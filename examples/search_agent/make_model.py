@@ -103,25 +103,25 @@ class Imitation:
         )
 
 
-def tokenizer_texts(rng: random.Random, *, draws: int = 6000) -> Iterator[str]:
+def tokenizer_texts(rng: random.Random, *, samples: int = 6000) -> Iterator[str]:
     """What the model will read and write: passages, questions, calls, answers and the system prompt."""
     system_prompt = prefix_text(lambda plain: SearchTranscriber(plain).prefix)
     yield from (entity.passage for entity in encyclopedia())
     bank = question_bank("train")
-    for draw in range(draws):
-        question = bank.draw(rng)
+    for number in range(samples):
+        question = bank.sample(rng)
         yield from (question.text, question.answer)
         for entity in question.path:
             yield from (without_markers(call_text(entity.name)), search(entity.name))
-        if draw % 3 == 0:
+        if number % 3 == 0:
             yield system_prompt
 
 
-def guessable_answers(rng: random.Random, *, draws: int = 4000) -> dict[str, list[str]]:
+def guessable_answers(rng: random.Random, *, samples: int = 4000) -> dict[str, list[str]]:
     """For each field the answers of training questions, as often as they occur."""
     guesses: dict[str, list[str]] = {}
-    for _ in range(draws):
-        question = question_bank("train").draw(rng)
+    for _ in range(samples):
+        question = question_bank("train").sample(rng)
         guesses.setdefault(question.field, []).append(question.answer)
     return guesses
 

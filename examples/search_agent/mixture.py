@@ -18,7 +18,7 @@ from warmup.batches import endless_batches
 from warmup.transcripts import Example
 
 BATCH = 16
-WORLD_LIFE = 64  # examples drawn from one fictional world, also the pool that batches are cut from
+EXAMPLES_PER_WORLD = 64  # examples from one fictional world, also the pool that batches are cut from
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +41,21 @@ def examples(
     demonstrator = Demonstrator(transcriber, mixture.habits, guesses)
     real = question_bank("train")
 
-    def draw_pool() -> list[Example]:
+    def sample_pool() -> list[Example]:
         world = fictional_world(names, rng)
         bank, index = QuestionBank(world), SearchIndex(world)
         pool = []
-        for _ in range(WORLD_LIFE):
+        for _ in range(EXAMPLES_PER_WORLD):
             kind = rng.random()
             if kind < mixture.drills:
                 pool.append(reading_drill(world, transcriber, rng))
             elif kind < mixture.drills + mixture.fictional:
-                pool.append(demonstrator.demonstrate(bank.draw(rng), index.search, rng))
+                pool.append(demonstrator.demonstrate(bank.sample(rng), index.search, rng))
             else:
-                pool.append(demonstrator.demonstrate(real.draw(rng), search, rng))
+                pool.append(demonstrator.demonstrate(real.sample(rng), search, rng))
         return pool
 
-    return endless_batches(draw_pool, rng, size=BATCH)
+    return endless_batches(sample_pool, rng, size=BATCH)
 
 
 def perfect_examples(
@@ -63,10 +63,10 @@ def perfect_examples(
 ) -> tuple[list[Example], list[Example]]:
     """`count` perfect traces about held-out real entities, and as many about new fictional ones."""
     demonstrator = Demonstrator(transcriber, PERFECT, {})
-    real = [demonstrator.demonstrate(question_bank("heldout").draw(rng), search, rng) for _ in range(count)]
+    real = [demonstrator.demonstrate(question_bank("heldout").sample(rng), search, rng) for _ in range(count)]
     fictional = []
     for _ in range(count):
         world = fictional_world(names, rng)
-        question = QuestionBank(world).draw(rng)
+        question = QuestionBank(world).sample(rng)
         fictional.append(demonstrator.demonstrate(question, SearchIndex(world).search, rng))
     return real, fictional

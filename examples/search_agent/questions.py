@@ -77,9 +77,9 @@ def is_held_out(entity: Entity) -> bool:
 
 
 class QuestionBank:
-    """The questions that some entities allow, of one split or of both, drawn so that no answer is common.
+    """The questions that some entities allow, of one split or of both, sampled so that no answer is common.
 
-    Subjects are balanced by field and, for cities, by country: drawn uniformly over cities, a guesser would
+    Subjects are balanced by field and, for cities, by country: sampled uniformly over cities, a guesser would
     know India and China.
     """
 
@@ -98,7 +98,7 @@ class QuestionBank:
             return None
         return "train"
 
-    def draw(self, rng: random.Random) -> Question:
+    def sample(self, rng: random.Random) -> Question:
         """One question, its kind in `MIXTURE`'s shares."""
         kind, hops = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0]
         groups = self._subjects[kind]
@@ -141,7 +141,7 @@ def _tasks(split: Split, seed: int, count: int) -> list[dict[str, str]]:
     for _ in range(20 * count):
         if len(chosen) == count:
             break
-        question = bank.draw(rng)
+        question = bank.sample(rng)
         chosen.setdefault(question.id, question)
     else:
         raise ValueError(f"the {split} split has too few questions for {count} tasks")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from number_problems import draw_problem
+from number_problems import sample_problem
 from tool_students import CAREFUL, CARELESS, OF_ALL_KINDS, Student, batches, texts
 from warmup.export import save_model
 from warmup.imitation import Reading, teacher_forced, train_imitation
@@ -75,13 +75,13 @@ def main() -> None:
     report(f"wrote {options.out}")
 
 
-def tokenizer_texts(rng: random.Random, *, draws: int = 6000) -> Iterator[str]:
+def tokenizer_texts(rng: random.Random, *, samples: int = 6000) -> Iterator[str]:
     """What the model will read and write, without the markers."""
     prefix = prefix_text(lambda plain: Student(plain).prefix)
-    for draw in range(draws):
-        problem = draw_problem(rng, held_out=False)
+    for number in range(samples):
+        problem = sample_problem(rng, held_out=False)
         yield from map(without_markers, texts(problem, OF_ALL_KINDS, rng))
-        if draw % 3 == 0:
+        if number % 3 == 0:
             yield from (prefix, "assistant\n")
 
 

@@ -86,7 +86,7 @@ def expression(start: int, changes: Sequence[Change]) -> str:
     return str(start) + "".join(change.sign + change.expression for change in changes)
 
 
-def draw_problem(rng: random.Random, *, held_out: bool) -> Problem:
+def sample_problem(rng: random.Random, *, held_out: bool) -> Problem:
     """A problem of training, or a held-out one."""
     while True:
         changes = tuple(_draw_change(rng) for _ in range(rng.choice((1, 2))))
@@ -116,11 +116,11 @@ def heldout_tasks() -> list[dict[str, str]]:
 
 def _tasks(split: str, seed: int, *, count: int) -> list[dict[str, str]]:
     rng = random.Random(f"{split}/{seed}")
-    drawn: dict[str, Problem] = {}
-    while len(drawn) < count:
-        problem = draw_problem(rng, held_out=split == "heldout")
-        drawn.setdefault(problem.question, problem)
+    sampled: dict[str, Problem] = {}
+    while len(sampled) < count:
+        problem = sample_problem(rng, held_out=split == "heldout")
+        sampled.setdefault(problem.question, problem)
     return [
         {"id": f"{split}-{seed}-{number:04}", "question": problem.question, "answer": str(problem.answer)}
-        for number, problem in enumerate(drawn.values())
+        for number, problem in enumerate(sampled.values())
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import tokenizers
 from calculating import opening
-from number_problems import Change, Problem, Sign, draw_problem, expression, result
+from number_problems import Change, Problem, Sign, expression, result, sample_problem
 from python_tool import PRINTED_NOTHING, PYTHON_TOOL
 from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
@@ -72,10 +72,10 @@ class Student:
 
 def work(problem: Problem, habits: Habits, rng: random.Random) -> Work:
     """How a student solves a problem."""
-    draw = rng.random()
-    if draw < habits.blurt:
+    chance = rng.random()
+    if chance < habits.blurt:
         return Work([boxed(_guess(problem, habits, rng))])
-    if draw < habits.blurt + habits.in_head:
+    if chance < habits.blurt + habits.in_head:
         return Work([_in_head(problem, rng)])
     changes = [_read(change, habits, rng) for change in problem.changes]
     if rng.random() < habits.forget_print:
@@ -142,10 +142,10 @@ def batches(
 ) -> Iterator[list[Example]]:
     """Endless batches of examples, each of a new problem; `by_length` as in `endless_batches`."""
 
-    def draw_pool() -> list[Example]:
-        return [student.demonstrate(draw_problem(rng, held_out=held_out), habits, rng) for _ in range(POOL)]
+    def sample_pool() -> list[Example]:
+        return [student.demonstrate(sample_problem(rng, held_out=held_out), habits, rng) for _ in range(POOL)]
 
-    return endless_batches(draw_pool, rng, size=BATCH, by_length=by_length)
+    return endless_batches(sample_pool, rng, size=BATCH, by_length=by_length)
 
 
 def texts(problem: Problem, habits: Habits, rng: random.Random) -> Sequence[str]:

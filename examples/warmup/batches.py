@@ -1,4 +1,4 @@
-"""Cuts what is drawn for imitation into batches."""
+"""Cuts sampled examples into batches for imitation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ from warmup.transcripts import Example
 
 
 def endless_batches(
-    draw_pool: Callable[[], list[Example]], rng: random.Random, *, size: int, by_length: bool = True
+    sample_pool: Callable[[], list[Example]], rng: random.Random, *, size: int, by_length: bool = True
 ) -> Iterator[list[Example]]:
-    """Endless batches of `size` examples: each pool that is drawn is cut into batches, which `rng` shuffles.
+    """Yield batches of `size` examples without end: each pool is cut into batches, which `rng` shuffles.
 
     Args:
-        draw_pool: draws new examples, a multiple of `size`.
+        sample_pool: returns new examples, whose number is a multiple of `size`.
         by_length: a batch has examples of similar length, which saves padding. The loss is the mean over the
             tokens of a batch, so short examples then weigh more.
+
+    Raises:
+        ValueError: the number of examples in a pool is no multiple of `size`.
     """
     while True:
-        pool = draw_pool()
+        pool = sample_pool()
+        if not pool or len(pool) % size:
+            raise ValueError(f"a pool of {len(pool)} examples cannot be cut into batches of {size}")
         if by_length:
             pool.sort(key=lambda example: len(example.ids))
         batches = [pool[start : start + size] for start in range(0, len(pool), size)]

@@ -15,7 +15,7 @@ from warmup.tokenizer import END_OF_TEXT, TURN_END, marker_id, save_tokenizer
 
 
 def save_model(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write config, float32 weights and tokenizer; RuntimeError if transformers disagrees with `network`."""
+    """Write config, float32 weights and tokenizer. Raises RuntimeError if transformers disagrees."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(to_hf_state(network), folder / "model.safetensors", metadata={"format": "pt"})
     turn_end, pad = marker_id(tokenizer, TURN_END), marker_id(tokenizer, END_OF_TEXT)
@@ -28,7 +28,7 @@ def save_model(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def largest_difference(network: Network, folder: Path) -> float:
-    """The largest |logit difference| between `network` and transformers' model of `folder`, random input."""
+    """Return the largest |difference| of logits between `network` and transformers, for random ids."""
     from transformers import AutoModelForCausalLM
 
     ids = torch.randint(0, network.shape.vocab_size, (2, 300), generator=torch.Generator().manual_seed(0))

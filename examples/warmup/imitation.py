@@ -16,7 +16,7 @@ from warmup.transcripts import Example
 
 
 def imitation_loss(network: Network, batch: Sequence[Example], prefix_length: int) -> Tensor:
-    """Mean cross-entropy over the reply tokens of the batch."""
+    """Return the mean cross-entropy over the reply tokens of the batch."""
     logits, targets, _ = _reply_logits(network, batch, prefix_length)
     return F.cross_entropy(logits, targets)
 
@@ -24,7 +24,7 @@ def imitation_loss(network: Network, batch: Sequence[Example], prefix_length: in
 def _reply_logits(
     network: Network, batch: Sequence[Example], prefix_length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [N, vocab] and targets [N] of all reply tokens, and their places in a mask [B, T]."""
+    """Return logits [N, vocab] and targets [N] of all reply tokens, and their places in a mask [B, T]."""
     longest = max(len(example.ids) for example in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
     trained = torch.zeros(len(batch), longest, dtype=torch.bool)
@@ -76,7 +76,7 @@ def train_imitation(
     report_every: int,
     score: Callable[[], str] | None = None,
 ) -> None:
-    """`steps` batches; the rates warm up over 30 and fall linearly to zero over the last third.
+    """Train on `steps` batches; the rates warm up over 30 and fall linearly to zero over the last third.
 
     The loss and the `score` are reported every `report_every` batches and after the last one.
     """

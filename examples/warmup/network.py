@@ -131,7 +131,7 @@ class Network(nn.Module):
 
 
 def new_network(vocab_size: int, *, seed: int, threads: int) -> Network:
-    """A network with random weights. The seed and the number of threads are set for all of torch."""
+    """Return a network with random weights. The seed and the number of threads are set for all of torch."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     return Network(Shape(vocab_size=vocab_size))

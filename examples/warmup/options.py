@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def option_parser(description: str, folder: Path) -> argparse.ArgumentParser:
-    """A parser with `--out` (by default `model` in `folder`), `--seed`, `--threads` and `--stages`.
+    """Return a parser with `--out` (by default `model` in `folder`), `--seed`, `--threads` and `--stages`.
 
     A script adds an option for the batches of each of its stages.
     """

@@ -34,7 +34,7 @@ def resume_or(train: Callable[[], None], network: Network, folder: Path | None, 
 
 
 def require_right(right: float, bar: float, *, stage: str, what: str, advice: str) -> None:
-    """RuntimeError if the share that is right after a stage is below the bar.
+    """Raise RuntimeError if the share that is right after a stage is below the bar.
 
     What a model reads or copies wrongly after imitation caps what reinforcement learning can reach.
 

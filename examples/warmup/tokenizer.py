@@ -91,25 +91,25 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = VOCAB_SIZE, piece
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The same tokenizer before any merge: one token for each byte, and the markers."""
+    """Return the same tokenizer before any merge: one token for each byte, and the markers."""
     return train_tokenizer([], vocab_size=256 + len(MARKERS + TAGS))
 
 
 def without_markers(text: str) -> str:
-    """The text without its markers and tags, as `train_tokenizer` needs it."""
+    """Return the text without its markers and tags, as `train_tokenizer` needs it."""
     for marker in MARKERS + TAGS:
         text = text.replace(marker, "")
     return text
 
 
 def prefix_text(prefix: Callable[[Tokenizer], Sequence[int]]) -> str:
-    """The text, without markers, of the ids that `prefix` gives with a tokenizer of single bytes."""
+    """Return the text, without markers, of the ids that `prefix` gives with a tokenizer of single bytes."""
     plain = byte_tokenizer()
     return without_markers(plain.decode(prefix(plain), skip_special_tokens=False))
 
 
 def marker_id(tokenizer: Tokenizer, text: str) -> int:
-    """The id of a marker or tag; ValueError if this tokenizer has none."""
+    """Return the id of a marker or tag. Raises ValueError if this tokenizer has none."""
     token_id = tokenizer.token_to_id(text)
     if token_id is None:
         raise ValueError(f"the tokenizer has no token {text!r}")

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from coder import NO_PROGRAM, PROGRAMS, coder, one_shot, solved, tried
 from integration_support import Stack, running_stack
-from lists import draw_problem, heldout_tasks, reply_with, train_tasks
+from lists import heldout_tasks, reply_with, sample_problem, train_tasks
 from problems import LARGEST_TEST, of_deepcoder, of_livecodebench, own, read_cases
-from programmers import CAREFUL, CARELESS, Habits, Played, Programmer, draw_task, play, run_here, told
+from programmers import CAREFUL, CARELESS, Habits, Played, Programmer, play, run_here, sample_task, told
 from recipe_runs import train
 from scripted_runs import trained_step
 from tokenizers import Tokenizer
@@ -83,7 +83,7 @@ async def test_generated_problems_are_solved_by_their_solution_and_by_no_mutant(
     assert not {task["question"] for task in heldout} & {task["question"] for task in train}
     task = heldout[0]
     rng = random.Random("heldout/0")  # the same task
-    problem = draw_problem(rng, held_out=True)
+    problem = sample_problem(rng, held_out=True)
     assert problem.question == task["question"]
     replies = [task["solution"], *(reply_with(m.program) for m in rng.sample(list(problem.mutants()), 5))]
     assert await rewards_of([(task, reply) for reply in replies]) == [1.0] + [0.0] * 5
@@ -92,8 +92,8 @@ async def test_generated_problems_are_solved_by_their_solution_and_by_no_mutant(
 def demonstrated(habits: Habits, *, count: int) -> list[tuple[dict[str, Any], Played]]:
     """Held-out tasks, and what a programmer with these habits says of them."""
     rng = random.Random(0)
-    drawn = [draw_task(rng, held_out=True) for _ in range(count)]
-    return [(task, play(problem, task, habits, rng)) for problem, task in drawn]
+    sampled = [sample_task(rng, held_out=True) for _ in range(count)]
+    return [(task, play(problem, task, habits, rng)) for problem, task in sampled]
 
 
 @one_loop
@@ -109,9 +109,9 @@ async def test_the_careful_programmer_solves_every_problem_and_imitates_no_misha
 @one_loop
 async def test_every_habit_of_the_careless_programmer_costs_the_reward() -> None:
     rng = random.Random(0)
-    problem, task = draw_task(rng, held_out=True)
+    problem, task = sample_task(rng, held_out=True)
     while (problem.aggregate, problem.condition) != ("sorted", "n >= {}"):
-        problem, task = draw_task(rng, held_out=True)
+        problem, task = sample_task(rng, held_out=True)
     mistakes = [
         Habits(misread=1.0), Habits(forget_change=1.0), Habits(leave_unsorted=1.0), Habits(no_block=1.0)
     ]  # fmt: skip
@@ -237,7 +237,7 @@ async def test_an_episode_is_played_as_it_is_demonstrated(stack: Stack) -> None:
     for is_function in (False, True):
         rng = random.Random(int(is_function))
         while True:
-            problem, task = draw_task(rng, held_out=True)
+            problem, task = sample_task(rng, held_out=True)
             state = rng.getstate()
             played = play(problem, task, CARELESS, rng)
             if len(played.replies) == PROGRAMS and problem.is_function == is_function:

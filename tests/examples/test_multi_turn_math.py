@@ -13,7 +13,7 @@ from integration_support import Stack, running_stack
 from recipe_runs import train
 from students import CARELESS, Habits, Student, is_right, replies
 from tokenizers import Tokenizer
-from word_problems import draw_problem, heldout_tasks, train_tasks
+from word_problems import heldout_tasks, sample_problem, train_tasks
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
@@ -49,7 +49,7 @@ def test_no_sum_of_a_held_out_problem_is_in_training() -> None:
 
 def test_the_careless_student_makes_every_mistake_and_the_careful_one_none() -> None:
     rng = random.Random(0)
-    problems = [draw_problem(rng, held_out=False) for _ in range(300)]
+    problems = [sample_problem(rng, held_out=False) for _ in range(300)]
     said = [(problem, *replies(problem, CARELESS, rng)) for problem in problems]
     firsts = [is_right(texts[0], problem) for problem, texts, _ in said]
     assert 0.15 < sum(firsts) / 300 < 0.4
@@ -57,7 +57,7 @@ def test_the_careless_student_makes_every_mistake_and_the_careful_one_none() -> 
     assert len(again) == 300 - sum(firsts)
     assert 0.4 < sum(first == second for first, second in again) / len(again) < 0.9
     for _ in range(50):
-        problem = draw_problem(rng, held_out=True)
+        problem = sample_problem(rng, held_out=True)
         texts, untrained = replies(problem, Habits(mishap=0.5), rng)
         assert is_right(texts[-1], problem) and untrained == set(range(len(texts) - 1))
 
@@ -87,7 +87,7 @@ def loop() -> Iterator[asyncio.Runner]:
 def test_an_episode_is_played_as_it_is_demonstrated(
     chances: list[bool], rewards: dict[str, float], stack: Stack, loop: asyncio.Runner
 ) -> None:
-    problem = draw_problem(random.Random(7), held_out=True)
+    problem = sample_problem(random.Random(7), held_out=True)
 
     def said(seed: int) -> list[str]:
         return replies(problem, CARELESS, random.Random(seed))[0]

@@ -12,7 +12,7 @@ import pytest
 from demonstrator import CAREFUL, Demonstrator, Habits, play
 from dialogue import call_text
 from integration_support import Stack, running_stack
-from repairs import draw_repair, heldout_tasks
+from repairs import heldout_tasks, sample_repair
 from reward import solved
 from tokenizers import Tokenizer
 
@@ -37,7 +37,7 @@ def program(request: pytest.FixtureRequest) -> str:
 
 def test_a_group_of_two_is_played_as_it_is_demonstrated(program: str, tmp_path: Path) -> None:
     task = heldout_tasks()[0]
-    repair = draw_repair(random.Random("heldout/0"), held_out=True)  # the same task
+    repair = sample_repair(random.Random("heldout/0"), held_out=True)  # the same task
     # One repairs with a mistake that its test finds, one gives up at once.
     seed = next(n for n in range(100) if len(play(repair, CAREFUL, random.Random(n))[0]) == 4)
     habits = [(CAREFUL, seed), (Habits(submit_at_once=1.0), 0)]

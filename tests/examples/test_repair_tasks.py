@@ -14,7 +14,7 @@ import pytest
 import repairs
 from demonstrator import CAREFUL, CARELESS, Habits, play
 from dialogue import SUBMIT
-from repairs import Repair, draw_repair, heldout_tasks, train_tasks
+from repairs import Repair, heldout_tasks, sample_repair, train_tasks
 from reward import solved
 from transfer import UNTRAINED, named, table
 
@@ -68,7 +68,7 @@ def test_no_function_of_training_is_held_out() -> None:
 
 def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(tmp_path: Path) -> None:
     (task, *_) = heldout_tasks()
-    repair = draw_repair(random.Random("heldout/0"), held_out=True)  # the same task
+    repair = sample_repair(random.Random("heldout/0"), held_out=True)  # the same task
     broken = copy_of(task, tmp_path / "broken")
     assert solved(left_in(broken, task)) == 0.0
     (broken / "test.py").write_text("print('ok')\n")
@@ -97,7 +97,7 @@ def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(tmp_path: Path) 
 def test_demonstrations_show_what_the_commands_print(habits: Habits, tmp_path: Path) -> None:
     rng = random.Random(3)
     for number in range(6):
-        repair = draw_repair(rng, held_out=False)
+        repair = sample_repair(rng, held_out=False)
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / repair.wanted.file).write_text(repair.source)
@@ -110,7 +110,7 @@ def test_demonstrations_show_what_the_commands_print(habits: Habits, tmp_path: P
 def test_every_task_starts_with_a_failing_test_and_ends_repaired(tmp_path: Path) -> None:
     rng = random.Random(5)
     for _ in range(200):
-        repair = draw_repair(rng, held_out=False)
+        repair = sample_repair(rng, held_out=False)
         assert not repair.passes(repair.broken) and repair.passes(repair.wanted)
         assert any(repair.broken(values, limit) != result for values, limit, result in repair.hidden)
 

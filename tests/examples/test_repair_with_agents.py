@@ -19,7 +19,7 @@ import pytest
 import repairs
 import torch
 from real_tokenizers import qwen_folder
-from repairs import TEST, Repair, draw_repair, train_tasks
+from repairs import TEST, Repair, sample_repair, train_tasks
 from scripted_runs import CONTEXT, trained_step
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
@@ -121,7 +121,7 @@ def test_a_group_is_played_through_the_real_program_and_trained(
     programs = ":".join(map(str, node_environment(FOLDER / "cli").programs))
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     task = train_tasks()[0]
-    repair = draw_repair(random.Random("train/0"), held_out=False)  # the same task
+    repair = sample_repair(random.Random("train/0"), held_out=False)  # the same task
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps(task) + "\n")
 

@@ -114,7 +114,7 @@ def test_demonstrations_and_drills(
     rng = random.Random(0)
     perfect = Demonstrator(transcriber, PERFECT, {})
     for _ in range(20):
-        question = question_bank("train").draw(rng)
+        question = question_bank("train").sample(rng)
         example = perfect.demonstrate(question, search, rng)
         said = [
             tokenizer.decode(list(example.ids[a : b - 1]), skip_special_tokens=False)

@@ -82,7 +82,7 @@ def test_too_many_tasks_is_an_error() -> None:
 
 def test_searching_the_path_finds_the_answer() -> None:
     rng = random.Random(0)
-    questions = [question_bank("heldout").draw(rng) for _ in range(2000)]
+    questions = [question_bank("heldout").sample(rng) for _ in range(2000)]
     assert sum(map(_found_by_searching, questions)) / 2000 >= 0.99
 
 
@@ -96,10 +96,10 @@ def test_the_best_blind_guesser_is_right_below_five_percent() -> None:
     rng = random.Random(0)
     seen: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     for _ in range(20000):
-        question = question_bank("train").draw(rng)
+        question = question_bank("train").sample(rng)
         seen[question.field, len(question.path)][question.answer] += 1
     guess = {shape: answers.most_common(1)[0][0] for shape, answers in seen.items()}
-    asked = [question_bank("heldout").draw(rng) for _ in range(5000)]
+    asked = [question_bank("heldout").sample(rng) for _ in range(5000)]
     assert sum(q.answer == guess[q.field, len(q.path)] for q in asked) / 5000 < 0.05
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from calculating import opening
 from integration_support import Stack, running_stack
-from number_problems import Problem, draw_problem, heldout_tasks, train_tasks
+from number_problems import Problem, heldout_tasks, sample_problem, train_tasks
 from python_tool import PRINTED_NOTHING, PYTHON_TOOL
 from tokenizers import Tokenizer
 from tool_students import CAREFUL, CARELESS, Habits, Student, Work, boxed, call, work
@@ -62,7 +62,7 @@ def checks() -> Iterator[MathChecks]:
 
 def works(habits: Habits, count: int) -> list[tuple[Problem, Work]]:
     rng = random.Random(0)
-    problems = [draw_problem(rng, held_out=True) for _ in range(count)]
+    problems = [sample_problem(rng, held_out=True) for _ in range(count)]
     return [(problem, work(problem, habits, rng)) for problem in problems]
 
 
@@ -111,7 +111,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def test_an_episode_is_played_as_it_is_demonstrated(
     habits: Habits, calls: int, reward: float, stack: Stack, tool_math_loop: asyncio.Runner
 ) -> None:
-    problem = draw_problem(random.Random(7), held_out=True)
+    problem = sample_problem(random.Random(7), held_out=True)
     student = Student(Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json")))
     shown = student.demonstrate(problem, habits, random.Random(0))
     opened = stack.open_episode(work(problem, habits, random.Random(0)).replies)
@@ -143,7 +143,7 @@ def test_the_model_calls_the_tool_correctly_after_what_was_demonstrated() -> Non
     rng = random.Random(3)
     right = 0
     for _ in range(20):
-        problem = draw_problem(rng, held_out=True)
+        problem = sample_problem(rng, held_out=True)
         first = [Message.from_dict(message) for message in opening(problem.question)]
         prompt = renderer.render(first, [PYTHON_TOOL]).tolist()
         wanted = call(f"print({problem.expression})")
