@@ -49,6 +49,7 @@ from areal_agents.user_functions import names_a_function
 # The rollout.max_staleness that each loop sets; with "async" the user sets it.
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
 _VLLM_TRANSPORTS = ("disk", "broadcast", "lora", "object_storage")
+_FIRST_CALL_S = 60.0  # least time of a job that has waited as long as it may
 _WRONG_AGENT = "must be module:function, file.py:function, {command: …} or {cli: …}, got "
 
 
@@ -232,10 +233,11 @@ def _episode_faults(config: Config) -> Iterator[str]:
     if isinstance(config.agent, dict) and not is_environment and "cli" not in config.agent:
         yield f"agent: {_WRONG_AGENT}{json.dumps(config.agent, ensure_ascii=False)}"
     job = job_of_agent(config.agent)
-    if job is not None and job.wait_s >= config.proxy.idle_timeout_s:
+    if job is not None and job.wait_s + _FIRST_CALL_S > config.proxy.idle_timeout_s:
         yield (
             f"agent.job.wait_s: {job.wait_s:g} s, but an episode without a call fails after "
-            f"proxy.idle_timeout_s ({config.proxy.idle_timeout_s:g} s); raise that, or wait less"
+            f"proxy.idle_timeout_s ({config.proxy.idle_timeout_s:g} s), and a job that starts last needs "
+            f"{_FIRST_CALL_S:g} s for its first call; raise that, or wait less"
         )
     if config.reward is not None and config.reward.group and config.rollout.over_sample:
         yield (

@@ -47,6 +47,7 @@ def check_jobs(config: Config, *, launcher: str = "", dry_run: bool = False) -> 
         )
     try:
         check_template(job)
+        example_job(config)
         if launcher in ("", "local") and not dry_run:
             _check_scheduler(job)
     except AgentError as error:

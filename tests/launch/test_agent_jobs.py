@@ -156,6 +156,8 @@ def test_a_job_without_a_command_is_refused() -> None:
 def test_waiting_must_end_before_the_proxy_ends_the_episode() -> None:
     with pytest.raises(ConfigError, match=r"agent\.job\.wait_s: 3600 s, but an episode without a call fails"):
         loaded(wait_s=3600)
+    with pytest.raises(ConfigError, match="a job that starts last needs 60 s for its first call"):
+        loaded(wait_s=3590)
     assert job_of_agent(loaded("proxy.idle_timeout_s=7200", wait_s=3600).agent) is not None
 
 

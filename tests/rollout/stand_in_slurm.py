@@ -2,8 +2,9 @@
 
 `install` makes the three programs; `python stand_in_slurm.py PROGRAM FOLDER ...` is each of them. A job is a
 folder with its script and its state, as squeue shows it: the state, the wait status and the reason. While the
-file `held` is there, new jobs wait; while `full` is there, they are refused. Every query and cancellation is
-a line of `calls`. As Slurm's control groups do, the end of a job ends all processes that have its number in
+file `held` is there, new jobs wait; while `full` is there, they are refused with its text; while
+`unanswered` is there, they are taken, but sbatch does not say so. Every query and cancellation is a line of
+`calls`. As Slurm's control groups do, the end of a job ends all processes that have its number in
 their environment.
 """
 
@@ -45,6 +46,8 @@ class StandInSlurm:
     def end_as(self, name: str, state: str) -> None:
         """End a job as Slurm does it, for example because its node died."""
         (job,) = [job for job in _jobs(self.folder) if _read(job, "name") == name]
+        if state != "CANCELLED":
+            (job / "nodes").write_text("node1")
         _end(job, state)
 
     def calls(self) -> list[str]:
@@ -66,7 +69,8 @@ def main(program: str, folder: Path, arguments: list[str]) -> int:
     if program == "squeue":
         for job in _jobs(folder):
             state, code, reason = _state(job)
-            print(f"{job.name}|{state}|{code}|{reason}|{_read(job, 'name')}|{_read(job, 'partition')}|")
+            fields = (state, code, reason, *(_read(job, name) for name in ("name", "partition", "nodes")))
+            print("|".join((job.name, *fields, "")))
         return 0
     for job in _jobs(folder):
         if job.name in arguments and _state(job)[0] not in _ENDED:
@@ -88,7 +92,7 @@ def _submit(folder: Path, arguments: list[str]) -> int:
         print("sbatch: error: Batch job submission failed: Invalid partition", file=sys.stderr)
         return 1
     if (folder / "full").exists():
-        print("sbatch: error: QOSMaxSubmitJobPerUserLimit", file=sys.stderr)
+        print((folder / "full").read_text() or "sbatch: error: QOSMaxSubmitJobPerUserLimit", file=sys.stderr)
         print(
             "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy", file=sys.stderr
         )
@@ -99,6 +103,7 @@ def _submit(folder: Path, arguments: list[str]) -> int:
     (job / "name").write_text(name.removeprefix("--job-name="))
     (job / "minutes").write_text(options["time"])
     (job / "partition").write_text(options.get("partition", "debug"))
+    (job / "nodes").touch()
     _write_state(job, "PENDING", reason="Resources")
     runner = subprocess.Popen(
         [
@@ -118,6 +123,9 @@ def _submit(folder: Path, arguments: list[str]) -> int:
         stderr=subprocess.DEVNULL,
     )
     (job / "runner").write_text(str(runner.pid))
+    if (folder / "unanswered").exists():
+        print("sbatch: error: Batch job submission failed: Socket timed out on send/recv", file=sys.stderr)
+        return 1
     notice = folder / "notice"
     print((notice.read_text() if notice.exists() else "") + job.name)
     return 0
@@ -127,6 +135,7 @@ def _run(job: Path) -> int:
     """Run the script of a job, and write how it ended."""
     while (job.parent.parent / "held").exists():
         time.sleep(0.02)
+    (job / "nodes").write_text("node1")
     _write_state(job, "RUNNING")
     with open(sys.argv[4], "wb") as output:
         code = subprocess.run(

@@ -18,7 +18,7 @@ from stand_in_slurm import StandInSlurm
 from time_limits import TimeLimits
 
 from areal_agents.episode import Episode
-from areal_agents.errors import AgentError, AgentNotStarted
+from areal_agents.errors import AgentError, AgentLost, AgentNotStarted
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.jobs import agent as job_agent
 from areal_agents.rollout.agents.jobs import commands, followed
@@ -27,7 +27,7 @@ from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerComman
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.followed import FollowedJobs
 from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
-from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, read_script
+from areal_agents.rollout.agents.jobs.slurm import SlurmJobs, filled_script, read_script
 
 SCRIPT = SLURM_TEMPLATE.read_text()
 WAITING = JobState("waiting", "Resources", queue="the partition debug of Slurm")
@@ -169,6 +169,18 @@ def test_a_log_in_a_folder_with_spaces_and_percent_signs(
     assert (folder / f"{EP.id}.log").read_text() == "said\n"
 
 
+@pytest.mark.parametrize("special", ['"', "\\", "\n"])
+def test_a_log_whose_path_slurm_reads_otherwise(tmp_path: Path, special: str) -> None:
+    job = NewJob("own-1", "1", "true", {}, 60.0, tmp_path / f"my {special}run" / "1.log")
+    with pytest.raises(AgentError, match=r"^agent\.job: Slurm cannot write the log .*another folder"):
+        filled_script(SCRIPT, job)
+
+
+def test_starts_are_seen_while_jobs_may_wait() -> None:
+    with pytest.raises(ValueError, match=r"poll_s \(60\) must be less than wait_s \(60\)"):
+        agent(poll_s=60.0, wait_s=60.0)
+
+
 def test_jobs_are_found_whatever_the_template_does_with_their_name(
     slurm_programs: StandInSlurm, tmp_path: Path
 ) -> None:
@@ -243,6 +255,30 @@ async def test_a_job_that_does_not_start_in_time_is_cancelled(
     assert [*slurm_programs.states().values()] == ["CANCELLED"]
 
 
+async def test_a_job_that_is_cancelled_while_it_waits_has_not_begun(slurm_programs: StandInSlurm) -> None:
+    """Whoever cancelled it, that says nothing about the agent."""
+    (slurm_programs.folder / "held").touch()
+    waiting = agent()
+    preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
+    while len(slurm_programs.calls()) < 2:  # it is seen to wait
+        await asyncio.sleep(0.01)
+    slurm_programs.end_as(*slurm_programs.states(), "CANCELLED")
+    with pytest.raises(AgentNotStarted, match="^job 1 ended as CANCELLED before it had started$"):
+        await preparing
+    await waiting.release(EP.id)
+    await waiting.close()
+
+
+async def test_a_job_that_is_cancelled_while_it_runs_is_lost(slurm_programs: StandInSlurm) -> None:
+    config = JobConfig(kind="slurm", template=str(SLURM_TEMPLATE), poll_s=0.1)
+    playing = JobAgent(["sleep", "600"], config, owner="own")
+    await playing.prepare({}, EP, 60.0)
+    slurm_programs.end_as(*slurm_programs.states(), "CANCELLED")
+    with pytest.raises(AgentLost, match="^job 1 ended as CANCELLED$"):
+        await playing.run({}, EP)
+    await playing.close()
+
+
 async def test_a_full_queue_is_waited_for_in_vain(
     slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,14 +293,15 @@ async def test_a_full_queue_is_waited_for_in_vain(
     assert "may run" not in caplog.text and not slurm_programs.states()
 
 
+@pytest.mark.parametrize("why", ["QOSMaxSubmitJobPerUserLimit", "Unable to contact slurm controller"])
 async def test_a_full_queue_is_asked_again(
-    slurm_programs: StandInSlurm, caplog: pytest.LogCaptureFixture
+    slurm_programs: StandInSlurm, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     full = slurm_programs.folder / "full"
-    full.touch()
+    full.write_text(f"sbatch: error: {why}")
     waiting = agent(wait_s=600.0)
     preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
-    while "QOSMaxSubmitJobPerUserLimit" not in caplog.text:
+    while why not in caplog.text:
         await asyncio.sleep(0.01)
     full.unlink()
     await preparing
@@ -293,6 +330,18 @@ def test_every_limit_on_submitted_jobs_is_a_full_queue(
     monkeypatch.setattr(queue.commands, "run", refuse)
     with pytest.raises(QueueFull, match=f"^Slurm takes no further job for now: .*{limit}$"):
         queue.submit(new_job())
+
+
+async def test_a_job_that_may_have_been_taken_plays_no_episode(slurm_programs: StandInSlurm) -> None:
+    """Its episode is aborted, because another job would play it beside this one, which is cancelled."""
+    for name in ("held", "unanswered"):
+        (slurm_programs.folder / name).touch()
+    waiting = agent()
+    message = "^Slurm did not answer whether it takes the job: sbatch failed: .* Socket timed out"
+    with pytest.raises(AgentNotStarted, match=message):
+        await waiting.prepare({}, EP, 60.0)
+    await waiting.close()
+    assert [*slurm_programs.states().values()] == ["CANCELLED"]
 
 
 async def test_a_job_whose_submission_is_cancelled_is_cancelled(slurm_programs: StandInSlurm) -> None:
@@ -419,6 +468,45 @@ async def test_one_query_is_for_all_jobs_and_may_fail() -> None:
     assert queue.cancelled == [{"own-7"}]  # if that answer was wrong, it would run on
 
 
+async def test_a_listed_job_that_vanishes_while_it_waits_has_not_begun() -> None:
+    """A Job of Kubernetes that somebody deletes is gone at once."""
+    queue = Queue([{}, {"own-1": WAITING}, {}])
+    queue.may_look.clear()
+    jobs = FollowedJobs(queue, poll_s=0.1)
+    job = await jobs.submit(new_job())
+    queue.may_look.set()
+    assert (await job.ended()).phase == "unstarted"
+    await jobs.close()
+    assert queue.cancelled == [{"own-1"}]
+
+
+@pytest.mark.parametrize(("longest_s", "phase"), [(600.0, "succeeded"), (0.0, "lost")])
+async def test_a_new_job_may_be_listed_late(
+    monkeypatch: pytest.MonkeyPatch, longest_s: float, phase: str
+) -> None:
+    """Some sites answer squeue from a copy that is renewed every half minute or so."""
+    monkeypatch.setattr(followed, "_UNLISTED_S", longest_s)
+    queue = Queue([{}, {}, {}, {"own-1": DONE}, {}])
+    queue.may_look.clear()
+    jobs = FollowedJobs(queue, poll_s=0.1)
+    job = await jobs.submit(new_job())
+    queue.may_look.set()
+    assert (await job.ended()).phase == phase
+    await jobs.close()
+
+
+async def test_a_job_that_is_put_back_into_the_queue_is_lost() -> None:
+    """As Kueue does it with a Job that makes way: another pod would play the episode again."""
+    queue = Queue([{}, {"own-1": RUNNING}, {"own-1": WAITING}])
+    queue.may_look.clear()
+    jobs = FollowedJobs(queue, poll_s=0.1)
+    job = await jobs.submit(new_job())
+    queue.may_look.set()
+    assert await job.ended() == JobState("lost", "waits again after it had begun")
+    await jobs.close()
+    assert queue.cancelled == [{"own-1"}]
+
+
 async def test_jobs_whose_submission_failed_are_cancelled() -> None:
     """As when sbatch is killed at its time limit, and the controller takes its job nevertheless."""
     queue = Queue([{}, {"own-1": RUNNING, "taken": RUNNING}, {"own-1": DONE, "taken": RUNNING}])
@@ -527,6 +615,20 @@ async def test_cancellations_are_repeated_until_they_are_accepted() -> None:
     first.cancel()
     await jobs.close()
     assert set[str]().union(*queue.cancelled) == {"own-old", "own-1"}
+
+
+async def test_a_command_cancels_a_few_jobs_only() -> None:
+    """One for hundreds of Jobs of Kubernetes would not end in time, and begin with the same ones again."""
+    names = {f"own-{number}" for number in range(500)}
+    queue = Queue([dict.fromkeys(names, RUNNING)])
+    queue.refusals = 20
+    jobs = FollowedJobs(queue, poll_s=0.1)
+    with pytest.raises(SchedulerError):  # jobs of an earlier process are cancelled nevertheless
+        await jobs.submit(new_job("fails"))
+    queue.answers.append({})
+    await jobs.close()
+    assert set[str]().union(*queue.cancelled) == names
+    assert max(map(len, queue.cancelled)) == 10
 
 
 async def test_a_fault_of_following_loses_the_jobs_and_does_not_hang() -> None:

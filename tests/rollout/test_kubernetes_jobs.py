@@ -12,7 +12,7 @@ from mode_support import KUBERNETES_TEMPLATE
 from stand_in_kubectl import StandInKubernetes
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerError
+from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerError, Unanswered
 from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, read_manifest
 from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
 
@@ -50,6 +50,24 @@ def new_job(command: str, log: Path | None = None) -> NewJob:
         ),
         ('activeDeadlineSeconds: "{{seconds}}"', "x: '{{seconds}}'", "activeDeadlineSeconds must be"),
         ("  ttlSecondsAfterFinished: 600\n", "", r"spec\.ttlSecondsAfterFinished must be a number"),
+        (
+            "Finished: 600",
+            "Finished: 0",
+            "AfterFinished must be a number of at least 60, .* got 0",
+        ),
+        ("Finished: 600", "Finished: true", "AfterFinished must be .* got True"),
+        (
+            "backoffLimit: 0",
+            "backoffLimit: 0\n  podFailurePolicy: {rules: []}",
+            r"spec\.podFailurePolicy must",
+        ),
+        ('name: "{{name}}"\nspec', 'name: "{{name}}"\n  namespace: 7\nspec', r"namespace must be .* got 7"),
+        ('name: "{{name}}"\nspec', 'name: "{{name}}"\n  namespace: A b\nspec', "namespace must be .*'A b'"),
+        (
+            "      containers:\n",
+            "      containers:\n        - {name: second, command: ['{{command}}']}\n",
+            "only one container may have",
+        ),
         (
             '[sh, -c, "{{command}}"]',
             "[sh]\n          tty: '{{command}}'",
@@ -133,6 +151,18 @@ def test_labels_and_the_namespace_of_the_template_stay(
     assert all(call[:2] == ["--namespace", "training"] for call in kubernetes_programs.calls())
 
 
+def test_the_time_limit_as_the_value_of_a_variable(
+    kubernetes_programs: StandInKubernetes, tmp_path: Path
+) -> None:
+    """Kubernetes refuses a variable whose value is a number."""
+    template = tmp_path / "job.yaml"
+    variable = "env: [{name: LIMIT_S, value: '{{seconds}}'}]\n          envFrom:"
+    template.write_text(MANIFEST.replace("envFrom:", variable))
+    pod = made(kubernetes_programs, "echo 1", template)["Job"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["env"] == [{"name": "LIMIT_S", "value": "360"}]
+    assert pod["activeDeadlineSeconds"] == 360
+
+
 def test_empty_keys_and_dates_of_a_template(kubernetes_programs: StandInKubernetes, tmp_path: Path) -> None:
     """YAML reads an empty key as null, and a date as one, which JSON has not."""
     template = tmp_path / "job.yaml"
@@ -165,6 +195,18 @@ def test_the_end_of_a_long_output_is_kept(kubernetes_programs: StandInKubernetes
         pass
     assert queue.output(id, log).endswith("\nthe reason")
     assert log.read_text().endswith("\nthe reason\n") and log.stat().st_size < 1_200_000
+
+
+def test_a_log_that_cannot_be_written_is_no_failure_of_the_agent(
+    kubernetes_programs: StandInKubernetes, tmp_path: Path
+) -> None:
+    """A SchedulerError is a warning there."""
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    id = queue.submit(new_job("echo said"))
+    while not queue.states()[id].has_ended:
+        pass
+    with pytest.raises(SchedulerError, match="the log of job own-1 cannot be written: No such file"):
+        queue.output(id, tmp_path / "removed" / "job.log")
 
 
 @pytest.mark.cluster
@@ -220,6 +262,18 @@ def test_a_job_whose_secret_is_refused_is_deleted(kubernetes_programs: StandInKu
     assert not kubernetes_programs.objects("Job")
 
 
+@pytest.mark.parametrize(("kind", "error"), [("Job", QueueFull), ("Secret", Unanswered)])
+def test_an_api_server_that_is_away_for_a_moment(
+    kubernetes_programs: StandInKubernetes, kind: str, error: type[SchedulerError]
+) -> None:
+    """Without its Secret no Job begins, so another Job may play the episode; with it, perhaps."""
+    (kubernetes_programs.folder / f"refuse-{kind}").write_text("(ServiceUnavailable): the server is starting")
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    with pytest.raises(error, match="^Kubernetes .* the server is starting"):
+        queue.submit(new_job("true"))
+    assert not kubernetes_programs.objects("Job")
+
+
 @pytest.mark.parametrize("kind", ["Job", "Secret"])
 def test_a_quota_that_is_used_up_is_a_full_queue(kubernetes_programs: StandInKubernetes, kind: str) -> None:
     (kubernetes_programs.folder / f"refuse-{kind}").write_text("exceeded quota: agents, used: count=8")
@@ -229,6 +283,27 @@ def test_a_quota_that_is_used_up_is_a_full_queue(kubernetes_programs: StandInKub
     ):
         queue.submit(new_job("true"))
     assert not kubernetes_programs.objects("Job")
+
+
+@pytest.mark.parametrize(
+    ("pod", "phase"),
+    [(None, "unstarted"), ({"phase": "Pending"}, "unstarted"), ({"phase": "Running"}, "lost")],
+)
+def test_a_job_that_is_deleted(
+    kubernetes_programs: StandInKubernetes,
+    monkeypatch: pytest.MonkeyPatch,
+    pod: dict[str, Any] | None,
+    phase: str,
+) -> None:
+    """One that has not begun says nothing about the agent."""
+    metadata = {"name": "own-1", "deletionTimestamp": "2026-01-02T03:04:05Z"}
+    items: list[dict[str, Any]] = [{"kind": "Job", "metadata": metadata}]
+    if pod is not None:
+        owners = [{"kind": "Job", "name": "own-1"}]
+        items.append({"kind": "Pod", "metadata": {"ownerReferences": owners}, "status": pod})
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    monkeypatch.setattr(queue.commands, "run", lambda *_, **__: json.dumps({"items": items}))
+    assert queue.states() == {"own-1": JobState(phase, "was deleted")}  # type: ignore[arg-type]
 
 
 def failed(reason: str = "BackoffLimitExceeded") -> dict[str, Any]:

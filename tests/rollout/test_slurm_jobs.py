@@ -18,7 +18,7 @@ import pytest
 from mode_support import SLURM_TEMPLATE
 
 from areal_agents.client import AsyncClient
-from areal_agents.rollout.agents.jobs.queue import NewJob
+from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
 from areal_agents.rollout.agents.jobs.slurm import SlurmJobs
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.runner import run
@@ -144,6 +144,19 @@ async def test_jobs_fail_are_lost_and_are_cancelled(scripted: Any, cluster: Slur
     assert scripted.store.group_counts()["trained"] == groups
     assert cluster.job(left)["JobState"] == "CANCELLED"
     await until(lambda: not [one for one in jobs(cluster).values() if one[1] in ("PENDING", "RUNNING")])
+
+
+def test_a_job_that_is_cancelled_before_it_begins(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """It has no node; one that is cancelled while it runs has one."""
+    template = tmp_path / "agent.sbatch"
+    template.write_text(SLURM_TEMPLATE.read_text().replace("#SBATCH --nodes=1", "#SBATCH --nodes=1 --hold"))
+    queue = SlurmJobs(str(template), owner=OWNER)
+    variables = {"OPENAI_BASE_URL": "http://127.0.0.1:1/e/key/v1"}
+    id = queue.submit(NewJob(f"{OWNER}-1", "1", "sleep 600", variables, 60.0, tmp_path / "job.log"))
+    assert queue.states()[id].phase == "waiting"
+    cluster.command("scancel", id)
+    cluster.until(lambda: queue.states()[id].has_ended, "the job to be cancelled")
+    assert queue.states()[id] == JobState("unstarted", "ended as CANCELLED")
 
 
 def test_no_listing_and_no_command_line_has_the_key_of_an_episode(

@@ -2,7 +2,8 @@
 
 The command gets the same task and variables. The time of the episode begins when the job starts. The loss of
 a job (its node died, it was preempted, somebody cancelled it) is not the agent's doing: the attempt fails and
-is repeated. A job that does not start in time is not a failed attempt: its episode is aborted and repeated.
+is repeated. A job that does not start in time, or is cancelled before it starts, is not a failed attempt: its
+episode is aborted and repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, AgentLost, AgentNotStarted
 from areal_agents.rollout.agents.command import LONGEST_VARIABLE, TASK_VARIABLE, command_variables
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
-from areal_agents.rollout.agents.jobs.commands import QueueFull
+from areal_agents.rollout.agents.jobs.commands import QueueFull, Unanswered
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.followed import FollowedJob, FollowedJobs
 from areal_agents.rollout.agents.jobs.kubernetes import KubernetesJobs, filled_manifest, read_manifest
@@ -76,7 +77,8 @@ class JobAgent:
         """Submit the job of an episode, and wait for its start.
 
         Raises:
-            AgentNotStarted: the job is not taken, or does not start, within `wait_s`.
+            AgentNotStarted: the job is not taken, or does not start, within `wait_s`, it is lost before, or
+                the scheduler does not answer whether it takes it.
             AgentError: the task is too long for a variable, or the job is refused.
         """
         text = json.dumps(dict(task))
@@ -101,6 +103,10 @@ class JobAgent:
                 await job.started()
         except TimeoutError:
             raise AgentNotStarted(self._not_started(job)) from None
+        except Unanswered as error:  # if there is a job, it must not play an episode that another one plays
+            raise AgentNotStarted(str(error)) from None
+        if job.state.phase == "unstarted":
+            raise AgentNotStarted(f"job {job.id} {job.state.detail} before it had started")
 
     async def _submitted(self, new: NewJob) -> FollowedJob:
         """Submit a job, again and again while the queue is full."""
@@ -138,7 +144,7 @@ class JobAgent:
         if state.phase == "succeeded":
             return
         error = f"job {job.id} {state.detail}" + (f": {said}" if said else "")
-        raise AgentLost(error) if state.phase == "lost" else AgentError(error)
+        raise AgentError(error) if state.phase == "failed" else AgentLost(error)
 
     async def release(self, episode: str) -> None:
         """Cancel the job of an episode, if its run has not taken it."""
@@ -178,6 +184,13 @@ def check_template(config: JobConfig) -> None:
         read_script(config.template)
     else:
         read_manifest(config.template)
+
+
+def namespace_of(config: JobConfig) -> str:
+    """Return the namespace that a manifest names, or "". Raises AgentError if it cannot be used."""
+    if config.kind == "slurm":
+        return ""
+    return str(read_manifest(config.template)["metadata"].get("namespace") or "")
 
 
 def queue_of(config: JobConfig, *, owner: str, passed: Collection[str] = ()) -> JobQueue:

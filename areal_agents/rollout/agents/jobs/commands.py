@@ -24,7 +24,11 @@ class SchedulerError(AgentError):
 
 
 class QueueFull(SchedulerError):
-    """The scheduler takes no further job of this user for now."""
+    """The scheduler takes no further job of this user for now, or cannot be reached."""
+
+
+class Unanswered(SchedulerError):
+    """The scheduler did not answer to a submission, so it may have taken the job or not."""
 
 
 class SchedulerCommands:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_agents.core.settings import Settings
 
@@ -31,3 +31,12 @@ class JobConfig(Settings):
         gt=0,
         description="Seconds between two queries for the states of all jobs of a rollout process.",
     )
+
+    @model_validator(mode="after")
+    def _sees_starts(self) -> Self:
+        if self.poll_s >= self.wait_s:
+            raise ValueError(
+                f"poll_s ({self.poll_s:g}) must be less than wait_s ({self.wait_s:g}): the start of a job is "
+                "seen by a query only"
+            )
+        return self

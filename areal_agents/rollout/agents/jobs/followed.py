@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from areal_agents.rollout.agents.jobs.commands import SchedulerError
+from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerError
 from areal_agents.rollout.agents.jobs.queue import JobQueue, JobState, NewJob
 
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0  # longest wait until the scheduler has accepted the last cancellations; half of it at first
 _COMMANDS = 4  # of the scheduler at the same time; one of them is never a submission
-_VANISHED = JobState("lost", "vanished: the scheduler does not know it any more")
+_CANCELLED_BY_ONE = 10  # jobs; kubectl sends ten requests at once, but only five per second after them
+_UNLISTED_S = 60.0  # until a new job that is not listed is taken for lost: some sites keep answers of squeue
+_VANISHED = "vanished: the scheduler does not know it any more"
 _Answer = TypeVar("_Answer")
 
 
@@ -31,6 +33,8 @@ class FollowedJob:
     def __init__(self, id: str, drop: Callable[[str], None]) -> None:
         self.id = id
         self.state = JobState("waiting")
+        self.is_listed = False  # the scheduler has listed it
+        self.since_s = asyncio.get_running_loop().time()
         self._drop = drop
         self._changed = asyncio.Event()
 
@@ -89,7 +93,7 @@ class FollowedJobs:
         self._is_closing = False
 
     async def submit(self, new: NewJob) -> FollowedJob:
-        """Submit a job. If this is cancelled, so is the job. Raises QueueFull or SchedulerError."""
+        """Submit a job. If this is cancelled, so is the job. Raises what `JobQueue.submit` raises."""
         await self._begin()
         unwanted = threading.Event()
         submitting = asyncio.create_task(self._submit(new, unwanted), name=new.name)
@@ -112,10 +116,14 @@ class FollowedJobs:
             return self._queue.submit(new)
 
         async with self._submissions:
-            id = await self._call(submit)
+            try:
+                id = await self._call(submit)
+            except QueueFull:
+                self._unanswered.discard(new.name)
+                raise
         self._unanswered.discard(new.name)
         if id in self._jobs:  # a scheduler that was set up again counts from the start
-            self._jobs[id].note(_VANISHED)
+            self._jobs[id].note(JobState("lost", _VANISHED))
         self._unwanted.discard(id)
         job = self._jobs[id] = FollowedJob(id, self._cancel)
         self._changed.set()
@@ -215,11 +223,14 @@ class FollowedJobs:
         self._said = ""
         for id in asked & self._jobs.keys():
             job = self._jobs[id]
-            job.note(states.get(id, _VANISHED))
+            state = _next_state(job, states.get(id))
+            job.is_listed = job.is_listed or id in states
+            job.note(state)
             if job.state.has_ended:
                 del self._jobs[id]
-            if id not in states:  # its episode is repeated, so it must not run on if the answer is wrong
-                self._unwanted.add(id)
+                # Its episode is repeated, so it must not run on, also if the answer is wrong.
+                if id not in states or not states[id].has_ended:
+                    self._unwanted.add(id)
         self._cancel_strangers(states)
 
     def _cancel_strangers(self, states: Mapping[str, JobState]) -> None:
@@ -246,15 +257,22 @@ class FollowedJobs:
             self._cancel_strangers(states)
 
     async def _cancel_unwanted(self) -> None:
+        """Cancel jobs once, by several commands, so that each of them ends in time and none waits for all."""
         ids = sorted(self._unwanted)
+        parts = [ids[at : at + _CANCELLED_BY_ONE] for at in range(0, len(ids), _CANCELLED_BY_ONE)]
+        if not all(await asyncio.gather(*map(self._cancel_part, parts))):
+            await asyncio.sleep(min(1.0, self._poll_s))
+
+    async def _cancel_part(self, ids: Sequence[str]) -> bool:
+        """Cancel a few jobs, and return whether the scheduler has accepted that."""
         try:
             await self._call(self._queue.cancel, ids)
         except SchedulerError as error:  # they are cancelled again after the next interval
             self._say(f"jobs are not cancelled yet: {error}")
-            await asyncio.sleep(min(1.0, self._poll_s))
-        else:
-            self._unwanted.difference_update(ids)
-            self._dropped.update(ids)
+            return False
+        self._unwanted.difference_update(ids)
+        self._dropped.update(ids)
+        return True
 
     def _cancel(self, id: str) -> None:
         self._jobs.pop(id, None)
@@ -279,6 +297,18 @@ class FollowedJobs:
 
     async def _call(self, function: Callable[..., _Answer], *arguments: object) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+
+def _next_state(job: FollowedJob, listed: JobState | None) -> JobState:
+    """Return the state of a job that its scheduler has listed in this state, or has not listed."""
+    if listed is None:
+        if not job.is_listed and asyncio.get_running_loop().time() - job.since_s < _UNLISTED_S:
+            return job.state
+        has_only_waited = job.is_listed and job.state.phase == "waiting"
+        return JobState("unstarted" if has_only_waited else "lost", _VANISHED)
+    if job.state.phase == "running" and listed.phase == "waiting":
+        return JobState("lost", "waits again after it had begun")  # it would play its episode a second time
+    return listed
 
 
 def _cancel_submitted(submitting: asyncio.Task[FollowedJob]) -> None:

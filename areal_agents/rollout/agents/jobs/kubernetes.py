@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import yaml
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerCommands, SchedulerError
+from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerCommands, SchedulerError, Unanswered
 from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob
 from areal_agents.rollout.agents.jobs.template import check_places, fill, read_template
 
@@ -27,6 +28,14 @@ OWNER = "areal-agents/jobs-of"  # the label of an agent's Jobs and pods, by whic
 _LONGEST_LOG = 1 << 20  # bytes
 _LAST_LINES = 10_000
 _TAIL_LINES = 50  # of an output that is cut off at its greatest length
+_SHORTEST_KEPT_S = 60  # of a Job that has ended
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+# The API server is starting, cannot be reached, or has too much to do.
+_AWAY = re.compile(
+    r"Unable to connect to the server|connection refused|was refused - did you specify|i/o timeout|"
+    r"etcdserver:|\((ServiceUnavailable|ServerTimeout|Timeout|TooManyRequests)\)"
+)
+_LATE = "did not end within"  # of a command that may have done what it was asked for
 _MARGIN_S = 300  # the limit of the pod ends only what no rollout process follows any more
 
 
@@ -53,7 +62,10 @@ class KubernetesJobs:
             )
 
     def submit(self, job: NewJob) -> str:
-        """Create the Job and its Secret, and return the name of both. Raises QueueFull or SchedulerError."""
+        """Create the Job and its Secret, and return the name of both.
+
+        Raises QueueFull, Unanswered or SchedulerError.
+        """
         try:
             return self._submit(job)
         except SchedulerError as error:
@@ -63,7 +75,14 @@ class KubernetesJobs:
 
     def _submit(self, job: NewJob) -> str:
         manifest = filled_manifest(self._manifest, job, self._owner)
-        created = self._read("create", "-f", "-", "-o", "json", stdin=json.dumps(manifest))
+        try:
+            created = self._read("create", "-f", "-", "-o", "json", stdin=json.dumps(manifest))
+        except SchedulerError as error:
+            if _AWAY.search(str(error)):  # a Job that was created nevertheless waits for its Secret
+                raise QueueFull(f"Kubernetes takes no further Job for now: {error}") from None
+            if _LATE in str(error):
+                raise Unanswered(f"Kubernetes did not answer whether it takes the Job: {error}") from None
+            raise
         owner = {
             "apiVersion": "batch/v1",
             "kind": "Job",
@@ -79,9 +98,11 @@ class KubernetesJobs:
         }
         try:
             self._run("create", "-f", "-", stdin=json.dumps(secret))
-        except SchedulerError:
+        except SchedulerError as error:
             with contextlib.suppress(SchedulerError):  # then it is cancelled as one whose submission failed
                 self.cancel([job.name])
+            if _AWAY.search(str(error)) or _LATE in str(error):
+                raise Unanswered(f"Kubernetes did not answer whether it takes the Job: {error}") from None
             raise
         return job.name
 
@@ -108,7 +129,10 @@ class KubernetesJobs:
         if len(text.encode()) >= _LONGEST_LOG:  # the limit cuts off the end
             text += f"\n[…]\n{self._last_lines(id, _TAIL_LINES)}"
         if log is not None:
-            log.write_text(text)
+            try:
+                log.write_text(text)
+            except OSError as error:
+                raise SchedulerError(f"the log of job {id} cannot be written: {error.strerror}") from None
         return text[-TAIL:].strip()
 
     def _last_lines(self, id: str, lines: int) -> str:
@@ -162,11 +186,11 @@ def filled_manifest(manifest: Mapping[str, Any], job: NewJob, owner: str) -> dic
         "seconds": str(seconds),
     }
 
-    def filled(text: str) -> Any:
-        return seconds if text == "{{seconds}}" else fill(text, values)
-
-    made: dict[str, Any] = _with_texts(manifest, filled)
+    made: dict[str, Any] = _with_texts(manifest, lambda text: fill(text, values))
     template = made["spec"]["template"]
+    for spec in (made["spec"], template["spec"]):  # elsewhere, as in the value of a variable, it is a string
+        if spec.get("activeDeadlineSeconds") == str(seconds):
+            spec["activeDeadlineSeconds"] = seconds
     template["metadata"] = template.get("metadata") or {}  # an empty key of YAML is null
     for metadata in (made["metadata"], template["metadata"]):
         metadata["labels"] = {**(metadata.get("labels") or {}), **_labels(owner)}
@@ -201,6 +225,8 @@ def _faults(made: Any) -> Iterator[str]:
         ("spec.backoffLimit", spec.get("backoffLimit"), 0, again),
         ("spec.completions", spec.get("completions", 1), 1, again),
         ("spec.parallelism", spec.get("parallelism", 1), 1, again),
+        ("spec.backoffLimitPerIndex", spec.get("backoffLimitPerIndex"), None, again),
+        ("spec.podFailurePolicy", spec.get("podFailurePolicy"), None, again),
         ("spec.template.spec.restartPolicy", pod.get("restartPolicy"), "Never", again),
         (
             "spec.template.spec.activeDeadlineSeconds",
@@ -211,8 +237,15 @@ def _faults(made: Any) -> Iterator[str]:
     ):
         if found != expected:
             yield f"{path} must be {expected!r}, got {found!r}: {why}"
-    if not isinstance(spec.get("ttlSecondsAfterFinished"), int):
-        yield "spec.ttlSecondsAfterFinished must be a number, such as 600: it removes Jobs that have ended"
+    kept_s = spec.get("ttlSecondsAfterFinished")
+    if type(kept_s) is not int or kept_s < _SHORTEST_KEPT_S:
+        yield (
+            f"spec.ttlSecondsAfterFinished must be a number of at least {_SHORTEST_KEPT_S}, such as 600, got "
+            f"{kept_s!r}: it removes Jobs that have ended, of which the run must first see how they ended"
+        )
+    namespace = _at(made, "metadata").get("namespace") or "default"
+    if not isinstance(namespace, str) or not _NAMESPACE.fullmatch(namespace):
+        yield f"metadata.namespace must be the name of a namespace, got {namespace!r}"
     for metadata in (_at(made, "metadata"), _at(made, "spec", "template", "metadata")):
         for field in ("labels", "annotations"):
             if not isinstance(metadata.get(field) or {}, dict):
@@ -221,6 +254,8 @@ def _faults(made: Any) -> Iterator[str]:
     if container is None:
         yield "no container has {{command}} in its command or its args, which are lists"
         return
+    if len([*_containers_with_the_command(made)]) > 1:
+        yield "only one container may have {{command}}: another one would play the episode again"
     if not isinstance(container.get("name"), str):
         yield "the container with {{command}} needs a name"
     sources = [_at(source, "secretRef").get("name") for source in _list(container.get("envFrom"))]
@@ -279,7 +314,7 @@ def _state(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> JobState:
     if "Complete" in ended:
         return JobState("succeeded")
     if "deletionTimestamp" in job["metadata"]:
-        return JobState("lost", "was deleted")
+        return JobState("lost" if _has_begun(pod) else "unstarted", "was deleted")
     status = {} if pod is None else pod.get("status", {})
     conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
     containers = [one.get("state", {}) for one in status.get("containerStatuses") or ()]
@@ -297,6 +332,11 @@ def _state(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> JobState:
         no_pod or unplaced or ", ".join(filter(None, waiting)),
         queue=f"the namespace {namespace} of Kubernetes",
     )
+
+
+def _has_begun(pod: Mapping[str, Any] | None) -> bool:
+    """Whether a container of a pod has run."""
+    return pod is not None and pod.get("status", {}).get("phase", "Pending") != "Pending"
 
 
 def _failure(

@@ -39,11 +39,12 @@ class JobState:
 
     Attributes:
         phase: failed: the command failed. lost: something else ended the job, such as the loss of its node.
+            unstarted: something else ended the job before it began, such as its owner by hand.
         detail: why it waits, or how it ended.
         queue: where it waits, such as "the partition gpu of Slurm".
     """
 
-    phase: Literal["waiting", "running", "succeeded", "failed", "lost"]
+    phase: Literal["waiting", "running", "succeeded", "failed", "lost", "unstarted"]
     detail: str = ""
     queue: str = ""
 
@@ -68,7 +69,8 @@ class JobQueue(Protocol):
     def submit(self, job: NewJob) -> str:
         """Submit a job, and return the id by which the other methods name it.
 
-        Raises QueueFull if the scheduler takes no further job for now.
+        Raises QueueFull if the scheduler takes no further job for now, and Unanswered if it may have taken it
+        although it has not said so.
         """
         ...
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import AgentError
 from areal_agents.process_control import AGENT_MARK, INNER_AGENT_MARK, RUN_MARK
-from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerCommands, SchedulerError
+from areal_agents.rollout.agents.jobs.commands import QueueFull, SchedulerCommands, SchedulerError, Unanswered
 from areal_agents.rollout.agents.jobs.queue import TAIL, JobState, NewJob
 from areal_agents.rollout.agents.jobs.template import check_places, fill, read_template
 from areal_agents.secret_variables import without_password, without_secrets
@@ -35,16 +35,20 @@ _REFUSED = (
 _OF_THE_RUN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_")
 _MARKS = (RUN_MARK, AGENT_MARK, INNER_AGENT_MARK)  # by which processes of this machine are found and ended
 _CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
-_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
+_RUNNING = ("RUNNING", "COMPLETING", "RESIZING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _BY_THE_COMMAND = ("FAILED", "OUT_OF_MEMORY", "TIMEOUT")
 _LOST = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "NODE_FAIL", "PREEMPTED", "REVOKED")
 # Of a shell script, from left to right: what is quoted, where # begins no comment, and comments.
 _QUOTED_OR_COMMENT = re.compile(
     r"""'[^']*' | "(?:\\.|[^"\\])*" | \\. | (?<![^\s;&|()<>])(?P<comment>\#[^\n]*)""", re.VERBOSE | re.DOTALL
 )
+_SPECIAL_IN_PATHS = re.compile(r"[\"\\\n]")
 # Limits of an account, a user or a QOS, such as AssocMaxSubmitJobLimit and MaxSubmitJobsPerAccount, and that
-# of the whole controller.
-_FULL = re.compile(r"SubmitJobs?(Per|Limit)|temporarily unable to accept job")
+# of the whole controller, which may also be starting.
+_FULL = re.compile(
+    r"SubmitJobs?(Per|Limit)|temporarily unable to accept job|Unable to contact slurm controller"
+)
+_UNANSWERED = re.compile(r"timed out on send/recv|Zero Bytes were transmitted|did not end within")
 
 
 class SlurmJobs:
@@ -70,7 +74,10 @@ class SlurmJobs:
             )
 
     def submit(self, job: NewJob) -> str:
-        """Submit a batch script, and return the number of the job. Raises QueueFull or SchedulerError."""
+        """Submit a batch script, and return the number of the job.
+
+        Raises QueueFull, Unanswered or SchedulerError.
+        """
         try:
             answer = self.commands.run(
                 # Jobs are found by their names, wherever the template has them. Slurm reads #PBS lines too,
@@ -85,6 +92,8 @@ class SlurmJobs:
         except SchedulerError as error:
             if _FULL.search(str(error)):
                 raise QueueFull(f"Slurm takes no further job for now: {error}") from None
+            if _UNANSWERED.search(str(error)):
+                raise Unanswered(f"Slurm did not answer whether it takes the job: {error}") from None
             raise
         number = answer.strip().rpartition("\n")[2].partition(";")[0]  # some sites print notices before it
         if not number.isdecimal():
@@ -93,14 +102,14 @@ class SlurmJobs:
 
     def states(self) -> Mapping[str, JobState]:
         """Return the states of the jobs that Slurm still knows. Raises SchedulerError."""
-        fields = "JobID:|,State:|,exit_code:|,Reason:|,Name:|,Partition:|"
+        fields = "JobID:|,State:|,exit_code:|,Reason:|,Name:|,Partition:|,NodeList:|"
         query = ("squeue", "--me", "--noheader", "--states=all", f"--Format={fields}")
         listed = self.commands.run(query, environment=self._environment())
         found = {}
         for line in listed.splitlines():
-            number, state, code, reason, name, partition, *_ = [*line.split("|"), *[""] * 5]
+            number, state, code, reason, name, partition, nodes, *_ = [*line.split("|"), *[""] * 6]
             if name.startswith(f"{self._owner}-"):
-                found[number] = _state(state, code, reason, partition)
+                found[number] = _state(state, code, reason, partition, nodes)
         return found
 
     def cancel(self, ids: Collection[str]) -> None:
@@ -156,7 +165,16 @@ def read_script(template: str) -> str:
 
 
 def filled_script(script: str, job: NewJob) -> str:
-    """Return the batch script of an episode's job, from a script with places."""
+    """Return the batch script of an episode's job, from a script with places.
+
+    Raises:
+        AgentError: the path of the log has a character by which Slurm reads another path.
+    """
+    if job.log is not None and (special := _SPECIAL_IN_PATHS.search(str(job.log))):
+        raise AgentError(
+            f"agent.job: Slurm cannot write the log {str(job.log)!r}, whose path has {special[0]!r}; put the "
+            "run into another folder (run_dir)"
+        )
     values = {
         "name": job.name,
         "command": job.command,
@@ -200,7 +218,7 @@ def _means(word: str, option: str) -> bool:
     return word == option or (len(word) > len("--a") and word.startswith("--") and option.startswith(word))
 
 
-def _state(state: str, code: str, reason: str, partition: str) -> JobState:
+def _state(state: str, code: str, reason: str, partition: str, nodes: str) -> JobState:
     why = "" if reason == "None" else reason
     if state == "COMPLETED":
         return JobState("succeeded")
@@ -209,7 +227,7 @@ def _state(state: str, code: str, reason: str, partition: str) -> JobState:
     if state in _BY_THE_COMMAND:
         return JobState("failed", f"ended as {state}" + (f" ({why})" if why else ""))
     if state in _LOST:
-        return JobState("lost", f"ended as {state}")
+        return JobState("lost" if nodes else "unstarted", f"ended as {state}")
     if state in _RUNNING:
         return JobState("running", why)
     return JobState("waiting", why, queue=f"the partition {partition} of Slurm")
