@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -385,6 +386,23 @@ def test_a_run_whose_agent_is_a_job_needs_a_public_url_and_a_service_account() -
     assert "search-agent-jobs" in [one["metadata"]["name"] for one in yaml.safe_load_all(made)]
 
 
+def test_jobs_in_another_namespace_reach_the_proxies(tmp_path: Path) -> None:
+    template = tmp_path / "job.yaml"
+    manifest = (QUICK_START.parents[1] / "agent_jobs/agent-job.yaml").read_text()
+    template.write_text(manifest.replace('name: "{{name}}"\n', 'name: "{{name}}"\n  namespace: agents\n', 1))
+    job = {"kind": "kubernetes", "template": str(template)}
+    overrides = (
+        *("store.url=postgresql://areal@db/areal", "cluster.kubernetes.image=registry/run:1"),
+        *(f"agent={json.dumps({'command': 'python agent.py', 'job': job})}", "ablation=null"),
+        *("proxy.public_url=http://search-agent-proxy:8000", "cluster.kubernetes.service_account=runs"),
+    )
+    made = yaml.safe_load_all(render("kubernetes", QUICK_START, overrides).text)
+    policy = {one["metadata"]["name"]: one for one in made}["search-agent-jobs"]
+    (source,) = policy["spec"]["ingress"][0]["from"]
+    assert source["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "agents"}}
+    assert source["podSelector"]["matchExpressions"][0]["key"] == "areal-agents/jobs-of"
+
+
 def test_jobs_of_slurm_are_refused_before_a_manifest_is_made() -> None:
     job = {"kind": "slurm", "template": str(QUICK_START.parents[1] / "agent_jobs/agent.sbatch")}
     overrides = (
@@ -392,7 +410,7 @@ def test_jobs_of_slurm_are_refused_before_a_manifest_is_made() -> None:
         *(f"agent={json.dumps({'command': 'python agent.py', 'job': job})}", "ablation=null"),
         "proxy.public_url=http://search-agent-proxy:8000",
     )
-    message = r"^agent\.job\.kind: slurm with --launcher kubernetes: the rollout pods .*use kind: kubernetes"
+    message = r"^agent\.job\.kind: slurm with --launcher kubernetes: the rollout processes .*use kind:"
     with pytest.raises(ConfigError, match=message):
         render("kubernetes", QUICK_START, overrides)
 
@@ -402,6 +420,8 @@ def test_jobs_of_slurm_are_refused_before_a_manifest_is_made() -> None:
     [
         (CONFIG + "proxy: {admin_key: hush}\n", (), "proxy.admin_key"),
         (CONFIG, ("proxy.admin_key=hush",), "proxy.admin_key"),
+        (CONFIG, ("proxy={admin_key: hush}",), "proxy.admin_key"),
+        (CONFIG, ("store.url=postgresql://me:hu/sh@db/areal",), "store.url"),
         (CONFIG + "store: {url: 'postgresql://me:hush@db/areal'}\n", (), "store.url"),
         (CONFIG, ("store.url=postgresql://db/areal?password=hush",), "store.url"),
     ],
@@ -420,7 +440,17 @@ def test_an_image_is_required() -> None:
 def test_names_are_those_of_kubernetes() -> None:
     assert object_name("Search Agent_2") == "search-agent-2"
     assert object_name("2048") == "run-2048"
-    assert object_name("x" * 39 + "-y" * 30) == "x" * 39
+    long = "x" * 30 + "-y" * 30
+    assert object_name(long) == f"{'x' * 30}-{hashlib.sha256(long.encode()).hexdigest()[:8]}"
+    assert len(object_name(long)) < 40 and object_name(long + "1") != object_name(long + "2")
+
+
+def test_dollars_of_overrides_and_names_reach_the_processes() -> None:
+    """Kubernetes reads $(NAME) in a command as a variable, and $$ as a $."""
+    run = replace(RUN, name="a$(HOME)", overrides=("agent.command=echo $$ $(HOME)",))
+    made = {one["metadata"]["name"]: one for one in manifests(run, SETTINGS)}
+    command = made["a-home-supervisor"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert {"agent.command=echo $$$$ $$(HOME)", "name=a$$(HOME)"} <= {*command}
 
 
 ALL_SETTINGS = KubernetesConfig(

@@ -11,13 +11,14 @@ import yaml
 from areal_agents.errors import ConfigError
 
 _SECRET_KEYS = ("admin_key", "project_keys", "key")
-_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@|[?&](?:ssl)?password=")
+# name:password@, also where the password has a slash, but not a port before a path that has an @
+_PASSWORD = re.compile(r"://[^/@\s:]*:(?!\d+/)[^@\s]+@|[?&](?:ssl)?password=")
 
 
 def refuse_secrets(text: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError if a configuration has a key or a password, which a manifest would show."""
     tree = yaml.safe_load(text)
-    given = [dict([override.partition("=")[::2]]) for override in overrides]
+    given = [{key: yaml.safe_load(value)} for key, _, value in (one.partition("=") for one in overrides)]
     for path, value in (leaf for part in (tree, *given) for leaf in _leaves(part, "")):
         if path.rpartition(".")[2] in _SECRET_KEYS and value:
             raise ConfigError(

@@ -52,7 +52,7 @@ def manifests(run: Run, settings: KubernetesConfig) -> list[dict[str, Any]]:
         made.make("v1", "ConfigMap", "-config", data={CONFIG: run.config}),
         *([] if settings.claim else [_claim(made, settings)]),
         *network_policies(made, store_url=run.store_url, has_sandboxes="sandbox" in by_role),
-        *([policy_of_jobs(made)] if run.creates_jobs else []),
+        *([policy_of_jobs(made, run.jobs_namespace)] if run.creates_jobs else []),
         workloads.supervisor(),
     ]
     for role, processes in by_role.items():

@@ -48,15 +48,20 @@ def network_policies(run: RunObjects, *, store_url: str, has_sandboxes: bool) ->
     ]
 
 
-def policy_of_jobs(run: RunObjects) -> dict[str, Any]:
+def policy_of_jobs(run: RunObjects, namespace: str) -> dict[str, Any]:
     """Return the policy that lets the pods of the agent's Jobs reach the proxies.
 
     It restricts nothing else about these pods, whose manifest is the user's.
+
+    Args:
+        namespace: that of the pods; "": that of the run, in which a policy selects pods otherwise.
     """
-    jobs = {"matchExpressions": [{"key": OWNER_OF_JOBS, "operator": "Exists"}]}
+    jobs = _pods({"matchExpressions": [{"key": OWNER_OF_JOBS, "operator": "Exists"}]})
+    if namespace:
+        jobs["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": namespace}}
     http = [{"protocol": "TCP", "port": PORT}]
     proxy = {"matchLabels": run.labels_of("proxy")}
-    return _policy(run, "-jobs", proxy, [{"from": [_pods(jobs)], "ports": http}])
+    return _policy(run, "-jobs", proxy, [{"from": [jobs], "ports": http}])
 
 
 def _policy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from areal_agents.cluster.launchers.base import RoleProcess
 PORT = 8000  # of each engine, proxy and trainer; every pod has an address of its own
 COMPONENT = "app.kubernetes.io/component"  # the label with the role of a pod
 _LONGEST_NAME = 40  # leaves room for role, index and Kubernetes' own suffixes in 63 characters
+_DIGEST = 8  # characters that tell long names apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Run:
         trainer_stop_s: longest time in seconds that the trainer takes to end.
         processes: every process of the run but the supervisor.
         creates_jobs: whether rollout processes create a Job for each episode.
+        jobs_namespace: the namespace that the manifest of these Jobs names; "": that of the run.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Run:
     trainer_stop_s: float
     processes: Sequence[RoleProcess]
     creates_jobs: bool = False
+    jobs_namespace: str = ""
 
 
 class RunObjects:
@@ -78,7 +82,10 @@ class RunObjects:
 
 def object_name(run: str) -> str:
     """Return the name of a run as names of Kubernetes are formed: lower-case letters, digits and dashes."""
-    name = re.sub(r"[^a-z0-9]+", "-", run.lower())[:_LONGEST_NAME].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
+    if len(name) > _LONGEST_NAME:  # names of runs often differ at their ends only
+        digest = hashlib.sha256(run.encode()).hexdigest()[:_DIGEST]
+        name = f"{name[: _LONGEST_NAME - _DIGEST - 1].strip('-')}-{digest}"
     return name if name[:1].isalpha() else f"run-{name}".strip("-")
 
 

@@ -45,7 +45,7 @@ class Pods:
             *(f"name={self._run.name}", f"run_dir={RUNS}/{self._objects.name}"),
             *(f"cluster.tls.{name}={path}" for name, path in MOUNTED_TLS if self._settings.tls_secret),
         ]
-        pod = self._pod("supervisor", command, cpus=1)
+        pod = self._pod("supervisor", [_literal(part) for part in command], cpus=1)
         pod["containers"][0]["volumeMounts"].append(
             {"name": "config", "mountPath": f"{project}/{CONFIG}", "subPath": CONFIG, "readOnly": True}
         )
@@ -65,7 +65,7 @@ class Pods:
             fields = {"INDEX": index, "POD_NAME": "metadata.name"}
             host = f"$(POD_NAME).{domain(self._objects.name, role, self._settings.namespace)}"
         command = [
-            *("areal-agents", "role", role, "--run", self._run.store_url, "--index", "$(INDEX)"),
+            *("areal-agents", "role", role, "--run", _literal(self._run.store_url), "--index", "$(INDEX)"),
             *("--host", host, "--port", str(PORT)),
         ]
         pod = self._pod(role, command, cpus=process.cpus, gpus=process.gpus)
@@ -157,3 +157,8 @@ class Pods:
         if gpus and settings.tolerations:
             pod["tolerations"] = [dict(toleration) for toleration in settings.tolerations]
         return pod
+
+
+def _literal(word: str) -> str:
+    """Return a word of a command in which Kubernetes finds no variable."""
+    return word.replace("$", "$$")
