@@ -35,6 +35,7 @@ KEYS = {
 RATIOS = {"turn64_over_turn2", "vs_passthrough_4k", "vs_passthrough_32k"}
 
 
+@pytest.mark.slow
 def test_every_figure_is_measured_and_no_call_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,6 +23,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_laptop_configuration_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE / "config.yaml"), *SMALL]
     run = tmp_path / "run"

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook" / "train_in_a_notebook.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -76,7 +76,9 @@ def trained_tokens(run_dir: Path) -> list[int]:
     return [json.loads(line)["tokens"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "alone"])
+@pytest.mark.parametrize(
+    "grouped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["grouped", "alone"]
+)
 def test_served_and_rewarded_calls_are_trained_on(tmp_path: Path, grouped: bool) -> None:
     store, run_dir = tmp_path / "store.db", tmp_path / "run"
     with serving(store) as (url, lines):
@@ -104,7 +106,8 @@ def test_calls_of_split_eval_are_refused_by_name(tmp_path: Path) -> None:
     assert "4 rewarded episodes are of split eval" in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("algorithm", ["dpo", pytest.param("maxrl", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["dpo", "maxrl"])
 def test_single_episodes_are_refused_by_name_where_they_cannot_be_compared(
     tmp_path: Path, algorithm: str
 ) -> None:

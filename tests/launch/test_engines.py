@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_train import EXAMPLE, SMALL, finish, processes_of, steps_done, wait_for
 
 from areal_agents.launch.run_folder import RunFolder
@@ -17,6 +18,7 @@ from areal_agents.store import Store
 STEPS = 8  # after the first there must be some left when an engine is killed
 
 
+@pytest.mark.slow
 def test_a_run_with_two_replicas_outlives_one_of_them(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE), *SMALL, f"run_dir={run_dir}"]

@@ -34,6 +34,7 @@ def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_same_command_on_each_node_is_one_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with reserved_ports(1) as (port,):

@@ -103,7 +103,7 @@ def train_until_killed(point: str, run_dir: Path, model: Path, urls: Sequence[st
 @pytest.mark.parametrize(
     "point",
     [
-        point if point.startswith(("in the", "between the rollback's row")) else
+        point if point.startswith("in the") else
         pytest.param(point, marks=pytest.mark.slow)
         for point in POINTS
     ],
