@@ -224,6 +224,10 @@ def _name(path: Path) -> str:
             "areal_agents.config",
             ("torch", "transformers", "openai", "sqlalchemy", "aiohttp", "httpx", "rich"),
         ),
+        (
+            "areal_agents.cli",
+            ("torch", "numpy", "transformers", "openai", "sqlalchemy", "pydantic", "aiohttp", "httpx"),
+        ),
         ("areal_agents.proxy.server", ("torch", "transformers", "anthropic")),
     ],
 )

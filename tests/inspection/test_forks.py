@@ -24,7 +24,7 @@ from areal_agents.config import Config, load_config
 from areal_agents.core.rollout import RecordedEpisode, Task
 from areal_agents.errors import AgentError, ConfigError
 from areal_agents.inference import running_engine
-from areal_agents.inspection.fork_command import draw_forks
+from areal_agents.inspection.fork_table import print_forks
 from areal_agents.inspection.forks import ForkedTurn, Forks, forked_turn
 from areal_agents.launch.fork import Resampling, play
 from areal_agents.launch.run_folder import RunFolder
@@ -211,7 +211,7 @@ def test_a_difference_before_the_fork_is_an_error(
         assert message in (continuation.error or "")
         assert len(episode.turns) == 1 and continuation.turns == 0
     assert found.mean_score is None
-    draw_forks(found, Console(file=(shown := io.StringIO()), width=400))
+    print_forks(found, Console(file=(shown := io.StringIO()), width=400))
     assert message in shown.getvalue() and "mean score" not in shown.getvalue()
 
 
