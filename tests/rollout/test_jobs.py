@@ -522,13 +522,28 @@ async def test_jobs_whose_submission_failed_are_cancelled() -> None:
     assert queue.cancelled == [{"taken"}, {"taken later"}]
 
 
+async def test_a_job_whose_submission_failed_is_found_although_no_other_job_is_followed() -> None:
+    """Else a controller that takes jobs and answers too late would have more and more of them."""
+    queue = Queue([{}, None, {"taken": RUNNING}, {"taken": RUNNING}, {}])
+    jobs = FollowedJobs(queue, poll_s=0.1)
+    with pytest.raises(SchedulerError, match="did not end within"):
+        await jobs.submit(new_job("fails"))
+    async with asyncio.timeout(60):
+        while not queue.cancelled:
+            await asyncio.sleep(0.01)
+    assert queue.cancelled == [{"taken"}]
+    await jobs.close()
+
+
 async def test_a_job_whose_submission_failed_is_named_if_nobody_knows_whether_it_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    queue = Queue([{}, None])
+    queue = Queue([{}, None, None])
     jobs = FollowedJobs(queue, poll_s=60.0)
     with pytest.raises(SchedulerError, match="did not end within"):
         await jobs.submit(new_job("fails"))
+    while queue.queries < 2:
+        await asyncio.sleep(0.01)
     await jobs.close()
     assert not queue.answers
     assert caplog.messages[-1].endswith("did not answer whether it takes these jobs, and they may run: fails")
@@ -620,12 +635,11 @@ async def test_cancellations_are_repeated_until_they_are_accepted() -> None:
 async def test_a_command_cancels_a_few_jobs_only() -> None:
     """One for hundreds of Jobs of Kubernetes would not end in time, and begin with the same ones again."""
     names = {f"own-{number}" for number in range(500)}
-    queue = Queue([dict.fromkeys(names, RUNNING)])
+    queue = Queue([dict.fromkeys(names, RUNNING), {}, {}])
     queue.refusals = 20
     jobs = FollowedJobs(queue, poll_s=0.1)
     with pytest.raises(SchedulerError):  # jobs of an earlier process are cancelled nevertheless
         await jobs.submit(new_job("fails"))
-    queue.answers.append({})
     await jobs.close()
     assert set[str]().union(*queue.cancelled) == names
     assert max(map(len, queue.cancelled)) == 10

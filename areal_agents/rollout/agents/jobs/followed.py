@@ -84,6 +84,7 @@ class FollowedJobs:
         self._strangers: dict[str, set[asyncio.Task[FollowedJob]]] = {}
         # Names of jobs that the scheduler may have taken although their submission has not ended, or failed.
         self._unanswered: set[str] = set()
+        self._may_be_left = False  # a submission has failed since the last query
         # Submissions that hang, or wait in sbatch itself, must not delay queries and cancellations.
         self._submissions = asyncio.Semaphore(_COMMANDS - 1)
         self._beginning = asyncio.Lock()
@@ -120,6 +121,11 @@ class FollowedJobs:
                 id = await self._call(submit)
             except QueueFull:
                 self._unanswered.discard(new.name)
+                raise
+            except SchedulerError:
+                if new.name in self._unanswered:
+                    self._may_be_left = True
+                    self._changed.set()
                 raise
         self._unanswered.discard(new.name)
         if id in self._jobs:  # a scheduler that was set up again counts from the start
@@ -202,22 +208,29 @@ class FollowedJobs:
             self._changed.clear()
             if self._unwanted:
                 await self._cancel_unwanted()
-            if self._jobs and loop.time() >= next_look:
+            if self._must_look and loop.time() >= next_look:
                 await self._look()
                 next_look = loop.time() + self._poll_s
-            waits = bool(self._jobs or self._unwanted)
+            waits = self._must_look or bool(self._unwanted)
             try:
                 async with asyncio.timeout_at(max(next_look, loop.time() + 0.05) if waits else None):
                     await self._changed.wait()
             except TimeoutError:
                 continue
 
+    @property
+    def _must_look(self) -> bool:
+        """Whether jobs are followed, or some may be left that no submission names."""
+        return bool(self._jobs or self._strangers or self._may_be_left)
+
     async def _look(self) -> None:
         """Ask for the states of all jobs, once."""
         asked = set(self._jobs)  # jobs that are submitted meanwhile may be missing in the answer
+        self._may_be_left, may_be_left = False, self._may_be_left
         try:
             states = await self._call(self._queue.states)
         except SchedulerError as error:  # the controller may be restarting; jobs go on meanwhile
+            self._may_be_left |= may_be_left
             self._say(f"the states of jobs are not known: {error}")
             return
         self._said = ""
