@@ -20,6 +20,7 @@ from areal_agents.rollout.agents import episode_logs
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.command import CommandAgent
+from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
 from areal_agents.secret_variables import ADMIN_KEY, ENGINE_KEY, RUN_TOKEN, TEACHER_KEY
 
@@ -113,6 +114,16 @@ async def test_only_the_newest_logs_and_the_beginning_of_each_are_kept(
         await agent.run({}, Episode(id, EPISODE.base_url, EPISODE.api_key))
     logs = {path.name: path.read_text() for path in (folder / "logs").iterdir()}
     assert logs == {"two.log": "abcd", "three.log": "abcd"}
+
+
+async def test_logs_of_running_episodes_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episode_logs, "KEPT_LOGS", 1)
+    logs = EpisodeLogs(folder)
+    for id in ("one", "two", "three"):
+        logs.create(id)
+    for id, left in (("two", {"one", "two", "three"}), ("one", {"one", "three"}), ("three", {"three"})):
+        logs.end(id)
+        assert {path.stem for path in folder.iterdir()} == left
 
 
 async def test_a_task_that_the_command_does_not_read_holds_up_nothing(folder: Path) -> None:

@@ -19,6 +19,7 @@ from time_limits import TimeLimits
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, AgentLost, AgentNotStarted
+from areal_agents.rollout.agents import episode_logs
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.jobs import agent as job_agent
 from areal_agents.rollout.agents.jobs import commands, followed
@@ -167,6 +168,22 @@ def test_a_log_in_a_folder_with_spaces_and_percent_signs(
     folder = tmp_path / "my runs 100%j"
     await_job(JobAgent(["echo", "said"], job, logs=folder))
     assert (folder / f"{EP.id}.log").read_text() == "said\n"
+
+
+async def test_the_logs_of_all_running_jobs_are_kept(
+    slurm_programs: StandInSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(episode_logs, "KEPT_LOGS", 1)
+    job = JobConfig(kind="slurm", template=str(SLURM_TEMPLATE), poll_s=0.1)
+    playing = JobAgent(["true"], job, owner="own", logs=tmp_path / "logs")
+    episodes = [Episode(f"episode-{n}", EP.base_url, EP.api_key) for n in range(3)]
+    await asyncio.gather(*(playing.prepare({}, ep, 60.0) for ep in episodes))
+    assert {path.stem for path in (tmp_path / "logs").iterdir()} == {ep.id for ep in episodes}
+    for ep in episodes:
+        await playing.run({}, ep)
+        await playing.release(ep.id)
+    assert [path.stem for path in (tmp_path / "logs").iterdir()] == ["episode-2"]
+    await playing.close()
 
 
 @pytest.mark.parametrize("special", ['"', "\\", "\n"])

@@ -147,7 +147,8 @@ class JobAgent:
         raise AgentError(error) if state.phase == "failed" else AgentLost(error)
 
     async def release(self, episode: str) -> None:
-        """Cancel the job of an episode, if its run has not taken it."""
+        """Cancel the job of an ended episode, if its run has not taken it."""
+        self._logs.end(episode)
         if episode in self._prepared:
             self._prepared.pop(episode)[0].cancel()
 
