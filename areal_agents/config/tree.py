@@ -155,7 +155,7 @@ class Config(Settings):
         is_command = isinstance(agent, Mapping) and isinstance(agent.get("command"), str)
         is_other = isinstance(agent, Mapping) and all(isinstance(value, str) for value in agent.values())
         if isinstance(agent, Mapping) and "job" in agent and not is_command:
-            raise ValueError("job: a job runs a command, and agent.command is missing; set it to a string")
+            raise ValueError("job: a job runs a command, and agent.command is missing or no string")
         if not is_command and not is_other:
             raise ValueError(_WRONG_AGENT + json.dumps(agent, ensure_ascii=False, default=str))
         return agent

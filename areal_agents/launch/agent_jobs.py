@@ -17,6 +17,7 @@ from areal_agents.rollout.agents.jobs.commands import SchedulerError
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.queue import NewJob
 from areal_agents.rollout.config import CommandAgentConfig, job_of_agent
+from areal_agents.store.postgres import is_postgres
 
 NO_TRIAL = "no trial episode is played: its agent would be a job, which may have to wait"
 
@@ -108,8 +109,10 @@ def owner_of_jobs(config: Config, folder: Path, place: ClusterPlace | None) -> s
 
     Args:
         folder: the folder of the run.
+        place: the place of the process in a cluster; None: there is no launcher.
     """
-    run = str(config.store.url) if place is not None else f"{socket.gethostname()}:{folder.resolve()}"
+    url = config.store.url or ""  # only that of a server says the same on every machine
+    run = url if place is not None and is_postgres(url) else f"{socket.gethostname()}:{folder.resolve()}"
     digest = hashlib.sha256(f"{run} {place.index if place is not None else 0}".encode()).hexdigest()
     return f"areal-{digest[:8]}"
 

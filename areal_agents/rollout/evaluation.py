@@ -194,8 +194,8 @@ async def play_attempts(
             before = played[task.id, index]
             tried += before.failed
             named = _episode_id(metadata, task.id, index, before.episodes)
-            if before.failed:
-                await asyncio.sleep(backoff_s(before.failed))
+            if before.episodes:  # which have failed, or have not begun
+                await asyncio.sleep(backoff_s(before.episodes))
         sampling = {
             "temperature": temperature,
             "base_seed": episode_seed(seed, "eval", task.id, index, tried),
@@ -226,6 +226,7 @@ async def play_attempts(
         return outcome.error
 
     async def work() -> None:
+        not_begun = 0  # attempts since the last one that began
         while waiting:
             task, index = waiting.popleft()
             tried = 0
@@ -241,11 +242,12 @@ async def play_attempts(
                         task.id,
                         missing,
                     )
-                    await asyncio.sleep(backoff_s(1))
+                    not_begun += 1
+                    await asyncio.sleep(backoff_s(not_begun))
                     if played is not None:
                         break  # the caller looks again which attempts are left
                     continue
-                tried += 1
+                tried, not_begun = tried + 1, 0
                 check()
                 patience.note(error)
                 if error is None:

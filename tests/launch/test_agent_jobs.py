@@ -153,6 +153,12 @@ def test_a_job_without_a_command_is_refused() -> None:
         load_config(QUICK_START, [f"agent={agent}", "ablation=null"])
 
 
+def test_jobs_of_kubernetes_are_kept_until_they_are_seen_to_have_ended() -> None:
+    job = {"kind": "kubernetes", "poll_s": 400.0}
+    with pytest.raises(ConfigError, match="ttlSecondsAfterFinished is 600, and must be at least twice"):
+        check_jobs(loaded("proxy.public_url=http://balancer:8000", template=MANIFEST, **job), launcher="ray")
+
+
 def test_waiting_must_end_before_the_proxy_ends_the_episode() -> None:
     with pytest.raises(ConfigError, match=r"agent\.job\.wait_s: 3600 s, but an episode without a call fails"):
         loaded(wait_s=3600)
@@ -212,3 +218,9 @@ def test_the_owner_of_jobs_is_that_of_the_place(tmp_path: Path) -> None:
     first, restarted, second = (owner_of_jobs(config, tmp_path, place) for place in places)
     assert first == restarted != second
     assert len({first, owner_of_jobs(config, tmp_path, None), owner_of_jobs(config, Path("/run"), None)}) == 3
+    for url in ("null", "sqlite:///runs/store.db"):  # which is another store in each folder
+        config = loaded(f"store.url={url}")
+        owners = [
+            owner_of_jobs(config, folder, place) for folder in (tmp_path, Path("/run")) for place in places
+        ]
+        assert owners[0] == owners[1] and len({*owners}) == 4

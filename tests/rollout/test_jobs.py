@@ -280,7 +280,7 @@ async def test_a_job_that_is_cancelled_while_it_waits_has_not_begun(slurm_progra
     while len(slurm_programs.calls()) < 2:  # it is seen to wait
         await asyncio.sleep(0.01)
     slurm_programs.end_as(*slurm_programs.states(), "CANCELLED")
-    with pytest.raises(AgentNotStarted, match="^job 1 ended as CANCELLED before it had started$"):
+    with pytest.raises(AgentNotStarted, match="^before it had started, job 1 ended as CANCELLED$"):
         await preparing
     await waiting.release(EP.id)
     await waiting.close()
@@ -545,6 +545,29 @@ async def test_a_job_whose_submission_failed_is_found_although_no_other_job_is_f
     jobs = FollowedJobs(queue, poll_s=0.1)
     with pytest.raises(SchedulerError, match="did not end within"):
         await jobs.submit(new_job("fails"))
+    async with asyncio.timeout(60):
+        while not queue.cancelled:
+            await asyncio.sleep(0.01)
+    assert queue.cancelled == [{"taken"}]
+    await jobs.close()
+
+
+async def test_a_job_that_was_taken_although_the_queue_seemed_full_is_cancelled() -> None:
+    """Also if the scheduler lists it late, and no other job is followed."""
+
+    class Full(Queue):
+        def submit(self, job: NewJob) -> str:
+            raise QueueFull("i/o timeout")
+
+        def states(self) -> Mapping[str, JobState]:
+            if len(self.answers) == 1:
+                self.answers *= 2
+            return super().states()
+
+    queue = Full([{}, {}, {"taken": RUNNING}, {}])
+    jobs = FollowedJobs(queue, poll_s=0.05)
+    with pytest.raises(QueueFull):
+        await jobs.submit(new_job())
     async with asyncio.timeout(60):
         while not queue.cancelled:
             await asyncio.sleep(0.01)

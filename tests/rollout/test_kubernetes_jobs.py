@@ -306,6 +306,35 @@ def test_a_job_that_is_deleted(
     assert queue.states() == {"own-1": JobState(phase, "was deleted")}  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("containers", "phase"),
+    [
+        (None, "unstarted"),
+        ([{"state": {"waiting": {"reason": "ContainerCreating"}}}], "unstarted"),
+        ([{"state": {"terminated": {"exitCode": 137}}}], "lost"),
+    ],
+)
+def test_a_pod_that_is_disrupted(
+    kubernetes_programs: StandInKubernetes,
+    monkeypatch: pytest.MonkeyPatch,
+    containers: list[dict[str, Any]] | None,
+    phase: str,
+) -> None:
+    """Also a pod that was never placed ends in the phase Failed."""
+    disruption = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    status: dict[str, Any] = {"phase": "Failed", "conditions": [disruption]}
+    if containers is not None:
+        status["containerStatuses"] = containers
+    owners = [{"kind": "Job", "name": "own-1"}]
+    items = [
+        {"kind": "Job", "metadata": {"name": "own-1"}, "status": failed()},
+        {"kind": "Pod", "metadata": {"ownerReferences": owners}, "status": status},
+    ]
+    queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
+    monkeypatch.setattr(queue.commands, "run", lambda *_, **__: json.dumps({"items": items}))
+    assert queue.states() == {"own-1": JobState(phase, "was disrupted (PreemptionByScheduler)")}  # type: ignore[arg-type]
+
+
 def failed(reason: str = "BackoffLimitExceeded") -> dict[str, Any]:
     return {"conditions": [{"type": "Failed", "status": "True", "reason": reason}]}
 

@@ -58,6 +58,7 @@ class GroupRun:
         lost: the slots that get no further attempt.
         is_ranked: whether the reward function of groups was called for it.
         failures: the number of failed attempts, by slot.
+        not_begun: the number of attempts since the last one that began, by slot.
     """
 
     id: str
@@ -72,9 +73,11 @@ class GroupRun:
     lost: set[int] = field(default_factory=set)
     is_ranked: bool = False
     failures: list[int] = field(init=False)
+    not_begun: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.failures = [0] * self.slots
+        self.not_begun = [0] * self.slots
 
     @property
     def slots(self) -> int:

@@ -37,9 +37,10 @@ class SlotSettler:
 
     async def settle(self, group: GroupRun, index: int, outcome: Outcome) -> None:
         """Act on the outcome of an attempt at a slot."""
+        group.not_begun[index] = group.not_begun[index] + 1 if outcome.status == "aborted" else 0
         if outcome.status == "aborted":
             logger.warning("%s[%d] has not begun, and is tried again: %s", group.id, index, outcome.error)
-            await self._put(group, index, pause_s=backoff_s(1))
+            await self._put(group, index, pause_s=backoff_s(group.not_begun[index]))
         elif outcome.status == "failed":
             logger.warning("%s[%d] failed: %s", group.id, index, outcome.error)
             group.failures[index] += 1

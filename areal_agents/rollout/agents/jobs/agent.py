@@ -67,7 +67,8 @@ class JobAgent:
         self._command = command_line(command)
         self._wait_s = config.wait_s
         self._poll_s = config.poll_s
-        self._refusal = ""  # why the scheduler has not taken the last job for want of room
+        self._is_full = False  # the scheduler has not taken the last job for want of room
+        self._refusals: dict[str, str] = {}  # why it has not taken the job of an episode
         self._owner = owner or f"areal-{secrets.token_hex(5)}"
         self._logs = EpisodeLogs(None if logs is None else logs.absolute())
         self._jobs = FollowedJobs(queue_of(config, owner=self._owner, passed=passed), poll_s=config.poll_s)
@@ -102,11 +103,11 @@ class JobAgent:
                 self._prepared[ep.id] = (job, new)
                 await job.started()
         except TimeoutError:
-            raise AgentNotStarted(self._not_started(job)) from None
+            raise AgentNotStarted(self._not_started(ep.id, job)) from None
         except Unanswered as error:  # if there is a job, it must not play an episode that another one plays
             raise AgentNotStarted(str(error)) from None
         if job.state.phase == "unstarted":
-            raise AgentNotStarted(f"job {job.id} {job.state.detail} before it had started")
+            raise AgentNotStarted(f"before it had started, job {job.id} {job.state.detail}")
 
     async def _submitted(self, new: NewJob) -> FollowedJob:
         """Submit a job, again and again while the queue is full."""
@@ -114,21 +115,24 @@ class JobAgent:
         while True:
             try:
                 job = await self._jobs.submit(new)
-                self._refusal = ""
+                self._is_full = False
                 return job
             except QueueFull as full:
-                if not self._refusal:
+                if not self._is_full:
                     logger.warning("%s; jobs wait until it does, for at most %g s", full, self._wait_s)
-                self._refusal = str(full)
+                self._is_full = True
+                self._refusals[new.episode] = str(full)
             await asyncio.sleep(pause_s)
             new = replace(new, name=self._name(new.episode))  # one that is being deleted may have the old one
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
-    def _not_started(self, job: FollowedJob | None) -> str:
+    def _not_started(self, episode: str, job: FollowedJob | None) -> str:
         """Return why a job did not start in time; None: the scheduler has not taken it."""
         limit = f"within {self._wait_s:g} s (agent.job.wait_s)"
         if job is None:
-            return f"no job was taken {limit}: {self._refusal or 'the scheduler has not answered'}"
+            return (
+                f"no job was taken {limit}: {self._refusals.get(episode, 'the scheduler has not answered')}"
+            )
         reason = f" ({job.state.detail})" if job.state.detail else ""
         queue = job.state.queue or "the queue"
         return f"job {job.id} did not start {limit} in {queue}{reason}, and is cancelled"
@@ -149,6 +153,7 @@ class JobAgent:
     async def release(self, episode: str) -> None:
         """Cancel the job of an ended episode, if its run has not taken it."""
         self._logs.end(episode)
+        self._refusals.pop(episode, None)
         if episode in self._prepared:
             self._prepared.pop(episode)[0].cancel()
 
@@ -184,7 +189,7 @@ def check_template(config: JobConfig) -> None:
     if config.kind == "slurm":
         read_script(config.template)
     else:
-        read_manifest(config.template)
+        _checked_manifest(config)
 
 
 def namespace_of(config: JobConfig) -> str:
@@ -198,4 +203,18 @@ def queue_of(config: JobConfig, *, owner: str, passed: Collection[str] = ()) -> 
     """Return the queue in which the jobs of an owner are. Raises AgentError if it cannot be used here."""
     if config.kind == "slurm":
         return SlurmJobs(config.template, owner=owner, passed=passed)
+    _checked_manifest(config)
     return KubernetesJobs(config.template, owner=owner)
+
+
+def _checked_manifest(config: JobConfig) -> dict[str, Any]:
+    """Return the manifest of Jobs that are seen to have ended before they are removed."""
+    manifest = read_manifest(config.template)
+    kept_s = manifest["spec"]["ttlSecondsAfterFinished"]
+    if kept_s < 2 * config.poll_s:
+        raise AgentError(
+            f"agent.job.template: {config.template}: spec.ttlSecondsAfterFinished is {kept_s}, and must be "
+            f"at least twice agent.job.poll_s ({config.poll_s:g} s), else Jobs are removed unseen "
+            "(docs/clusters.md)"
+        )
+    return manifest

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +85,8 @@ class FollowedJobs:
         self._strangers: dict[str, set[asyncio.Task[FollowedJob]]] = {}
         # Names of jobs that the scheduler may have taken although their submission has not ended, or failed.
         self._unanswered: set[str] = set()
-        self._may_be_left = False  # a submission has failed since the last query
+        # Until then jobs of submissions that have failed may be listed, and are looked for.
+        self._look_until_s = -math.inf
         # Submissions that hang, or wait in sbatch itself, must not delay queries and cancellations.
         self._submissions = asyncio.Semaphore(_COMMANDS - 1)
         self._beginning = asyncio.Lock()
@@ -119,13 +121,12 @@ class FollowedJobs:
         async with self._submissions:
             try:
                 id = await self._call(submit)
-            except QueueFull:
-                self._unanswered.discard(new.name)
-                raise
-            except SchedulerError:
+            except SchedulerError as error:
                 if new.name in self._unanswered:
-                    self._may_be_left = True
+                    self._look_until_s = asyncio.get_running_loop().time() + _UNLISTED_S
                     self._changed.set()
+                if isinstance(error, QueueFull):  # a job that was taken nevertheless is found, or cannot run
+                    self._unanswered.discard(new.name)
                 raise
         self._unanswered.discard(new.name)
         if id in self._jobs:  # a scheduler that was set up again counts from the start
@@ -162,7 +163,7 @@ class FollowedJobs:
                     await self._cancel_all()
                     break
             except TimeoutError:
-                cut_off |= self._unanswered
+                cut_off |= self._names_of_submissions()
                 self._queue.commands.interrupt()
         self._queue.commands.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -221,19 +222,28 @@ class FollowedJobs:
     @property
     def _must_look(self) -> bool:
         """Whether jobs are followed, or some may be left that no submission names."""
-        return bool(self._jobs or self._strangers or self._may_be_left)
+        return bool(self._jobs or self._strangers) or self._is_looking
+
+    @property
+    def _is_looking(self) -> bool:
+        """Whether a submission has failed so recently that its job may not be listed yet."""
+        return asyncio.get_running_loop().time() < self._look_until_s
+
+    def _names_of_submissions(self) -> set[str]:
+        return {task.get_name() for task in self._submitting}
 
     async def _look(self) -> None:
         """Ask for the states of all jobs, once."""
         asked = set(self._jobs)  # jobs that are submitted meanwhile may be missing in the answer
-        self._may_be_left, may_be_left = False, self._may_be_left
+        is_last, ended = not self._is_looking, self._unanswered - self._names_of_submissions()
         try:
             states = await self._call(self._queue.states)
         except SchedulerError as error:  # the controller may be restarting; jobs go on meanwhile
-            self._may_be_left |= may_be_left
             self._say(f"the states of jobs are not known: {error}")
             return
         self._said = ""
+        if is_last:
+            self._unanswered -= ended
         for id in asked & self._jobs.keys():
             job = self._jobs[id]
             state = _next_state(job, states.get(id))

@@ -102,7 +102,9 @@ class KubernetesJobs:
             with contextlib.suppress(SchedulerError):  # then it is cancelled as one whose submission failed
                 self.cancel([job.name])
             if _AWAY.search(str(error)) or _LATE in str(error):
-                raise Unanswered(f"Kubernetes did not answer whether it takes the Job: {error}") from None
+                raise Unanswered(
+                    f"Kubernetes did not answer whether it takes the Secret of Job {job.name}: {error}"
+                ) from None
             raise
         return job.name
 
@@ -326,7 +328,8 @@ def _state(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> JobState:
     scheduled = conditions.get("PodScheduled", {})
     unplaced = scheduled.get("message", "") if scheduled.get("status") == "False" else ""
     namespace = job["metadata"].get("namespace", "default")
-    no_pod = f"it has no pod; see kubectl describe job {job['metadata']['name']}" if pod is None else ""
+    describe = f"kubectl describe job -n {namespace} {job['metadata']['name']}"
+    no_pod = f"it has no pod; see {describe}" if pod is None else ""
     return JobState(
         "waiting",
         no_pod or unplaced or ", ".join(filter(None, waiting)),
@@ -336,7 +339,11 @@ def _state(job: Mapping[str, Any], pod: Mapping[str, Any] | None) -> JobState:
 
 def _has_begun(pod: Mapping[str, Any] | None) -> bool:
     """Whether a container of a pod has run."""
-    return pod is not None and pod.get("status", {}).get("phase", "Pending") != "Pending"
+    status = {} if pod is None else pod.get("status", {})
+    if status.get("phase", "Pending") != "Failed":  # which is also the phase of a pod that was never placed
+        return status.get("phase", "Pending") != "Pending"
+    states = [one.get("state", {}) for one in status.get("containerStatuses") or ()]
+    return any("running" in state or "terminated" in state for state in states)
 
 
 def _failure(
@@ -350,7 +357,9 @@ def _failure(
         return JobState("lost", f"failed without its pod ({failed.get('reason', 'no reason is known')})")
     disruption = conditions.get("DisruptionTarget", {})
     if disruption.get("status") == "True":
-        return JobState("lost", f"was disrupted ({disruption.get('reason', '')})")
+        return JobState(
+            "lost" if _has_begun(pod) else "unstarted", f"was disrupted ({disruption.get('reason', '')})"
+        )
     if status.get("reason") == "DeadlineExceeded":
         return JobState("failed", "reached its activeDeadlineSeconds")
     if status.get("reason"):  # such as Evicted, NodeLost, Shutdown

@@ -90,10 +90,10 @@ class SlurmJobs:
                 },
             )
         except SchedulerError as error:
-            if _FULL.search(str(error)):
-                raise QueueFull(f"Slurm takes no further job for now: {error}") from None
             if _UNANSWERED.search(str(error)):
                 raise Unanswered(f"Slurm did not answer whether it takes the job: {error}") from None
+            if _FULL.search(str(error)):
+                raise QueueFull(f"Slurm takes no further job for now: {error}") from None
             raise
         number = answer.strip().rpartition("\n")[2].partition(";")[0]  # some sites print notices before it
         if not number.isdecimal():
