@@ -5,7 +5,7 @@
     ├── DataError            a data set is missing, empty or malformed
     ├── AgentError           an agent cannot be imported, raised an exception, or exceeded its time limit
     │   ├── AgentLost            what ran the agent was lost, such as the node of its job
-    │   └── AgentNotStarted      there was no room for the agent, or what was to run it was cancelled
+    │   └── AgentNotStarted      the agent has not begun, for a reason that is not its own
     ├── RewardError          a reward function failed, or gave no valid reward
     ├── TaskEnvironmentError an environment cannot be opened, or failed while it was played
     ├── SandboxError         a sandbox cannot be started, or cannot do what was asked
@@ -57,7 +57,7 @@ class AgentLost(AgentError):
 
 
 class AgentNotStarted(AgentError):
-    """There was no room for the agent in time, or what was to run it was cancelled; it never started."""
+    """The agent has not begun, for a reason that is not its own, such as a full queue."""
 
 
 class RewardError(ArealAgentsError):

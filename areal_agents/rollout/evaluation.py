@@ -156,7 +156,7 @@ class _PlayedElsewhere(Exception):
 
 
 class _NotBegun(Exception):
-    """There was no room for the agent in time; the message says where."""
+    """The agent has not begun; the message says why."""
 
 
 async def play_attempts(

@@ -75,7 +75,7 @@ class WaitsForPlace(Protocol):
             time_s: the time limit of the episode in seconds, which begins when this has returned.
 
         Raises:
-            AgentNotStarted: there is no room in time.
+            AgentNotStarted: the agent has not begun, for a reason that is not its own.
             AgentError: something else prevents it.
         """
         ...

@@ -140,7 +140,7 @@ async def run_rollout(
 
     The episode fails if the agent raises, returns an invalid reward, makes no model call, or gives no reward
     although it `must_reward`. It is truncated, and keeps the rewards that were given, if the agent exceeded
-    its time limit or another limit of the episode. It is aborted if there was no room for the agent in time.
+    its time limit or another limit of the episode. It is aborted if the agent has not begun.
     Cancelling this ends the agent and leaves the episode open; the caller aborts it.
 
     Args:

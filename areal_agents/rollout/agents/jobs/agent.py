@@ -78,8 +78,8 @@ class JobAgent:
         """Submit the job of an episode, and wait for its start.
 
         Raises:
-            AgentNotStarted: the job is not taken, or does not start, within `wait_s`, it is lost before, or
-                the scheduler does not answer whether it takes it.
+            AgentNotStarted: the job is not taken, or does not start, within `wait_s`, it is cancelled
+                before, or the scheduler does not answer whether it takes it.
             AgentError: the task is too long for a variable, or the job is refused.
         """
         text = json.dumps(dict(task))
