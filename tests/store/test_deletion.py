@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -38,6 +39,16 @@ def files_with(store: Store, request: pytest.FixtureRequest) -> FilesWith:
     return search
 
 
+def cleared(store: Store, files_with: FilesWith, *texts: str) -> bool:
+    """Clear the log until no file has any of these texts: at first autovacuum may still read deleted rows."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        store.clear_log(is_alone=True)
+        if not any(map(files_with, texts)):
+            return True
+    return False
+
+
 def converse(store: Store, name: str) -> None:
     open_episode(store, name, name, 1, implicit_key=f"project/{name}", metadata={"user": f"user of {name}"})
     store.add_turn(name, make_turn(f"{name}/a")).result()
@@ -52,9 +63,7 @@ def test_nothing_of_it_is_left_in_any_file(store: Store, files_with: FilesWith) 
     with Store.open(store.url) as other:  # another process that has the store open
         assert other.load_episode("gone").turns
         assert store.delete_episodes(["gone", "unknown"]).result() == ["gone"]
-        store.clear_log(is_alone=True)
-    for text in ("question of gone/a", "answer of gone/a", "user of gone", "gone/a"):
-        assert not files_with(text), text
+        assert cleared(store, files_with, "question of gone/a", "answer of gone/a", "user of gone", "gone/a")
     with pytest.raises(NotFound):
         store.load_episode("gone")
     assert [turn.reply.content for turn in store.load_episode("kept").turns] == ["answer of kept/a"]
@@ -78,8 +87,7 @@ def test_the_trainer_ends_the_step_of_a_deleted_conversation_and_never_takes_it_
     store.become_trainer()
     assert store.lease_group_ids(2, step=1) == ["first", "second"]
     store.delete_episodes(["first"]).result()
-    store.clear_log(is_alone=True)
-    assert not files_with("question of first/a") and not files_with("user of first")
+    assert cleared(store, files_with, "question of first/a", "user of first")
     store.mark_trained(["first", "second"], step=1, version=1)
     assert store.group_counts()["trained"] == 2
     assert store.return_leases(0) == 1, "a resume from before the step trains the other one again"
