@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,6 +220,32 @@ async def test_a_worker_whose_pipes_are_held_or_closed(
         await agent.close()
     if (folder / "pid").exists():
         await ended(pid_in(folder))
+
+
+async def test_a_reward_that_a_worker_reported_before_it_was_ended_counts(folder: Path) -> None:
+    (folder / "late_agent.py").write_text(
+        "import pathlib, time\n"
+        "def agent(task, ep):\n"
+        "    pathlib.Path('started').touch()\n"
+        "    while not pathlib.Path('go').exists(): time.sleep(0.01)\n"
+        "    ep.reward(0.25, name='so far')\n"
+        "    pathlib.Path('reported').touch()\n"
+        "    time.sleep(300)\n"
+    )
+    reports: list[tuple[str, dict[str, Any]]] = []
+    episode = Episode(
+        EPISODE.id, EPISODE.base_url, EPISODE.api_key, lambda path, body: reports.append((path, body))
+    )
+    agent = WorkerAgent(f"{folder}/late_agent.py:agent", size=1)
+    running = asyncio.create_task(agent.run({}, episode))
+    await until((folder / "started").exists)
+    (folder / "go").touch()
+    while not (folder / "reported").exists():  # meanwhile this process reads nothing
+        time.sleep(0.01)
+    running.cancel()
+    await asyncio.wait({running})
+    await agent.close()
+    assert running.cancelled() and [body["reward"] for _, body in reports] == [0.25]
 
 
 async def test_ending_twice_is_harmless(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -44,6 +45,7 @@ class WorkerAgent:
                 raise AgentError(str(raised)) from None
             except BaseException:
                 await self._discard(worker)
+                await worker.report_rest(ep)
                 raise
             self._idle.append(worker)
             return value
@@ -106,6 +108,15 @@ class _AgentWorker:
                 raise _Raised(message["error"])
             else:
                 return message["value"]
+
+    async def report_rest(self, ep: Episode) -> None:
+        """Pass on what an ended process had reported before, such as a reward just before the time limit."""
+        with contextlib.suppress(TimeoutError):  # something else holds its pipe open
+            async with asyncio.timeout(EXIT_S):
+                while (line := await self.process.line()).endswith(b"\n"):
+                    message = json.loads(line)
+                    if "report" in message:
+                        ep.report(*message["report"])
 
     async def _receive(self) -> dict[str, Any]:
         line = await self.process.line()
