@@ -76,13 +76,40 @@ class Pods:
 
     def _pod(self, role: str, command: list[str], *, cpus: int, gpus: int = 0) -> dict[str, Any]:
         settings = self._settings
-        amounts: dict[str, Any] = {"cpu": str(cpus), "memory": getattr(settings.memory, role)}
-        if gpus:
-            amounts[settings.gpu_resource] = str(gpus)
-        is_sandbox = role == "sandbox"
+        volumes, mounts = self._volumes(role)
+        stop_s = self._run.trainer_stop_s if role == "trainer" else _STOP_S[role]
+        pod: dict[str, Any] = {
+            "restartPolicy": "Always" if role in SERVERS else "OnFailure",
+            "terminationGracePeriodSeconds": round(stop_s + DEAD_AFTER_S),
+            "automountServiceAccountToken": role == "rollout" and self._run.creates_jobs,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": settings.user,
+                "runAsGroup": settings.user,
+                "fsGroup": settings.user,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [self._container(role, command, mounts, cpus=cpus, gpus=gpus)],
+            "volumes": volumes,
+        }
+        if settings.service_account:
+            pod["serviceAccountName"] = settings.service_account
+        if settings.pull_secret:
+            pod["imagePullSecrets"] = [{"name": settings.pull_secret}]
+        if gpus and settings.node_selector:
+            pod["nodeSelector"] = dict(settings.node_selector)
+        if gpus and settings.tolerations:
+            pod["tolerations"] = [dict(toleration) for toleration in settings.tolerations]
+        return pod
+
+    def _volumes(self, role: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the volumes of a pod, and where its container sees them."""
+        settings = self._settings
         runs = settings.claim or f"{self._objects.name}-runs"
-        claims = {} if is_sandbox else {RUNS: runs, **settings.volumes}
-        volumes = [
+        claims = {} if role == "sandbox" else {RUNS: runs, **settings.volumes}
+        volumes: list[dict[str, Any]] = [
             {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": claim}}
             for i, claim in enumerate(claims.values())
         ]
@@ -95,12 +122,22 @@ class Pods:
                 {"name": "shared", "emptyDir": {"medium": "Memory", "sizeLimit": settings.memory.shared}}
             )
             mounts.append({"name": "shared", "mountPath": "/dev/shm"})
-        if is_sandbox:
+        if role == "sandbox":
             volumes.append({"name": "files", "emptyDir": {"sizeLimit": settings.sandbox_disk}})
             mounts.append({"name": "files", "mountPath": "/tmp"})
         if settings.tls_secret:
             volumes.append({"name": "tls", "projected": projected_certificate(role, settings)})
             mounts.append({"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True})
+        return volumes, mounts
+
+    def _container(
+        self, role: str, command: list[str], mounts: list[dict[str, Any]], *, cpus: int, gpus: int
+    ) -> dict[str, Any]:
+        settings = self._settings
+        is_sandbox = role == "sandbox"
+        amounts: dict[str, Any] = {"cpu": str(cpus), "memory": getattr(settings.memory, role)}
+        if gpus:
+            amounts[settings.gpu_resource] = str(gpus)
         threads = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
         variables = {
             **{name: str(cpus) for name in threads},
@@ -131,32 +168,7 @@ class Pods:
                 container["env"].append({"name": key, "valueFrom": {"secretKeyRef": entry}})
         elif settings.secret:
             container["envFrom"] = [{"secretRef": {"name": settings.secret}}]
-        stop_s = self._run.trainer_stop_s if role == "trainer" else _STOP_S[role]
-        pod: dict[str, Any] = {
-            "restartPolicy": "Always" if role in SERVERS else "OnFailure",
-            "terminationGracePeriodSeconds": round(stop_s + DEAD_AFTER_S),
-            "automountServiceAccountToken": role == "rollout" and self._run.creates_jobs,
-            "enableServiceLinks": False,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": settings.user,
-                "runAsGroup": settings.user,
-                "fsGroup": settings.user,
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [container],
-            "volumes": volumes,
-        }
-        if settings.service_account:
-            pod["serviceAccountName"] = settings.service_account
-        if settings.pull_secret:
-            pod["imagePullSecrets"] = [{"name": settings.pull_secret}]
-        if gpus and settings.node_selector:
-            pod["nodeSelector"] = dict(settings.node_selector)
-        if gpus and settings.tolerations:
-            pod["tolerations"] = [dict(toleration) for toleration in settings.tolerations]
-        return pod
+        return container
 
 
 def _literal(word: str) -> str:
