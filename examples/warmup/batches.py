@@ -19,7 +19,7 @@ def endless_batches(
             tokens of a batch, so short examples then weigh more.
 
     Raises:
-        ValueError: the number of examples in a pool is no multiple of `size`.
+        ValueError: a pool is empty, or the number of its examples is not a multiple of `size`.
     """
     while True:
         pool = sample_pool()

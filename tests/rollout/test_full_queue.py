@@ -1,4 +1,4 @@
-"""Jobs that find no room in their cluster: no attempt fails, no retry is used up, and the run goes on."""
+"""When jobs find no room in their cluster, no attempt fails, no retry is used up, and the run continues."""
 
 from __future__ import annotations
 
