@@ -116,17 +116,9 @@ def train(
             submit(rendered)
         return
     if dry_run and launcher != "slurm":
-        from areal_agents.cluster.launchers.by_name import launcher_of
-        from areal_agents.cluster.train import check_config
-        from areal_agents.config import load_config
-        from areal_agents.config.origins import annotated
-        from areal_agents.launch.agent_jobs import check_jobs, example_job
+        from areal_agents.cluster.start import described
 
-        checked = load_config(config, overrides or ())
-        if launcher:
-            check_config(checked, launcher_of(launcher, checked))
-        check_jobs(checked, launcher=launcher, dry_run=True)
-        print(annotated(config, overrides or ()) + example_job(checked), end="")
+        print(described(config, overrides or (), launcher), end="")
         return
     if quiet and as_json:
         raise typer.BadParameter("--quiet and --json are two forms of the same output; give one of them")

@@ -20,8 +20,9 @@ from areal_agents.cluster.launchers.placing import assigned_nodes, nodes_for
 from areal_agents.cluster.launchers.slurm.allocation import Allocation, is_in_job
 from areal_agents.cluster.launchers.slurm.job import batch_script, requeued_when_cut_short, submit
 from areal_agents.cluster.train import check_config, processes_of, train_on_cluster
-from areal_agents.config import Config
-from areal_agents.launch.agent_jobs import check_jobs
+from areal_agents.config import Config, load_config
+from areal_agents.config.origins import annotated
+from areal_agents.launch.agent_jobs import check_jobs, example_job
 from areal_agents.launch.report.report import Form
 
 
@@ -72,6 +73,22 @@ def start_on_cluster(
         )
     with cut_short:
         train_on_cluster(config, launcher, console=console, fresh=fresh, form=form)
+
+
+def described(path: Path, overrides: Sequence[str], launcher: str) -> str:
+    """Return the configuration of a run with the origin of each value, and the job of an episode, if any.
+
+    Args:
+        launcher: the name of a launcher whose processes this machine starts; "": there is none.
+
+    Raises:
+        ConfigError: the run could not be started as it is configured.
+    """
+    config = load_config(path, overrides)
+    if launcher:
+        check_config(config, launcher_of(launcher, config))
+    check_jobs(config, launcher=launcher, dry_run=True)
+    return annotated(path, overrides) + example_job(config)
 
 
 def _slurm_script(config: Config, arguments: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ from areal_agents.user_functions import names_a_function
 # The rollout.max_staleness that each loop sets; with "async" the user sets it.
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
 _VLLM_TRANSPORTS = ("disk", "broadcast", "lora", "object_storage")
-_FIRST_CALL_S = 60.0  # least time of a job that has waited as long as it may
+_FIRST_CALL_S = 60.0  # the time left for the first call of a job that starts at the end of wait_s
 _WRONG_AGENT = "must be module:function, file.py:function, {command: …} or {cli: …}, got "
 
 

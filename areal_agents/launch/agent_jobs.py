@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from areal_agents.config import Config
 from areal_agents.errors import AgentError, ConfigError
 from areal_agents.launch.run_folder import ClusterPlace, RunFolder
-from areal_agents.rollout.agents.jobs.agent import check_template, command_line, filled_template, queue_of
+from areal_agents.rollout.agents.jobs.agent import command_line, filled_template, queue_of
 from areal_agents.rollout.agents.jobs.commands import SchedulerError
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.queue import NewJob
@@ -42,12 +42,11 @@ def check_jobs(config: Config, *, launcher: str = "", dry_run: bool = False) -> 
         launcher == "kubernetes" or (launcher == "skypilot" and not infra.startswith("slurm"))
     ):
         raise ConfigError(
-            f"agent.job.kind: slurm with --launcher {launcher}: the rollout processes run on no machines of "
-            "a Slurm cluster, so they submit nothing to it; use kind: kubernetes with the manifest of a Job, "
-            "or --launcher slurm (docs/clusters.md)"
+            f"agent.job.kind: slurm with --launcher {launcher}: the rollout processes do not run on a Slurm "
+            "cluster, so they cannot submit jobs to it; use kind: kubernetes with the manifest of a Job, or "
+            "--launcher slurm (docs/clusters.md)"
         )
     try:
-        check_template(job)
         example_job(config)
         if launcher in ("", "local") and not dry_run:
             _check_scheduler(job)

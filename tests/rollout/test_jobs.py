@@ -614,7 +614,7 @@ async def test_submissions_that_hang_do_not_delay_queries_and_cancellations() ->
     await jobs.close()
 
 
-async def test_a_job_that_is_listed_before_its_submission_has_returned_is_no_stranger() -> None:
+async def test_a_job_that_is_listed_before_its_submission_has_returned_is_not_cancelled() -> None:
     class Slow(Queue):
         returns = threading.Event()
 

@@ -54,7 +54,7 @@ def policy_of_jobs(run: RunObjects, namespace: str) -> dict[str, Any]:
     It restricts nothing else about these pods, whose manifest is the user's.
 
     Args:
-        namespace: that of the pods; "": that of the run, in which a policy selects pods otherwise.
+        namespace: that of the pods; "": that of the run, where a policy selects pods by default.
     """
     jobs = _pods({"matchExpressions": [{"key": OWNER_OF_JOBS, "operator": "Exists"}]})
     if namespace:

@@ -74,7 +74,7 @@ class SlurmConfig(Settings):
     def _is_time_limit(cls, value: str) -> str:
         if value and not _TIME_LIMIT.fullmatch(value):
             raise ValueError(
-                f'sbatch does not take {value!r}; write minutes, such as "90", or "12:00:00", "1-12" or '
-                '"1-12:00:00", for 12 hours, and for a day and 12 hours'
+                f'sbatch does not take {value!r}; write minutes, such as "90", hours, such as '
+                '"12:00:00", or days, such as "1-12:00:00"'
             )
         return value

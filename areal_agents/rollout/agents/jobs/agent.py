@@ -180,16 +180,8 @@ def filled_template(config: JobConfig, job: NewJob, *, owner: str) -> str:
     """
     if config.kind == "slurm":
         return filled_script(read_script(config.template), job)
-    manifest = filled_manifest(read_manifest(config.template), job, owner)
+    manifest = filled_manifest(_checked_manifest(config), job, owner)
     return yaml.safe_dump(manifest, sort_keys=False, width=1000)
-
-
-def check_template(config: JobConfig) -> None:
-    """Raise AgentError if the template of jobs cannot be used."""
-    if config.kind == "slurm":
-        read_script(config.template)
-    else:
-        _checked_manifest(config)
 
 
 def namespace_of(config: JobConfig) -> str:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 10.0  # longest wait until the scheduler has accepted the last cancellations; half of it at first
 _COMMANDS = 4  # of the scheduler at the same time; one of them is never a submission
 _CANCELLED_BY_ONE = 10  # jobs; kubectl sends ten requests at once, but only five per second after them
+_OUTPUT_S = 30.0  # longest wait for the output of a job
 _UNLISTED_S = 60.0  # until a new job that is not listed is taken for lost: some sites keep answers of squeue
 _VANISHED = "vanished: the scheduler does not know it any more"
 _Answer = TypeVar("_Answer")
@@ -77,15 +78,16 @@ class FollowedJobs:
         self._queue = queue
         self._poll_s = poll_s
         self._threads = ThreadPoolExecutor(_COMMANDS, thread_name_prefix="jobs")
+        self._readers = ThreadPoolExecutor(_COMMANDS, thread_name_prefix="jobs-output")
         self._jobs: dict[str, FollowedJob] = {}
         self._unwanted: set[str] = set()
         self._submitting: set[asyncio.Task[FollowedJob]] = set()
         self._dropped: set[str] = set()  # whose cancellation is accepted, but which may still be listed
         # Listed jobs that are not followed, with the submissions of which one may still name it.
-        self._strangers: dict[str, set[asyncio.Task[FollowedJob]]] = {}
+        self._unknown: dict[str, set[asyncio.Task[FollowedJob]]] = {}
         # Names of jobs that the scheduler may have taken although their submission has not ended, or failed.
         self._unanswered: set[str] = set()
-        # Until then jobs of submissions that have failed may be listed, and are looked for.
+        # The time until which the jobs of failed submissions may still appear in the list of all jobs.
         self._look_until_s = -math.inf
         # Submissions that hang, or wait in sbatch itself, must not delay queries and cancellations.
         self._submissions = asyncio.Semaphore(_COMMANDS - 1)
@@ -137,12 +139,16 @@ class FollowedJobs:
         return job
 
     async def output(self, job: FollowedJob, new: NewJob) -> str:
-        """Return the end of the output of an ended job; "", with a warning, if it cannot be read."""
+        """Return the end of the output of an ended job; "", with a warning, if it cannot be read in time."""
+        loop = asyncio.get_running_loop()
         try:
-            return await self._call(self._queue.output, job.id, new.log)
+            async with asyncio.timeout(_OUTPUT_S):
+                return await loop.run_in_executor(self._readers, self._queue.output, job.id, new.log)
+        except TimeoutError:
+            logger.warning("the output of job %s was not read within %g s", job.id, _OUTPUT_S)
         except SchedulerError as error:
             logger.warning("%s", error)
-            return ""
+        return ""
 
     async def close(self) -> None:
         """Cancel every job, and wait until the scheduler has accepted that, for at most CLOSE_S.
@@ -166,7 +172,8 @@ class FollowedJobs:
                 cut_off |= self._names_of_submissions()
                 self._queue.commands.interrupt()
         self._queue.commands.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._unwanted:
             logger.error(
                 "the scheduler did not cancel these jobs within %g s, and they may run on: %s",
@@ -185,8 +192,8 @@ class FollowedJobs:
             await asyncio.wait(set(self._submitting))
         while self._unwanted:
             await self._cancel_unwanted()
-        if self._unanswered or self._strangers:
-            await self._find_strangers()
+        if self._unanswered or self._unknown or self._is_looking:
+            await self._look_for_unknown()
         while self._unwanted:
             await self._cancel_unwanted()
 
@@ -222,7 +229,7 @@ class FollowedJobs:
     @property
     def _must_look(self) -> bool:
         """Whether jobs are followed, or some may be left that no submission names."""
-        return bool(self._jobs or self._strangers) or self._is_looking
+        return bool(self._jobs or self._unknown) or self._is_looking
 
     @property
     def _is_looking(self) -> bool:
@@ -254,9 +261,9 @@ class FollowedJobs:
                 # Its episode is repeated, so it must not run on, also if the answer is wrong.
                 if id not in states or not states[id].has_ended:
                     self._unwanted.add(id)
-        self._cancel_strangers(states)
+        self._cancel_unknown(states)
 
-    def _cancel_strangers(self, states: Mapping[str, JobState]) -> None:
+    def _cancel_unknown(self, states: Mapping[str, JobState]) -> None:
         """Cancel listed jobs that no submission can name any more, as when sbatch did not end in time."""
         self._dropped &= states.keys()
         found = {
@@ -264,20 +271,20 @@ class FollowedJobs:
             for id, state in states.items()
             if not state.has_ended and id not in self._jobs and id not in self._unwanted | self._dropped
         }
-        self._strangers = {id: self._strangers.get(id, set(self._submitting)) for id in found}
-        if left := {id for id in found if all(one.done() for one in self._strangers[id])}:
+        self._unknown = {id: self._unknown.get(id, set(self._submitting)) for id in found}
+        if left := {id for id in found if all(one.done() for one in self._unknown[id])}:
             logger.warning("jobs whose submission failed are cancelled: %s", ", ".join(sorted(left)))
             self._unwanted |= left
 
-    async def _find_strangers(self) -> None:
-        """Cancel the strangers, when nothing is submitted any more."""
+    async def _look_for_unknown(self) -> None:
+        """Cancel the unknown jobs, when nothing is submitted any more."""
         try:
             states = await self._call(self._queue.states)
         except SchedulerError as error:
             self._say(f"whether jobs whose submission failed run is not known: {error}")
         else:
             self._unanswered.clear()
-            self._cancel_strangers(states)
+            self._cancel_unknown(states)
 
     async def _cancel_unwanted(self) -> None:
         """Cancel jobs once, by several commands, so that each of them ends in time and none waits for all."""
