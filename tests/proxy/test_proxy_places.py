@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import sqlalchemy as sa
 
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.workers import places
+from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.proxy.workers.places import Places, ProxyPlace, owner_name, refuse_beside_places
-from areal_agents.store import Store
+from areal_agents.store import NewEpisode, Store
 from areal_agents.store.roles import DEAD_AFTER_S
 from areal_agents.store.schema import roles
 
@@ -68,6 +70,22 @@ async def test_a_process_is_alive_until_it_leaves_is_replaced_or_is_silent(store
         await own.refresh()
         assert not own.is_alive(owner_name(1, third)) and own.address(1) is None
         assert [own.index_of(name) for name in (other, "proxy.7.1", "a1b2.1.0", None)] == [1, 7, None, None]
+
+
+async def test_an_episode_of_a_proxy_that_has_just_started_is_not_taken_over(store: Store) -> None:
+    own = Places(store, ProxyPlace(0, claim(store, 0), 2, "s"))
+    lost: list[str] = []
+    ownership = Ownership(store, own, lost.append)
+    with own.watching():
+        for name in ("first", "restarted"):
+            other = owner_name(1, claim(store, 1))
+            store.open_episode(NewEpisode(name, f"hash of {name}", None, None, None)).result()
+            assert store.claim_episode(name, None, other).result()
+            assert not own.is_alive(other), "the table was last read before that proxy started"
+            assert not await ownership.claim(name, other)
+            assert await ownership.locate(partial(store.episode_row, name)) == 1
+        assert await ownership.claim("first", owner_name(1, 1)), "that process was replaced"
+        assert lost == ["first"]
 
 
 async def test_after_a_time_without_the_database_nobody_is_taken_for_dead_at_once(

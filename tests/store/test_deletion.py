@@ -18,6 +18,15 @@ from tests.store.store_support import complete_group, make_turn, open_episode, r
 FilesWith = Callable[[str], list[str]]
 
 
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    """A server whose files have nothing of other tests."""
+    if (missing := PostgresServer.missing()) is not None:
+        pytest.skip(missing)
+    with PostgresServer() as server:
+        yield server
+
+
 @pytest.fixture
 def store(url: str) -> Iterator[Store]:
     with Store.open(url) as store:

@@ -101,8 +101,11 @@ class Workers:
         """Return the indexes of all workers: one that is not running is restarted at once."""
         return list(range(self.count))
 
-    async def refresh(self) -> None:
+    async def look_for(self, owner: str) -> None:
         """Do nothing, because the locks are looked at whenever somebody asks."""
+
+    async def refresh(self) -> None:
+        """Do nothing, as `look_for`."""
 
     def _url(self, index: int) -> str:
         return f"http://{PRIVATE_HOST}:{self._spec.ports[index]}"

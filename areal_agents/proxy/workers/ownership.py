@@ -37,8 +37,10 @@ class Ownership:
         """Claim an open episode whose owner is `owner`; False if another running proxy has it."""
         if owner == self.owner:
             return True
-        if owner is not None and self._peers.is_alive(owner):
-            return False
+        if owner is not None:
+            await self._peers.look_for(owner)
+            if self._peers.is_alive(owner):
+                return False
         if not await asyncio.wrap_future(self._store.claim_episode(episode_id, owner, self.owner)):
             return False
         self._lose(episode_id)

@@ -44,6 +44,9 @@ class Peers(Protocol):
     def is_alive(self, owner: str) -> bool:
         """Whether the process with this owner name is still running."""
 
+    async def look_for(self, owner: str) -> None:
+        """Look again at which proxies are running if this one may have started since the last look."""
+
     def index_of(self, owner: str | None) -> int | None:
         """Return the index of the process with an owner name, None for an owner of another run."""
 

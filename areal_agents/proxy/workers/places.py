@@ -2,8 +2,9 @@
 
 A process claims its place, a row of the table, with a new epoch, and is alive while the row has that epoch
 and a recent heartbeat. All times are those of the database. This process reads the table once a second, and
-at once when another proxy does not answer. What it knows may therefore be outdated, so an episode may be
-taken over from a proxy that is only slow; the store then refuses what that proxy still writes to it.
+at once when another proxy does not answer or when it first sees an episode of a process that started since.
+What it knows may therefore be outdated, so an episode may be taken over from a proxy that is only slow; the
+store then refuses what that proxy still writes to it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ProxyTable:
         Raises:
             StoreError: the first reading fails.
         """
-        self._read()
+        self._read(0.0)
         ended = threading.Event()
         thread = threading.Thread(target=self._watch, args=(ended,), name="proxy-places", daemon=True)
         thread.start()
@@ -83,7 +84,7 @@ class ProxyTable:
 
     async def refresh(self) -> None:
         """Read the table again, unless that was done just now."""
-        await asyncio.to_thread(self._read)
+        await asyncio.to_thread(self._read, _SOONEST_S)
 
     def _is_running(self, row: RoleRow) -> bool:
         """Whether a process is running.
@@ -93,10 +94,11 @@ class ProxyTable:
         is_settling = time.monotonic() - self._steady_since < _SETTLE_S
         return row.state == "running" and (row.is_alive or is_settling)
 
-    def _read(self) -> None:
+    def _read(self, soonest_s: float) -> None:
+        """Read the table, unless it was read less than `soonest_s` ago."""
         with self._reading:
             began = time.monotonic()
-            if began - self._read_at < _SOONEST_S:
+            if began - self._read_at < soonest_s:
                 return
             rows = self._store.role_rows(_ROLE)
             now = time.monotonic()
@@ -108,7 +110,7 @@ class ProxyTable:
     def _watch(self, ended: threading.Event) -> None:
         while not ended.wait(_READ_S):
             try:
-                self._read()
+                self._read(_SOONEST_S)
             except StoreError as error:
                 _logger.warning("which proxies are running could not be read, and is read again: %s", error)
 
@@ -134,6 +136,15 @@ class Places(ProxyTable):
         index, epoch = place
         row = self._rows.get(index)
         return row is not None and row.epoch == epoch and self._is_running(row)
+
+    async def look_for(self, owner: str) -> None:
+        """Read the table again if the process is a later one of its place than the last reading has."""
+        if (place := _place_of(owner)) is None:
+            return
+        index, epoch = place
+        row = self._rows.get(index)
+        if row is None or row.epoch < epoch:
+            await asyncio.to_thread(self._read, 0.0)
 
     def index_of(self, owner: str | None) -> int | None:
         """Return the index of the place that a process has or had, None for an owner of another kind."""
