@@ -12,10 +12,11 @@ from urllib.parse import urlsplit
 from areal_agents.config import Config
 from areal_agents.errors import AgentError, ConfigError
 from areal_agents.launch.run_folder import ClusterPlace, RunFolder
-from areal_agents.rollout.agents.jobs.agent import command_line, filled_template, queue_of
+from areal_agents.rollout.agents.jobs.agent import command_line
 from areal_agents.rollout.agents.jobs.commands import SchedulerError
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.rollout.agents.jobs.queue import NewJob
+from areal_agents.rollout.agents.jobs.schedulers import filled_template, queue_of
 from areal_agents.rollout.config import CommandAgentConfig, job_of_agent
 from areal_agents.store.postgres import is_postgres
 

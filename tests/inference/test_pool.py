@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from polling import until
 from pool_support import (
     QUICK,
     SLOW_S,
@@ -55,13 +56,6 @@ async def serving(
         yield pool
     finally:
         await pool.aclose()
-
-
-async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    """Wait until a condition becomes true."""
-    async with asyncio.timeout(within_s):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 def states(pool: EnginePool) -> list[str]:

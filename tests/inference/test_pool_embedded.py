@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from inference_support import (
     reference_greedy,
     reference_logprobs,
 )
+from polling import until
 from pool_support import QUICK, Rows
 
 from areal_agents.core.completion import SamplingParams, TokenChunk
@@ -29,12 +29,6 @@ from areal_agents.inference.pool import CurrentVersion, EnginePool
 LIMITS = replace(QUICK, probe_timeout_s=5.0, wait_s=60.0)
 GREEDY = SamplingParams(1000, temperature=0.0, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=1.0, seed=11)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 def engine_on(model: Path, port: int = 0) -> EngineProcess:

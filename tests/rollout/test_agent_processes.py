@@ -7,11 +7,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
@@ -30,12 +31,6 @@ EPISODE = Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
 STAYS = "setsid sh -c 'trap \"\" TERM HUP; echo $$ > pid; exec sleep 300'"
 LIMIT_S = 60.0  # of each wait, far below the 300 s for which a leftover stays
 pytestmark = pytest.mark.timeout(120)
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not reached():
-            await asyncio.sleep(0.005)
 
 
 async def ended(pid: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from mode_support import SLURM_TEMPLATE
+from polling import until
 from stand_in_slurm import StandInSlurm
 from time_limits import TimeLimits
 
@@ -670,6 +671,34 @@ async def test_cancellations_are_repeated_until_they_are_accepted() -> None:
     first.cancel()
     await jobs.close()
     assert set[str]().union(*queue.cancelled) == {"own-old", "own-1"}
+
+
+async def test_a_refused_cancellation_is_repeated_after_a_pause_or_with_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(followed, "_FIRST_PAUSE_S", 30.0)
+    asked: list[list[str]] = []
+
+    class Refuses(Queue):
+        def cancel(self, ids: Collection[str]) -> None:
+            asked.append(sorted(ids))
+            super().cancel(ids)
+
+    queue = Refuses([{}, *[{}] * 1000])
+    queue.refusals = 2
+    jobs = FollowedJobs(queue, poll_s=0.05)
+    first, second = await jobs.submit(new_job("own-1")), await jobs.submit(new_job("own-2"))
+    first.cancel()
+    await until(lambda: len(asked) == 1)
+    seen = queue.queries
+    await until(lambda: queue.queries > seen + 2)  # the other job is followed meanwhile
+    assert asked == [["own-1"]]
+    second.cancel()
+    await until(lambda: len(asked) == 2)
+    assert asked[1] == ["own-1", "own-2"]
+    assert caplog.text.count("jobs are not cancelled yet") == 1
+    await jobs.close()
+    assert queue.cancelled == [{"own-1", "own-2"}]
 
 
 async def test_a_command_cancels_a_few_jobs_only() -> None:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from failing_agents import FLOOD, chat
 from mode_support import MODES_OF_PROGRAMS, containers, needs
+from polling import until
 from time_limits import LONGEST_S, TimeLimits
 
 from areal_agents.client import AsyncClient
@@ -96,12 +97,6 @@ async def decide(served: Any, decisions: Path) -> None:
                 left[episode.group_id] = left.get(episode.group_id, 0) - misbehaves
                 write_whole(decisions / episode.id, episode.group_id.partition("@")[0] * misbehaves)
         await asyncio.sleep(0.02)
-
-
-async def until(reached: Callable[[], object]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not reached():
-            await asyncio.sleep(0.02)
 
 
 def connections(url: str) -> tuple[int, int]:

@@ -10,12 +10,13 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mode_support import SLURM_TEMPLATE
+from polling import until
 
 from areal_agents.client import AsyncClient
 from areal_agents.rollout.agents.jobs.queue import JobState, NewJob
@@ -56,11 +57,6 @@ def jobs(cluster: SlurmCluster) -> dict[str, tuple[str, ...]]:
     listed = cluster.command("squeue", "--noheader", "--states=all", "--format=%i|%T|%N|%j").stdout
     lines = [line.split("|") for line in listed.splitlines()]
     return {"-".join(name.split("-")[3:5]): (*found,) for *found, name in lines}
-
-
-async def until(reached: Callable[[], object]) -> None:
-    while not reached():
-        await asyncio.sleep(0.2)
 
 
 async def test_jobs_fail_are_lost_and_are_cancelled(scripted: Any, cluster: SlurmCluster) -> None:

@@ -26,7 +26,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.launch.agent_jobs import check_jobs
 from areal_agents.launch.agent_sandbox import sandboxed_agent
 from areal_agents.launch.stopping import stop_timeout_s
-from areal_agents.rollout.agents.jobs.agent import namespace_of
+from areal_agents.rollout.agents.jobs.schedulers import namespace_of
 from areal_agents.rollout.config import job_of_agent
 
 _SUBMIT_S = 3600.0  # longest run of the command, in which SkyPilot starts machines

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 10.0  # longest wait until the scheduler has accepted the last cancellations; half of it at first
 _COMMANDS = 4  # of the scheduler at the same time; one of them is never a submission
 _CANCELLED_BY_ONE = 10  # jobs; kubectl sends ten requests at once, but only five per second after them
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 60.0  # until a refused cancellation is repeated, twice as long each time
 _OUTPUT_S = 30.0  # longest wait for the output of a job
 _UNLISTED_S = 60.0  # until a new job that is not listed is taken for lost: some sites keep answers of squeue
 _VANISHED = "vanished: the scheduler does not know it any more"
@@ -94,7 +95,8 @@ class FollowedJobs:
         self._beginning = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # there is another job to follow or to cancel
-        self._said = ""
+        self._cancel_at_s = -math.inf  # the time of the next attempt to cancel unwanted jobs
+        self._said: dict[str, str] = {}  # subject → the last warning about it
         self._is_closing = False
 
     async def submit(self, new: NewJob) -> FollowedJob:
@@ -190,12 +192,15 @@ class FollowedJobs:
         """Return when the scheduler has accepted the cancellation of every job."""
         while self._submitting:
             await asyncio.wait(set(self._submitting))
-        while self._unwanted:
-            await self._cancel_unwanted()
+        await self._cancel_until_accepted()
         if self._unanswered or self._unknown or self._is_looking:
             await self._look_for_unknown()
+        await self._cancel_until_accepted()
+
+    async def _cancel_until_accepted(self) -> None:
         while self._unwanted:
-            await self._cancel_unwanted()
+            if not await self._cancel_unwanted():
+                await asyncio.sleep(min(_FIRST_PAUSE_S, self._poll_s))
 
     async def _begin(self) -> None:
         """Begin to follow jobs, first of all those that an earlier process has left."""
@@ -211,17 +216,22 @@ class FollowedJobs:
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()
-        next_look = loop.time()
+        next_look, pause_s = loop.time(), _FIRST_PAUSE_S
         while True:
             self._changed.clear()
-            if self._unwanted:
-                await self._cancel_unwanted()
+            if self._unwanted and loop.time() >= self._cancel_at_s:
+                self._cancel_at_s = math.inf
+                accepted = await self._cancel_unwanted()
+                if self._cancel_at_s == math.inf:  # else there is another job to cancel, at once
+                    self._cancel_at_s = -math.inf if accepted else loop.time() + pause_s
+                pause_s = _FIRST_PAUSE_S if accepted else min(2 * pause_s, _LAST_PAUSE_S)
             if self._must_look and loop.time() >= next_look:
                 await self._look()
                 next_look = loop.time() + self._poll_s
-            waits = self._must_look or bool(self._unwanted)
+            due = [next_look] if self._must_look else []
+            due += [self._cancel_at_s] if self._unwanted else []
             try:
-                async with asyncio.timeout_at(max(next_look, loop.time() + 0.05) if waits else None):
+                async with asyncio.timeout_at(min(due, default=None)):
                     await self._changed.wait()
             except TimeoutError:
                 continue
@@ -246,9 +256,9 @@ class FollowedJobs:
         try:
             states = await self._call(self._queue.states)
         except SchedulerError as error:  # the controller may be restarting; jobs go on meanwhile
-            self._say(f"the states of jobs are not known: {error}")
+            self._say("states", f"the states of jobs are not known: {error}")
             return
-        self._said = ""
+        self._said.pop("states", None)
         if is_last:
             self._unanswered -= ended
         for id in asked & self._jobs.keys():
@@ -281,25 +291,28 @@ class FollowedJobs:
         try:
             states = await self._call(self._queue.states)
         except SchedulerError as error:
-            self._say(f"whether jobs whose submission failed run is not known: {error}")
+            self._say("unknown jobs", f"whether jobs whose submission failed run is not known: {error}")
         else:
             self._unanswered.clear()
             self._cancel_unknown(states)
 
-    async def _cancel_unwanted(self) -> None:
-        """Cancel jobs once, by several commands, so that each of them ends in time and none waits for all."""
+    async def _cancel_unwanted(self) -> bool:
+        """Cancel jobs once, and return whether the scheduler has accepted all cancellations.
+
+        There are several commands, so that each of them ends in time and none waits for all.
+        """
         ids = sorted(self._unwanted)
         parts = [ids[at : at + _CANCELLED_BY_ONE] for at in range(0, len(ids), _CANCELLED_BY_ONE)]
-        if not all(await asyncio.gather(*map(self._cancel_part, parts))):
-            await asyncio.sleep(min(1.0, self._poll_s))
+        return all(await asyncio.gather(*map(self._cancel_part, parts)))
 
     async def _cancel_part(self, ids: Sequence[str]) -> bool:
         """Cancel a few jobs, and return whether the scheduler has accepted that."""
         try:
             await self._call(self._queue.cancel, ids)
-        except SchedulerError as error:  # they are cancelled again after the next interval
-            self._say(f"jobs are not cancelled yet: {error}")
+        except SchedulerError as error:  # they are cancelled again after a pause
+            self._say("cancellations", f"jobs are not cancelled yet: {error}")
             return False
+        self._said.pop("cancellations", None)
         self._unwanted.difference_update(ids)
         self._dropped.update(ids)
         return True
@@ -307,6 +320,7 @@ class FollowedJobs:
     def _cancel(self, id: str) -> None:
         self._jobs.pop(id, None)
         self._unwanted.add(id)
+        self._cancel_at_s = -math.inf
         self._changed.set()
 
     def _lose_all(self, following: asyncio.Task[None]) -> None:
@@ -319,11 +333,11 @@ class FollowedJobs:
             self._cancel(job.id)
             job.note(JobState("lost", f"is not followed any more: {error!r}"))
 
-    def _say(self, text: str) -> None:
-        """Log a warning, unless it is the last one again."""
-        if text != self._said:
+    def _say(self, subject: str, text: str) -> None:
+        """Log a warning, unless it is the last one about this subject again."""
+        if text != self._said.get(subject):
             logger.warning("%s", text)
-            self._said = text
+            self._said[subject] = text
 
     async def _call(self, function: Callable[..., _Answer], *arguments: object) -> _Answer:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
