@@ -82,13 +82,12 @@ async def evaluate_tasks(
     if fingerprint:
         metadata[FINGERPRINT] = fingerprint
     every = [(task, index) for index in range(attempts) for task in tasks]
-    play = partial(
-        play_attempts,
-        client,
-        agent,
+    player = partial(
+        AttemptPlayer,
+        client=client,
+        agent=agent,
         temperature=temperature,
         seed=seed,
-        concurrency=concurrency,
         limits=limits,
         patience=patience,
         agent_error_reward=agent_error_reward,
@@ -99,7 +98,7 @@ async def evaluate_tasks(
         await abort_open(client, store, split=split, label=label)
         played = _played(store, split, metadata)
         waiting = deque(one for one in every if not played[one[0].id, one[1]].is_scored)
-        await play(waiting, metadata=metadata, retries=retries)
+        await player(metadata=metadata, retries=retries).play(waiting, concurrency=concurrency)
         return
 
     own = frozenset((task.id, index) for task, index in every[worker.index :: worker.count])
@@ -115,7 +114,8 @@ async def evaluate_tasks(
         if not chosen:
             await asyncio.sleep(SHARED_POLL_S)
             continue
-        await play(deque(chosen), metadata={**metadata, RUNNER: worker.name}, retries=0, played=played)
+        of_worker = player(metadata={**metadata, RUNNER: worker.name}, retries=0, played=played)
+        await of_worker.play(deque(chosen), concurrency=concurrency)
 
 
 @dataclass(slots=True)
@@ -159,65 +159,104 @@ class _NotBegun(Exception):
     """The agent has not begun; the message says why."""
 
 
-async def play_attempts(
-    client: AsyncClient,
-    agent: Agent,
-    waiting: deque[tuple[Task, int]],
-    *,
-    metadata: Mapping[str, Any],
-    temperature: float,
-    seed: int,
-    concurrency: int,
-    limits: LimitsConfig,
-    retries: int,
-    patience: FailureStreak,
-    agent_error_reward: float | None = None,
-    function: RewardFunction | None = None,
-    split: Split = "eval",
-    check: Callable[[], None] = lambda: None,
-    played: Mapping[tuple[str, int], _Played] | None = None,
-) -> None:
-    """Play attempts, each a task and the index of the attempt; arguments as in `evaluate_tasks`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPlayer:
+    """Plays attempts at tasks; what is not described here is described in `evaluate_tasks`.
 
-    Args:
+    Attributes:
+        metadata: of every episode; "eval" is the label.
         check: called after each episode; what it raises ends the evaluation.
         played: what was played before, by task id and index, if several processes share the evaluation; an
             attempt that another one has begun is then left to it.
-
-    Raises:
-        AgentError: too many attempts in a row failed.
     """
 
-    async def attempt(task: Task, index: int, tried: int) -> str | None:
+    client: AsyncClient
+    agent: Agent
+    metadata: Mapping[str, Any]
+    temperature: float
+    seed: int
+    limits: LimitsConfig
+    retries: int
+    patience: FailureStreak
+    agent_error_reward: float | None = None
+    function: RewardFunction | None = None
+    split: Split = "eval"
+    check: Callable[[], None] = lambda: None
+    played: Mapping[tuple[str, int], _Played] | None = None
+
+    async def play(self, waiting: deque[tuple[Task, int]], *, concurrency: int) -> None:
+        """Play attempts, each a task and the index of the attempt, `concurrency` at a time.
+
+        Raises:
+            AgentError: too many attempts in a row failed.
+        """
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(len(waiting), concurrency, self.agent.capacity or concurrency)):
+                workers.create_task(self._play_next(waiting))
+
+    async def _play_next(self, waiting: deque[tuple[Task, int]]) -> None:
+        """Play one attempt after another, until none is left."""
+        not_begun = 0  # attempts since the last one that began
+        while waiting:
+            task, index = waiting.popleft()
+            tried = 0
+            while tried <= self.retries:
+                try:
+                    error = await self._episode(task, index, tried + 1)
+                except _PlayedElsewhere:
+                    break
+                except _NotBegun as missing:
+                    self._warn(task, f"has not begun, and is tried again: {missing}")
+                    not_begun += 1
+                    await asyncio.sleep(backoff_s(not_begun))
+                    if self.played is not None:
+                        break  # the caller looks again which attempts are left
+                    continue
+                tried, not_begun = tried + 1, 0
+                self.check()
+                self.patience.note(error)
+                if error is None:
+                    break
+                self._warn(task, f"failed: {error}")
+                if tried <= self.retries:
+                    await asyncio.sleep(backoff_s(tried))
+
+    async def _episode(self, task: Task, index: int, tried: int) -> str | None:
+        """Play an episode, the `tried`th of an attempt here, and return why it failed, None if it did not.
+
+        Raises:
+            _PlayedElsewhere: another process has opened it.
+            _NotBegun: it was aborted before the agent had begun.
+        """
         named = None
-        if played is not None:
-            before = played[task.id, index]
+        if self.played is not None:
+            before = self.played[task.id, index]
             tried += before.failed
-            named = _episode_id(metadata, task.id, index, before.episodes)
+            named = _episode_id(self.metadata, task.id, index, before.episodes)
             if before.episodes:  # which have failed, or have not begun
                 await asyncio.sleep(backoff_s(before.episodes))
         sampling = {
-            "temperature": temperature,
-            "base_seed": episode_seed(seed, "eval", task.id, index, tried),
+            "temperature": self.temperature,
+            "base_seed": episode_seed(self.seed, "eval", task.id, index, tried),
         }
-        own = {**metadata, "attempt": index}
-        of_attempt = Attempt(task, split, metadata=own, sampling=sampling, id=named)
+        metadata = {**self.metadata, "attempt": index}
+        attempt = Attempt(task, self.split, metadata=metadata, sampling=sampling, id=named)
         try:
-            waits = isinstance(agent, WaitsForPlace)
-            opened = await open_attempt(client, of_attempt, limits=limits, waits_for_place=waits)
+            waits = isinstance(self.agent, WaitsForPlace)
+            opened = await open_attempt(self.client, attempt, limits=self.limits, waits_for_place=waits)
         except RequestError as error:
             if named is not None and error.status == 409:
                 raise _PlayedElsewhere from None
             return str(error)
         try:
             outcome = await run_rollout(
-                client,
-                agent,
+                self.client,
+                self.agent,
                 task,
                 opened,
-                limits=limits,
-                agent_error_reward=agent_error_reward,
-                function=function,
+                limits=self.limits,
+                agent_error_reward=self.agent_error_reward,
+                function=self.function,
             )
         except RequestError as error:
             return str(error)
@@ -225,40 +264,8 @@ async def play_attempts(
             raise _NotBegun(outcome.error)
         return outcome.error
 
-    async def work() -> None:
-        not_begun = 0  # attempts since the last one that began
-        while waiting:
-            task, index = waiting.popleft()
-            tried = 0
-            while tried <= retries:
-                try:
-                    error = await attempt(task, index, tried + 1)
-                except _PlayedElsewhere:
-                    break
-                except _NotBegun as missing:
-                    logger.warning(
-                        "evaluation %s, task %s has not begun, and is tried again: %s",
-                        metadata["eval"],
-                        task.id,
-                        missing,
-                    )
-                    not_begun += 1
-                    await asyncio.sleep(backoff_s(not_begun))
-                    if played is not None:
-                        break  # the caller looks again which attempts are left
-                    continue
-                tried, not_begun = tried + 1, 0
-                check()
-                patience.note(error)
-                if error is None:
-                    break
-                logger.warning("evaluation %s, task %s failed: %s", metadata["eval"], task.id, error)
-                if tried <= retries:
-                    await asyncio.sleep(backoff_s(tried))
-
-    async with asyncio.TaskGroup() as workers:
-        for _ in range(min(len(waiting), concurrency, agent.capacity or concurrency)):
-            workers.create_task(work())
+    def _warn(self, task: Task, text: str) -> None:
+        logger.warning("evaluation %s, task %s %s", self.metadata["eval"], task.id, text)
 
 
 async def abort_open(

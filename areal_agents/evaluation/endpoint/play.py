@@ -25,7 +25,7 @@ from areal_agents.evaluation.endpoint.relay import Relay
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.attempt import FailureStreak
 from areal_agents.rollout.config import AgentSpec, EvalConfig, RewardConfig, RolloutConfig
-from areal_agents.rollout.evaluation import play_attempts
+from areal_agents.rollout.evaluation import AttemptPlayer
 from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.sockets import listen, url_of
 
@@ -117,14 +117,12 @@ async def play(
                 raise ConfigError(f"the endpoint {endpoint.base_url} {relay.fault}")
 
         try:
-            await play_attempts(
-                client,
-                loaded,
-                waiting,
+            player = AttemptPlayer(
+                client=client,
+                agent=loaded,
                 metadata={"eval": "eval"},
                 temperature=evaluation.temperature,
                 seed=seed,
-                concurrency=evaluation.concurrency,
                 limits=rollout.limits,
                 retries=rollout.retries,
                 patience=FailureStreak(rollout.give_up_after, least_s=rollout.give_up_s),
@@ -133,6 +131,7 @@ async def play(
                 split=split,
                 check=check,
             )
+            await player.play(waiting, concurrency=evaluation.concurrency)
         finally:
             await loaded.close()
             await client.close()
