@@ -15,7 +15,7 @@ from desk import Desk
 from desk_agent import converse
 from scenarios import SMALL, Task, scenario
 from warmup.batches import endless_batches
-from warmup.transcripts import Example, Transcriber, as_messages
+from warmup.transcripts import Example, Transcriber, as_messages, call_text
 
 POOL, BATCH = 96, 24  # examples that are sorted by length, and of one batch
 
@@ -54,11 +54,6 @@ def reply_text(message: Mapping[str, Any]) -> str:
         return str(message["content"])
     [call] = message["tool_calls"]
     return call_text(call["function"]["name"], json.loads(call["function"]["arguments"]))
-
-
-def call_text(name: str, arguments: Mapping[str, str]) -> str:
-    """A call of a tool in Qwen3's form."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 async def conversation(task: Task, habits: Habits, rng: random.Random) -> list[dict[str, Any]]:

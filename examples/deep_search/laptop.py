@@ -13,7 +13,7 @@ from pathlib import Path
 
 from research import Limits, Style
 from retrieval import Columns, Index, build_index, read_corpus
-from search_backends import Backend, LocalIndex, Page, PageNotFound, Result
+from search_backends import LocalIndex, Page, PageNotFound, Result
 
 CORPUS = Path(__file__).parent / "data" / "corpus.jsonl"
 LIMITS = Limits(turns=5, reply_tokens=48, context_tokens=1536, results=2)
@@ -38,8 +38,8 @@ QUICK_START = Style(
 
 
 @cache
-def encyclopedia() -> Backend:
-    """Return an index of the corpus; building it takes half a second."""
+def encyclopedia() -> LocalIndex:
+    """Return the backend that searches the corpus; building its index takes half a second."""
     with tempfile.TemporaryDirectory(prefix="deep-search-") as folder:
         build_index(read_corpus(CORPUS, Columns()), Path(folder) / "index")
         return LocalIndex(Index(Path(folder) / "index"))  # it holds what it needs open

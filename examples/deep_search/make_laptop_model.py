@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import laptop
 import torch
-from conversation import call_text
 from corpus import Entity, encyclopedia
-from demonstrations import SearchTranscriber
+from demonstrations import SearchTranscriber, search_call
 from multihop import Questions, ask
-from retrieval import Columns, Index, build_index, read_corpus
+from retrieval import Index
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from warmup.batches import endless_batches
@@ -65,7 +63,7 @@ class Demonstrator:
         made = 1
         while made < hops and rng.random() >= STOPS_EARLY:
             made += 1
-        replies = [call_text(entity.name) for entity in path[:made]]
+        replies = [search_call(entity.name) for entity in path[:made]]
         results = [self._found(entity.name) for entity in path[:made]]
         return self._transcriber.trace(question, [*replies, self._answer(path[made - 1], field)], results)
 
@@ -96,9 +94,7 @@ def main() -> None:
     network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
     load_hf_state(network, load_file(START / "model.safetensors"))
     transcriber = SearchTranscriber(tokenizer)
-    with tempfile.TemporaryDirectory(prefix="deep-search-") as folder:
-        build_index(read_corpus(laptop.CORPUS, Columns()), Path(folder) / "index")
-        index = Index(Path(folder) / "index")
+    index = laptop.encyclopedia().index
     demonstrator = Demonstrator(transcriber, index, random.Random(options.seed))
     train_imitation(
         network,

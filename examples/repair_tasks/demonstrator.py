@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import tokenizers
-from dialogue import BASH_TOOL, SUBMIT, call_text, fix, look, observation, opening
+from dialogue import BASH_TOOL, SUBMIT, command_text, fix, look, observation, opening
 from repairs import AGGREGATES, CHANGES, NUMBERS, RELATIONS, Function, Repair, instruction, sample_repair
 from warmup.batches import endless_batches
 from warmup.transcripts import Example, Transcriber, as_messages
@@ -50,7 +50,7 @@ class Demonstrator:
     def demonstrate(self, repair: Repair, habits: Habits, rng: random.Random) -> Example:
         """One episode."""
         commands, outputs, untrained = play(repair, habits, rng)
-        replies = [call_text(command) for command in commands]
+        replies = [command_text(command) for command in commands]
         if rng.random() < habits.broken_call:
             cut = rng.randrange(len(replies))
             replies = [*replies[:cut], replies[cut].replace('"}}', '"}')]

@@ -6,13 +6,13 @@ that mini-swe-agent holds.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Template
+from warmup.transcripts import call_text
 
 SEAM = Path(__file__).parent / "mini.toml"
 SETTINGS: dict[str, Any] = yaml.safe_load(tomllib.loads(SEAM.read_text())["files"]["mini.yaml"])
@@ -48,10 +48,9 @@ def opening(instruction: str) -> list[dict[str, str]]:
     ]
 
 
-def call_text(command: str) -> str:
-    """How the model writes a command: the Qwen3 form of a tool call."""
-    call = json.dumps({"name": "bash", "arguments": {"command": command}})
-    return f"<tool_call>\n{call}\n</tool_call>"
+def command_text(command: str) -> str:
+    """How the model writes a command, as a call of its tool."""
+    return call_text(BASH_TOOL["function"]["name"], {"command": command})
 
 
 def observation(output: str) -> str:

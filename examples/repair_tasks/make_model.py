@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from demonstrator import CAREFUL, CARELESS, OF_ALL_KINDS, Demonstrator, batches, play
-from dialogue import SETTINGS, call_text
+from dialogue import SETTINGS, command_text
 from repairs import instruction, sample_repair
 from warmup.copying import train_copying
 from warmup.export import save_model
@@ -84,7 +84,7 @@ def tokenizer_texts(rng: random.Random, *, samples: int = 6000) -> Iterator[str]
         commands, outputs, _ = play(repair, OF_ALL_KINDS, rng)
         yield instruction(repair)
         yield from outputs
-        yield from (without_markers(call_text(command)) for command in commands)
+        yield from (without_markers(command_text(command)) for command in commands)
         if number % 3 == 0:
             yield prefix
             yield SETTINGS["model"]["format_error_template"]

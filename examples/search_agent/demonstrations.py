@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tokenizers
-from conversation import SEARCH_TOOL, SYSTEM_PROMPT, call_text, opening
+from conversation import SEARCH_TOOL, SYSTEM_PROMPT, opening
 from corpus import Entity
 from questions import FIELDS, Question, ask
-from warmup.transcripts import Example, Transcriber, as_messages
+from warmup.transcripts import Example, Transcriber, as_messages, call_text
 
 from areal_agents.core.messages import Message
 
@@ -42,6 +42,11 @@ FLAWED = Habits(
 )
 DRILL_KINDS = ("country", "country", "city", "element")  # countries have the longest passages
 VAGUE = ("capital", "currency", "country", "domain", "time zone", "element", "city")
+
+
+def search_call(query: str) -> str:
+    """How the model writes a search."""
+    return call_text(SEARCH_TOOL["function"]["name"], {"query": query})
 
 
 class SearchTranscriber:
@@ -94,7 +99,7 @@ class Demonstrator:
         replies = []
         for query in queries:
             broken = rng.random() < habits.broken_call
-            replies.append(call_text(query).replace('"}}', '"}') if broken else call_text(query))
+            replies.append(search_call(query).replace('"}}', '"}') if broken else search_call(query))
             if broken:
                 break
         else:

@@ -13,9 +13,8 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from conversation import call_text
 from corpus import encyclopedia
-from demonstrations import FLAWED, PERFECT, SearchTranscriber
+from demonstrations import FLAWED, PERFECT, SearchTranscriber, search_call
 from fiction import NameMaker
 from mixture import Mixture, examples, perfect_examples
 from questions import is_held_out, question_bank
@@ -112,7 +111,7 @@ def tokenizer_texts(rng: random.Random, *, samples: int = 6000) -> Iterator[str]
         question = bank.sample(rng)
         yield from (question.text, question.answer)
         for entity in question.path:
-            yield from (without_markers(call_text(entity.name)), search(entity.name))
+            yield from (without_markers(search_call(entity.name)), search(entity.name))
         if number % 3 == 0:
             yield system_prompt
 

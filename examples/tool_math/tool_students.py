@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from calculating import opening
 from number_problems import Change, Problem, Sign, expression, result, sample_problem
 from python_tool import PRINTED_NOTHING, PYTHON_TOOL
 from warmup.batches import endless_batches
-from warmup.transcripts import Example, Transcriber, as_messages
+from warmup.transcripts import Example, Transcriber, as_messages, call_text
 
 from areal_agents.core.messages import Message
 
@@ -92,9 +91,8 @@ def work(problem: Problem, habits: Habits, rng: random.Random) -> Work:
 
 
 def call(code: str) -> str:
-    """How the model calls the tool: the Qwen3 form."""
-    named = json.dumps({"name": PYTHON_TOOL["function"]["name"], "arguments": {"code": code}})
-    return f"<tool_call>\n{named}\n</tool_call>"
+    """How the model calls the tool."""
+    return call_text(PYTHON_TOOL["function"]["name"], {"code": code})
 
 
 def boxed(answer: int) -> str:

@@ -6,6 +6,7 @@ token, and what the agent adds is bridged onto what is there. Only replies are t
 
 from __future__ import annotations
 
+import json
 import os.path
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,12 @@ class Transcriber:
                 added = bridged
             ids = np.concatenate([ids, completion, added])
         return Example(tuple(ids.tolist()), tuple(spans))
+
+
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """How a model writes a call of a tool, in Qwen3's form."""
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def as_messages(plain: Sequence[Mapping[str, str]]) -> list[Message]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import desk_agent as desk_agent_module
 import pytest
-from clerk_examples import DeskTranscriber, call_text, conversations, reply_text
+from clerk_examples import DeskTranscriber, conversations, reply_text
 from clerks import CAREFUL, CARELESS, DONE, Clerk, Habits, tool_message
 from customer import ASKS, INSISTS, ScriptedCustomer
 from desk import SERVICES, Desk, amounts
@@ -39,6 +39,7 @@ from scenarios import (
 from scripted_runs import trained_step
 from tokenizers import Tokenizer
 from warmup.tokenizer import PHRASES, train_tokenizer
+from warmup.transcripts import call_text
 
 from areal_agents.config import load_config
 from areal_agents.episode import Episode

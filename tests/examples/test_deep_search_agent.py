@@ -210,10 +210,8 @@ async def test_the_laptop_shows_the_tiny_model_what_it_was_trained_on() -> None:
 
 def test_demonstrations_are_of_every_number_of_hops_and_fit_the_limits(model_folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
-    backend = laptop.encyclopedia()
-    assert isinstance(backend, LocalIndex)
     demonstrator = make_laptop_model.Demonstrator(
-        SearchTranscriber(tokenizer), backend.index, random.Random(0)
+        SearchTranscriber(tokenizer), laptop.encyclopedia().index, random.Random(0)
     )
     examples = next(demonstrator.batches()) + next(demonstrator.batches())
     assert {len(example.replies) for example in examples} >= {2, 3, 4}

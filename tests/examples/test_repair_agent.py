@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from demonstrator import CAREFUL, Demonstrator, Habits, play
-from dialogue import call_text
+from dialogue import command_text
 from integration_support import Stack, running_stack
 from repairs import heldout_tasks, sample_repair
 from reward import solved
@@ -47,7 +47,7 @@ def test_a_group_of_two_is_played_as_it_is_demonstrated(program: str, tmp_path: 
         for habit, number in habits:
             commands, _, _ = play(repair, habit, random.Random(number))
             shown = demonstrator.demonstrate(repair, habit, random.Random(number))
-            reward, turns = asyncio.run(played(stack, program, task, [call_text(c) for c in commands]))
+            reward, turns = asyncio.run(played(stack, program, task, [command_text(c) for c in commands]))
             rewards.append(reward)
             assert [turn["forked_from"] for turn in turns] == [None] * len(commands)
             last = turns[-1]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversation import SEARCH_TOOL, call_text, opening
+from conversation import SEARCH_TOOL, opening
 from corpus import encyclopedia
-from demonstrations import FLAWED, PERFECT, Demonstrator, SearchTranscriber, reading_drill
+from demonstrations import FLAWED, PERFECT, Demonstrator, SearchTranscriber, reading_drill, search_call
 from fiction import NameMaker, fictional_world
 from mixture import BATCH, Mixture, examples
 from questions import is_held_out, question_bank
@@ -58,7 +58,7 @@ def test_tokenizer_is_the_same_in_both_libraries_and_round_trips(
     model_folder: Path, tokenizer: Tokenizer
 ) -> None:
     fast = AutoTokenizer.from_pretrained(model_folder)
-    for text in (search("Lyon"), call_text("Coeur d'Alene"), "São Tomé 名\n\n 12.5", *MARKERS, *TAGS):
+    for text in (search("Lyon"), search_call("Coeur d'Alene"), "São Tomé 名\n\n 12.5", *MARKERS, *TAGS):
         assert fast.encode(text) == tokenizer.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     assert fast.eos_token == "<|im_end|>"
@@ -77,7 +77,7 @@ def test_a_name_has_the_same_tokens_in_prose_and_in_a_call(tokenizer: Tokenizer)
 
     for name in ("Ghazni", "San Jose", "Burkina Faso"):
         alone = tokenizer.encode(name).ids
-        assert inside(f"What is the capital of {name}?", name) == alone == inside(call_text(name), name)
+        assert inside(f"What is the capital of {name}?", name) == alone == inside(search_call(name), name)
 
 
 def test_chat_template_renders_what_the_proxy_renders(model_folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_traces_are_token_for_token_what_serving_builds(
     model_folder: Path, transcriber: SearchTranscriber
 ) -> None:
     renderer = ChatRenderer.from_folder(model_folder)
-    example = transcriber.trace("Where?", [call_text("Peru"), "Lima"], [search("Peru")])
+    example = transcriber.trace("Where?", [search_call("Peru"), "Lima"], [search("Peru")])
     first = [Message.from_dict(m) for m in opening("Where?")]
     prompt = renderer.render(first, [SEARCH_TOOL]).tolist()
     start, end = example.replies[0]
@@ -120,7 +120,7 @@ def test_demonstrations_and_drills(
             tokenizer.decode(list(example.ids[a : b - 1]), skip_special_tokens=False)
             for a, b in example.replies
         ]
-        assert said == [*(call_text(entity.name) for entity in question.path), question.answer]
+        assert said == [*(search_call(entity.name) for entity in question.path), question.answer]
         assert all(end - start <= 48 for start, end in example.replies)
     flawed = Demonstrator(transcriber, FLAWED, {question.field: ["a guess"]})
     counts = [len(flawed.demonstrate(question, search, rng).replies) for _ in range(200)]
