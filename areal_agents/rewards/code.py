@@ -152,7 +152,7 @@ class ProgramRunner:
             argv, timeout_s=self._time_s, stdin=test.input.encode(), kept_bytes=_OUTPUT_BYTES
         )
         output = finished.stdout.text()
-        error = _why_not_well(finished, self._time_s)
+        error = _failure(finished, self._time_s)
         if test.function:
             output = "" if error else _last_line(output)
         return ProgramRun(not error and test.passes(output), output, error)
@@ -232,8 +232,8 @@ def _function(task: Mapping[str, Any]) -> str:
     return str(named or "")
 
 
-def _why_not_well(finished: Finished, time_s: float) -> str:
-    """Return why a program did not end well, or printed more than is kept; "" if it did neither."""
+def _failure(finished: Finished, time_s: float) -> str:
+    """Return why a program failed: how it ended, or that it printed more than is kept; "" if it did not."""
     if finished.timed_out:
         return f"it was ended after {time_s:g} s"
     if finished.out_of_memory:

@@ -16,7 +16,7 @@ from typing import Any
 
 World = dict[str, Any]
 
-LONGEST_FREE = 3  # minutes; a shorter ride is refunded, because the bike was probably not usable
+LONGEST_FREE = 3  # minutes; a ride of at most so many is refunded: the bike was probably not usable
 PRICES = {"basic": 0, "plus": 900}  # cents a month
 
 

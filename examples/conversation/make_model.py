@@ -29,7 +29,7 @@ REPLIES_BAR = 0.9  # replies, word for word, after B; a conversation has five or
 def main() -> None:
     parser = option_parser(__doc__.split("\n")[0], Path(__file__).parent)
     parser.add_argument("--careful-steps", type=int, default=240, help="batches of stage A")
-    parser.add_argument("--copying-steps", type=int, default=400, help="batches of stage B")
+    parser.add_argument("--more-careful-steps", type=int, default=400, help="batches of stage B")
     parser.add_argument("--careless-steps", type=int, default=100, help="batches of stage C")
     options = parser.parse_args()
 
@@ -60,11 +60,11 @@ def main() -> None:
 
     def again() -> None:
         shown = batches(transcriber, CAREFUL, random.Random(f"{options.seed}/B"))
-        imitate(shown, stage="B", steps=options.copying_steps, rates=Rates(muon=0.015, adam=2e-3))
+        imitate(shown, stage="B", steps=options.more_careful_steps, rates=Rates(muon=0.015, adam=2e-3))
 
     resume_or(careful, network, options.stages, "A")
     resume_or(again, network, options.stages, "B")
-    require_right(replies_right(), REPLIES_BAR, stage="B", what="replies", advice="--copying-steps")
+    require_right(replies_right(), REPLIES_BAR, stage="B", what="replies", advice="--more-careful-steps")
     shown = batches(transcriber, CARELESS, random.Random(f"{options.seed}/C"))
     imitate(shown, stage="C", steps=options.careless_steps, rates=Rates(muon=0.004, adam=1e-3))
     save_model(network, tokenizer, options.out)

@@ -17,21 +17,21 @@ class Habits:
     """How a demonstrator behaves; the numbers are probabilities.
 
     Attributes:
-        is_hasty: tries any expression, and not one whose value is near the target.
+        hasty: tries any expression, and not one whose value is near the target, at each try.
         gives_up: answers in this game with the first expression that it tries, whatever its value; otherwise
             it tries until it finds one that is right.
         leaves_out: leaves out the last term of a sum.
         creeps: guesses the next number, in place of one in the middle of those that are left.
     """
 
-    is_hasty: float = 0.0
+    hasty: float = 0.0
     gives_up: float = 0.0
     leaves_out: float = 0.0
     creeps: float = 0.0
 
 
 CAREFUL = Habits()
-CARELESS = Habits(is_hasty=0.9, gives_up=0.7, leaves_out=0.6, creeps=0.85)
+CARELESS = Habits(hasty=0.9, gives_up=0.7, leaves_out=0.6, creeps=0.85)
 MIXED = Habits(gives_up=0.65, leaves_out=0.6, creeps=0.65)  # what the tokenizer reads, whatever CARELESS is
 
 
@@ -79,7 +79,7 @@ def countdown_reply(task: Countdown, habits: Habits, rng: random.Random) -> str:
     written = ""
     most = 1 if rng.random() < habits.gives_up else MOST_TRIES
     for _ in range(most):
-        if habits.is_hasty and rng.random() < habits.is_hasty:
+        if habits.hasty and rng.random() < habits.hasty:
             chosen = rng.choice(left)
         else:
             chosen = rng.choices(left, [1 / (3 + abs(one.value - task.target)) for one in left])[0]

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from areal_agents.environments.adapters.reasoning_gym import ReasoningGym
 
 CONFIG = Path(__file__).parent / "config.yaml"
-_WARM_UP_SEED = (
-    1 << 20
-)  # far from the seeds of training, 0 to size, and from the held-out ones, 2**31 and more
+# Far from the seeds of training, 0 to size, and from the held-out ones, 2**31 and more.
+_WARM_UP_SEED = 1 << 20
 _COUNTDOWN = re.compile(r"(?:equals|make|Calculate) (\d+).*?\.", re.DOTALL)
 _NUMBERS = re.compile(r"numbers:? (\d+(?:, \d+)*)")
 _SUM = re.compile(r"problem: (.*) =")

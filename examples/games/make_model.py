@@ -42,6 +42,8 @@ from warmup.stages import Reporter, require_right, resume_or
 from warmup.tokenizer import MARKERS, TAGS, WHOLE_NUMBERS, marker_id, train_tokenizer
 from warmup.transcripts import Example, Transcriber, as_messages
 
+from areal_agents.core.messages import Message
+
 VOCAB_SIZE = 672
 NUMBERS_BAR = 0.95  # numbers that follow from what is before them and are right, after B and after C
 DRILL_ROWS, DRILL_TOKENS = 24, 128
@@ -143,15 +145,14 @@ class Players:
         return self._transcriber.transcribe(opening, [sum_reply(task, habits, rng)], [])
 
     def _guessing(self, habits: Habits, rng: random.Random) -> Example:
-        game = Guessing(
-            rng.randrange(1 << 29, 1 << 30)
-        )  # training has smaller seeds, held-out games larger ones
+        # Training has smaller seeds, and held-out games have larger ones.
+        game = Guessing(rng.randrange(1 << 29, 1 << 30))
         opening = self._opening("", game.news or "")
         replies, read = guessing_game(game, habits, rng)
         turns = as_messages([{"role": "user", "content": text} for text in read])
         return self._transcriber.transcribe(opening, replies, turns)
 
-    def _opening(self, system: str, user: str) -> list:
+    def _opening(self, system: str, user: str) -> list[Message]:
         messages = [{"role": "system", "content": system}] if system else []
         return as_messages([*messages, {"role": "user", "content": user}])
 
@@ -262,8 +263,8 @@ def equation_rows(numbers: Numbers, rng: random.Random) -> Rows:
     return numbers.of_blocks([[random_block(rng) for _ in range(8)] for _ in range(DRILL_ROWS)])
 
 
-def padded(rows: list) -> Tensor:
-    """Token ids [B, T] of rows of different lengths; zeros fill them up."""
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """A tensor [B, T] of rows of different lengths, such as token ids or marks; zeros fill them up."""
     ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     for number, row in enumerate(rows):
         ids[number, : len(row)] = torch.tensor(row)

@@ -15,8 +15,6 @@ from word_problems import Problem, Sign, Step, sample_problem
 from areal_agents.core.messages import Message
 
 POOL, BATCH = 128, 32  # examples that are sorted by length, and of one batch
-
-
 HARD_VERBS = ("gets", "uses")  # those that a careless student often reads as their opposites
 
 

@@ -2,7 +2,7 @@
 
 The arithmetic is that of transformers' Qwen3ForCausalLM; only the layout differs: q, k and v are one
 matrix, gate and up another, and a prefix shared by every row (the system prompt) is computed once.
-`to_hf_state` and `from_hf_state` translate the weights.
+`to_hf_state` and `load_hf_state` translate the weights.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A byte-level BPE of 1,024 tokens in Qwen3's form.
+"""A small byte-level BPE in Qwen3's form.
 
-Every space and every digit is a token of its own, so a name has the same tokens in prose, in a question
-and inside the JSON of a call; with GPT-style splitting (" Ghazni" against "\\"Ghazni") copying does not
-generalise. With `WHOLE_NUMBERS` a number that the texts have often is one token, and
-a word has the space before it, where nothing is to be copied but numbers. `PHRASES` merges across spaces too,
-as in SuperBPE (arXiv 2503.13423): a sentence that the texts have often is one token, and each digit is one.
+Three regular expressions say what a token may span. With `DIGITS` every space and every digit is a token of
+its own, so a name has the same tokens in prose, in a question and inside the JSON of a call; with GPT-style
+splitting (" Ghazni" against "\\"Ghazni") copying does not generalise. `WHOLE_NUMBERS` is for tasks that copy
+nothing but numbers: a number that occurs often in the texts is one token, and a word is joined with the space
+before it. `PHRASES` merges across spaces too, as in SuperBPE (arXiv 2503.13423): a sentence that occurs often
+is one token, and each digit is one.
 """
 
 from __future__ import annotations

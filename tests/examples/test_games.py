@@ -64,7 +64,7 @@ def test_a_careful_player_answers_with_what_is_right(
     *found, answer = reply.splitlines()
     assert len(found) <= MOST_TRIES and found[-1].endswith(f"={target}")
     assert eval(answer.removeprefix("<answer>").removesuffix("</answer>")) == target
-    gives_up = Habits(is_hasty=1.0, gives_up=1.0)
+    gives_up = Habits(hasty=1.0, gives_up=1.0)
     replies = [countdown_reply(task, gives_up, random.Random(seed)).splitlines() for seed in range(20)]
     assert all(len(lines) == 2 for lines in replies), "one expression, and the answer"
     assert any(not lines[0].endswith(f"={target}") for lines in replies)
