@@ -38,7 +38,7 @@ class Population:
     """The users of one server.
 
     Attributes:
-        late: the share of thumbs that come `delay_s` seconds after the answer, on average.
+        late: the share of the given thumbs that come late, on average `delay_s` seconds after the answer.
         silent: the share of users who give no thumb.
         thumbs: what was given, in the order of the answers.
     """
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--key", default="users-of-the-example", help="the project key of the server")
     parser.add_argument("--conversations", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=24, help="users at the same time")
-    parser.add_argument("--late", type=float, default=0.2, help="share of thumbs that come late")
+    parser.add_argument("--late", type=float, default=0.2, help="share of the given thumbs that come late")
     parser.add_argument("--silent", type=float, default=0.1, help="share of users who give no thumb")
     parser.add_argument("--delay-s", type=float, default=2.0, help="mean delay of a late thumb")
     parser.add_argument("--heldout", action="store_true", help="ask about entities that training never sees")
