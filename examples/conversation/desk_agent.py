@@ -95,13 +95,14 @@ async def converse(desk: Desk, customer: Customer, ask: Ask) -> list[dict[str, A
 
 
 def reward(task: dict, desk: Desk, customer: Customer, messages: list[dict[str, Any]]) -> float:
-    """1.0 if the conversation came to its end, the world is as the solution leaves it, and the customer was
-    told the amounts that it needs and no other ones; else 0.0. No other words count."""
-    heard = set().union(*(amounts(m.get("content") or "") for m in messages if m["role"] == "assistant"))
+    """1.0 if the conversation came to its end, the world is as the solution leaves it, and the customer, if
+    it asked for a fee, was told this amount and no other one; else 0.0. No other words count."""
+    # The customer does not hear what stands beside a call of a tool.
+    said = [m.get("content") or "" for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
+    heard = set().union(*map(amounts, said))
     is_right = (
         customer.is_done
         and desk.world == reference_world(task)
-        and heard >= set(task["hears"])
-        and not heard & set(task["never_hears"])
+        and (task["hears"] is None or heard == set(task["hears"]))
     )
     return float(is_right)

@@ -47,7 +47,7 @@ def scenario(name: str, services: Sequence[str], *, held_out: bool) -> Task:
     """The scenario of this name.
 
     `actions` is a solution, for each request: who calls which tool with what, in order. `hears` are the
-    amounts that the customer must be told, and `never_hears` those that it must not be told.
+    amounts that the customer must be told, and no others; None if it asks for no fee.
     """
     rng = random.Random(name)
     draft = _Draft(rng, held_out=held_out)
@@ -67,8 +67,7 @@ def scenario(name: str, services: Sequence[str], *, held_out: bool) -> Task:
         "world": draft.world,
         "customer": {"rider": draft.rider, "goals": goals, "seed": rng.randrange(2**31)},
         "actions": draft.actions,
-        "hears": [*draft.hears],
-        "never_hears": draft.never_hears(),
+        "hears": [*draft.hears] if any(goal["service"] == "fee" for goal in goals) else None,
     }
 
 
@@ -174,13 +173,6 @@ class _Draft:
             rows = [*self.world[name].items()]
             self.rng.shuffle(rows)
             self.world[name] = dict(rows)
-
-    def never_hears(self) -> list[str]:
-        """The fees of rides that the customer does not ask about, or must not be told."""
-        if not any(goal["service"] == "fee" for goal in self.goals):
-            return []
-        asked = {goal["facts"].get("ride") for goal in self.goals if goal["kind"] == "allowed"}
-        return [euros(row["fee"]) for ride, row in self.world["rides"].items() if ride not in asked]
 
 
 def _end(draft: _Draft, after: Goal | None = None) -> None:
