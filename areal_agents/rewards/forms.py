@@ -69,7 +69,8 @@ def follows_schema(schema: Mapping[str, Any], answer: str | None) -> float:
     validator.check_schema(schema)
     try:
         return float(validator(schema).is_valid(json_answer(answer)))
-    except (ValueError, RecursionError):  # no JSON, or JSON that is nested too deeply
+    # No JSON, JSON that is nested too deeply, or a number that `multipleOf` cannot divide, such as 1e400.
+    except (ValueError, RecursionError, OverflowError):
         return 0.0
 
 
@@ -104,15 +105,26 @@ def citation_f1(citations: Sequence[str], expected: Sequence[str]) -> float:
 
 
 def grounded(citations: Sequence[str], episode: FinishedEpisode) -> float:
-    """Return the share of citations that occur in a tool result of `episode.messages`; 0.0 without any."""
+    """Return the share of citations that occur in a tool result of `episode.messages`; 0.0 without any.
+
+    A citation occurs as a whole: "doc-1" and "d" do not occur in "doc-12". Any word of a result does occur,
+    so let the pattern of `cited` take nothing but the names of sources.
+    """
     results = [
-        message["content"] if isinstance(message.get("content"), str) else json.dumps(message.get("content"))
+        message["content"]
+        if isinstance(message.get("content"), str)
+        else json.dumps(message.get("content"), ensure_ascii=False)
         for message in episode.messages
         if message.get("role") == "tool"
     ]
     if not citations:
         return 0.0
-    return sum(any(name in result for result in results) for name in citations) / len(citations)
+    return sum(any(_occurs(name, result) for result in results) for name in citations) / len(citations)
+
+
+def _occurs(name: str, text: str) -> bool:
+    found = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)
+    return found is not None and re.search(r"\w", name) is not None
 
 
 def _refuse(constant: str) -> Any:

@@ -6,9 +6,13 @@ spacing and surrounding punctuation do not change a reward.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable
+
+# A sign or a decimal point that a number begins with, and not the last of several, such as "...5".
+_BEGINS_A_NUMBER = re.compile(r"(?<![-.])(?:-\.?|\.)\d")
 
 
 def exact_match(answer: str | None, expected: str) -> float:
@@ -41,8 +45,10 @@ def f1(answer: str | None, expected: str) -> float:
 def best_of(score: Callable[[str | None, str], float], answer: str | None, expected: Iterable[str]) -> float:
     """Return the best score of an answer against several expected ones, such as aliases of a name.
 
-    Raises ValueError if `expected` is empty.
+    Raises ValueError if `expected` is empty, or a single string, whose letters would all be right answers.
     """
+    if isinstance(expected, str):
+        raise ValueError(f"expected must be a list of answers, got the string {expected!r:.200}")
     scores = [score(answer, one) for one in expected]
     if not scores:
         raise ValueError("there must be at least one expected answer")
@@ -52,12 +58,14 @@ def best_of(score: Callable[[str | None, str], float], answer: str | None, expec
 def normalise(text: str) -> str:
     """Fold case, remove accents, collapse white space, and trim punctuation from both ends.
 
-    Punctuation inside the text stays ("America/Sao_Paulo", "1.008"), and so do symbols such as "+" and "$".
+    Punctuation inside the text stays ("America/Sao_Paulo", "1.008"), and so do symbols such as "+" and "$",
+    and the sign or the decimal point of a number ("-5", ".5").
     """
     decomposed = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
     plain = " ".join("".join(c for c in decomposed if not unicodedata.combining(c)).split())
+    plain = plain.replace("\N{MINUS SIGN}", "-")
     start, end = 0, len(plain)
-    while start < end and _trimmed(plain[start]):
+    while start < end and _trimmed(plain[start]) and not _BEGINS_A_NUMBER.match(plain, start):
         start += 1
     while end > start and _trimmed(plain[end - 1]):
         end -= 1

@@ -68,6 +68,8 @@ def test_json_follows_a_schema() -> None:
     assert follows_schema(of_itself, "[[[]]]") == 1.0
     assert follows_schema(of_itself, "[" * 900 + "]" * 900) == 0.0  # deeper than a schema can be followed
     assert follows_schema({"type": "number"}, "NaN") == 0.0  # Python reads it, but it is not JSON
+    for number in ("1e400", "9" * 400):  # neither can be divided by a float
+        assert follows_schema({"type": "number", "multipleOf": 0.01}, number) == 0.0
 
 
 def test_the_penalty_of_a_length_is_that_of_dapo() -> None:
@@ -91,3 +93,5 @@ def test_citations() -> None:
     )
     assert grounded(["geo-7", "fin.2"], played) == 0.5
     assert grounded(["x-1"], played) == 1.0 and grounded([], played) == 0.0
+    assert grounded(["g", "geo", "7", "]", "geo-"], played) == 2 / 5  # "geo" and "7" are words of the result
+    assert grounded(["geo-7"], episode({"role": "tool", "content": "geo-77"})) == 0.0

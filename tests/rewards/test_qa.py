@@ -20,6 +20,9 @@ from areal_agents.rewards import best_of, exact_match, f1, normalise
         ("America/Sao_Paulo", "america/sao_paulo"),
         ("+44-1624", "+44-1624"),
         ("ﬁn", "fin"),  # compatibility form
+        ("−5", "-5"),  # the minus sign of typesetting
+        ("(-5).", "-5"),
+        ("…5", "5"),
     ],
 )
 def test_equal_up_to_case_accents_spacing_and_outer_punctuation(answer: str, expected: str) -> None:
@@ -36,6 +39,9 @@ def test_equal_up_to_case_accents_spacing_and_outer_punctuation(answer: str, exp
         ("the Euro", "Euro"),
         ("1.01", "1.008"),
         ("33", "+33"),
+        ("5", "-5"),
+        ("5", ".5"),
+        ("-.5", "-5"),
         ("New York", "NewYork"),
         ("Europe/Paris", "Europe Paris"),
     ],
@@ -84,5 +90,7 @@ def test_the_best_of_several_expected_answers_counts() -> None:
     assert best_of(f1, "New York", ["York", "NYC"]) == pytest.approx(2 / 3)
     with pytest.raises(ValueError, match="at least one"):
         best_of(f1, "x", [])
+    with pytest.raises(ValueError, match="must be a list of answers, got the string 'Paris'"):
+        best_of(exact_match, "p", "Paris")
     with pytest.raises(ValueError, match="must contain a letter"):
         f1("x", " . ")
