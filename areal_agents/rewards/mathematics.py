@@ -24,7 +24,7 @@ _START_S = 120.0  # importing sympy takes many seconds on a busy machine
 
 
 def math_answer(
-    field: str = "answer", *, time_s: float = 5.0, processes: int = 2
+    field: str = "answer", *, worked_out: bool = False, time_s: float = 5.0, processes: int = 2
 ) -> Callable[[FinishedEpisode], float]:
     """Return a reward function: 1.0 if the answer is mathematically equal to a field of the task, else 0.0.
 
@@ -36,6 +36,8 @@ def math_answer(
 
     Args:
         field: the field of the task with the expected answer, a string or a number.
+        worked_out: where the expected answer is a whole number, an answer that is a calculation is wrong:
+            347+58*24 is equal to 1739 for math-verify, so a policy could earn the reward and compute nothing.
         time_s: time limit of a comparison in seconds.
         processes: how many comparisons run at the same time.
 
@@ -47,7 +49,7 @@ def math_answer(
     def score(episode: FinishedEpisode) -> float:
         if episode.task.get(field) is None:
             raise RewardError(f"the task has no field {field!r}; it has {', '.join(map(str, episode.task))}")
-        return float(checks.equal(episode.answer, str(episode.task[field])))
+        return float(checks.equal(episode.answer, str(episode.task[field]), worked_out=worked_out))
 
     return score
 
@@ -69,8 +71,11 @@ class MathChecks:
             self._idle.put(None)
         atexit.register(self.close)
 
-    def equal(self, answer: str, expected: str) -> bool:
+    def equal(self, answer: str, expected: str, *, worked_out: bool = False) -> bool:
         """Return whether an answer equals the expected one; False if the comparison exceeds its time.
+
+        Args:
+            worked_out: see `math_answer`.
 
         Raises RewardError if the expected answer cannot be read, no process can be started, or none becomes
         free within 10 minutes.
@@ -87,7 +92,7 @@ class MathChecks:
                 process = None
             if process is None:
                 process = _Process()
-            found = process.ask(answer, expected, self._time_s)
+            found = process.ask(answer, expected, worked_out, self._time_s)
             if found is None:  # it hangs, or its process has died of it
                 process.end()
                 process = None
@@ -132,10 +137,10 @@ class _Process:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def ask(self, answer: str, expected: str, time_s: float) -> dict[str, Any] | None:
+    def ask(self, answer: str, expected: str, worked_out: bool, time_s: float) -> dict[str, Any] | None:
         """Return the result for a pair; None if the process died or did not answer in time."""
         assert self._process.stdin is not None
-        pair = {"answer": answer, "expected": expected, "time_s": time_s}
+        pair = {"answer": answer, "expected": expected, "worked_out": worked_out, "time_s": time_s}
         try:
             self._process.stdin.write(json.dumps(pair).encode() + b"\n")
             self._process.stdin.flush()

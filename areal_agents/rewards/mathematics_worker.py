@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import resource
 import signal
 import sys
@@ -17,7 +18,10 @@ _LATER_S = 1.0  # after the time limit, at which the parent kills the process if
 
 
 def main() -> None:
-    """Answer each {"answer", "expected", "time_s"} with {"equal"} or {"error"} until standard input ends."""
+    """Answer each {"answer", "expected", "worked_out", "time_s"} with {"equal"} or {"error"}.
+
+    It returns when standard input ends.
+    """
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -25,26 +29,46 @@ def main() -> None:
         return
     logging.disable(logging.WARNING)  # math-verify warns that it has no time limit of its own, see below
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    # The first comparison loads a parser, which can take longer than the time limit of a comparison.
+    _compared("$1+1$", "2", False, parse, verify)
     _say({"ready": True})
     for line in sys.stdin:
         pair = json.loads(line)
         # The default action of SIGALRM ends the process in the kernel, so C code cannot hold it up.
         signal.setitimer(signal.ITIMER_REAL, pair["time_s"] + _LATER_S)
         try:
-            found = _compared(pair["answer"], pair["expected"], parse, verify)
+            found = _compared(pair["answer"], pair["expected"], pair["worked_out"], parse, verify)
         except (MemoryError, RecursionError):
             found = {"equal": False}
         signal.setitimer(signal.ITIMER_REAL, 0)
         _say(found)
 
 
-def _compared(answer: str, expected: str, parse: Any, verify: Any) -> dict[str, Any]:
+def _compared(answer: str, expected: str, worked_out: bool, parse: Any, verify: Any) -> dict[str, Any]:
     # The time limits of math-verify work by a signal, which C code ignores; this process is killed instead.
     wanted = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
     if not wanted:
         return {"error": f"math-verify cannot read the expected answer {expected!r:.200}"}
     given = parse(answer, parsing_timeout=None)
-    return {"equal": bool(given) and bool(verify(wanted, given, timeout_seconds=None))}
+    if not given:
+        return {"equal": False}
+    # The last part is the text of the answer, as math-verify found it in the reply.
+    if worked_out and _is_whole(expected) and not _is_one_number(str(given[-1])):
+        return {"equal": False}
+    return {"equal": bool(verify(wanted, given, timeout_seconds=None))}
+
+
+def _is_whole(expected: str) -> bool:
+    return _without_separators(expected).strip().removeprefix("-").isdecimal()
+
+
+def _is_one_number(answer: str) -> bool:
+    """Return whether an answer, or what stands behind its last equals sign, has exactly one number."""
+    return len(re.findall(r"\d+(?:\.\d+)?", _without_separators(answer).rpartition("=")[2])) == 1
+
+
+def _without_separators(text: str) -> str:
+    return re.sub(r"(?<=\d)(?:,|\{,\}|,?\\!)(?=\d{3}(?!\d))", "", text)  # 1,234 is one number
 
 
 def _say(message: dict[str, Any]) -> None:

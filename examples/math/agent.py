@@ -32,14 +32,17 @@ ZERO_TEMPLATE = (
 
 @episode
 async def solver(task: dict, ep: Episode) -> float:
-    """1.0 if the answer in the box is right, else 0.0."""
+    """1.0 if the answer in the box is right, and worked out if it is a whole number, else 0.0."""
     reply = await solve(_client(ep), task["question"])
-    return await is_right(reply, task["answer"])
+    return await is_right(reply, task["answer"], worked_out=True)
 
 
 @episode
 async def solver_top_p(task: dict, ep: Episode) -> float:
-    """The same agent at top_p 0.95, as published evaluations sample. In training top_p is pinned to 1."""
+    """The same agent for evaluation: at top_p 0.95, and with answers compared as published ones are.
+
+    In training top_p is pinned to 1, and a calculation such as 48/2+48 earns nothing.
+    """
     reply = await solve(_client(ep), task["question"], top_p=0.95)
     return await is_right(reply, task["answer"])
 
@@ -54,7 +57,7 @@ async def zero(task: dict, ep: Episode) -> dict[str, float]:
     answer = answer_of(text)
     return {
         "format": FORMAT_REWARD * has_form(text),
-        "correct": 0.0 if answer is None else await is_right(answer, task["answer"]),
+        "correct": 0.0 if answer is None else await is_right(answer, task["answer"], worked_out=True),
     }
 
 
@@ -81,9 +84,9 @@ def has_form(text: str) -> bool:
     return has_tags and not between.strip() and not after.strip()
 
 
-async def is_right(reply: str, answer: str) -> float:
+async def is_right(reply: str, answer: str, *, worked_out: bool = False) -> float:
     """1.0 if the reply has the answer, else 0.0; compared in a process that is killed if it hangs."""
-    return float(await asyncio.to_thread(CHECKS.equal, reply, str(answer)))
+    return float(await asyncio.to_thread(CHECKS.equal, reply, str(answer), worked_out=worked_out))
 
 
 def _client(ep: Episode) -> AsyncOpenAI:

@@ -42,8 +42,9 @@ async def converse(client: AsyncOpenAI, messages: list[dict], answer: str) -> li
         response = await client.chat.completions.create(model="policy", messages=messages)
         reply = response.choices[0].message.content or ""
         messages.append({"role": "assistant", "content": reply})
-        # A comparison waits for a process of its own, so it is done beside the event loop.
-        chances.append(await asyncio.to_thread(CHECKS.equal, reply, answer))
+        # A comparison waits for a process of its own, so it is done beside the event loop. For math-verify
+        # 34+17-8 is 43 as well, so a model could be paid without computing anything.
+        chances.append(await asyncio.to_thread(CHECKS.equal, reply, answer, worked_out=True))
     return chances
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 
 from calculating import opening
@@ -29,35 +28,10 @@ async def calculating_agent(task: dict, ep: Episode) -> float:
     """1.0 if the answer in the box is right and worked out, else 0.0."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, http_client=HTTP)
     reply = await converse(client, opening(task["question"]))
-    answer = str(task["answer"])
-    if reply is None or not is_worked_out(reply, answer):
+    if reply is None:
         return 0.0
-    return await asyncio.to_thread(CHECKS.equal, reply, answer)
-
-
-def is_worked_out(reply: str, answer: str) -> bool:
-    """False if the answer is a whole number and the reply has a calculation, such as 347+58*24, instead.
-
-    For math-verify they are equal, so a model could be paid without computing anything.
-    """
-    if not answer.removeprefix("-").isdecimal():
-        return True
-    text = re.sub(r"\\(?:text|mathrm)\{[^{}]*\}(?:\^\{?\d\}?)?", "", reply)  # units such as cm^2
-    text = re.sub(r"(?<=\d)(?:,|\{,\}|\\,|,?\\!)(?=\d{3})", "", text)  # 1,234 is one number
-    places = text.split("\\boxed")[1:] or text.strip().splitlines()[-1:]
-    return all(len(re.findall(r"\d+(?:\.\d+)?", _first_group(place))) <= 1 for place in places)
-
-
-def _first_group(text: str) -> str:
-    """The content of the braces at the beginning of a string; the whole string if it has none there."""
-    if not text.lstrip().startswith("{"):
-        return text
-    depth = 0
-    for end, character in enumerate(text):
-        depth += (character == "{") - (character == "}")
-        if character == "}" and depth == 0:
-            return text[:end]
-    return text
+    # For math-verify 347+58*24 is 1739 as well, so a model could be paid without computing anything.
+    return await asyncio.to_thread(CHECKS.equal, reply, str(task["answer"]), worked_out=True)
 
 
 async def converse(client: AsyncOpenAI, messages: list[dict]) -> str | None:

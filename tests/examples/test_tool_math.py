@@ -79,6 +79,7 @@ def test_episodes_are_played_and_recorded_as_one_sequence(
         ([call("a", name="bash"), r"\boxed{42}"], ["Error: there is no tool bash; the tool is python."], 1.0),
         ([r"\boxed{42}"], [], 1.0),
         ([r"\boxed{84/2}"], [], 0.0),  # which is not worked out
+        (["It is 84/2\nas said."], [], 0.0),
         ([call("print(1)")] * 5, ["1"] * 3, 0.0),  # the fourth call is not answered any more
     ]
     task = {"question": "What is 6 times 7?", "answer": "42"}
@@ -93,30 +94,6 @@ def test_episodes_are_played_and_recorded_as_one_sequence(
             assert [turn["forked_from"] for turn in turns] == [None] * len(turns)
             shown = tokenizer.decode(turns[-1]["prompt_ids"], skip_special_tokens=False)
             assert re.findall(r"<tool_response>\n(.*?)\n</tool_response>", shown) == results
-
-
-@pytest.mark.parametrize(
-    ("reply", "answer", "is_answer"),
-    [
-        (r"It is \boxed{1739}, as 347+1392 is 1739.", "1739", True),
-        (r"\boxed{347+58*24}", "1739", False),
-        (r"\boxed{347+58\cdot 24} or \boxed{}", "1739", False),
-        (r"\boxed{\sum_{i=1}^{1739}1}", "1739", False),
-        ("The answer is 347+58*24", "1739", False),
-        ("347+58*24 = 1739.\nThe answer is: 1739", "1739", True),
-        (r"\boxed{1{,}739}", "1739", True),
-        (r"\boxed{\$1,739.00}", "1739", True),
-        (r"\boxed{25 \text{ cm}^2}", "25", True),
-        (r"\boxed{x = -5}", "-5", True),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", True),
-        (r"\boxed{1/2}", "0.5", True),
-        (r"\boxed 7", "7", True),
-        ("", "7", True),
-    ],
-)
-def test_a_calculation_is_no_answer(reply: str, answer: str, is_answer: bool) -> None:
-    is_worked_out = load_function(f"{EXAMPLE / 'agent.py'}:is_worked_out", AgentError)
-    assert is_worked_out(reply, answer) is is_answer
 
 
 @needs_bubblewrap

@@ -50,6 +50,45 @@ def test_answers_are_compared_as_mathematics(
     assert checks.equal(answer, expected) is equal
 
 
+@pytest.mark.parametrize(
+    ("answer", "expected", "equal"),
+    [
+        (r"It is \boxed{1739}, as 347+1392 is 1739.", "1739", True),
+        ("347+58*24 = 1739.\nThe answer is: 1739", "1739", True),
+        (r"So $347+1392=1739$.", "1739", True),
+        (r"\boxed{1{,}739}", "1739", True),
+        (r"\boxed{1739}", "1,739", True),
+        (r"\boxed{\$1,739.00}", "1739", True),
+        (r"\boxed{25 \text{ cm}^2}", "25", True),
+        (r"\boxed{x = -5}", "-5", True),
+        (r"\boxed 7", "7", True),
+        (r"\boxed{347+58*24}", "1739", False),
+        (r"\boxed{347+58*24}", "1,739", False),
+        (r"\boxed{1739=347+58*24}", "1739", False),
+        (r"\boxed{\sum_{i=1}^{1739}1}", "1739", False),
+        ("The answer is 347+58*24", "1739", False),
+        ("347+58*24\nDone.", "1739", False),  # math-verify looks in every line
+        (r"\boxed{} $347+58*24$", "1739", False),  # and behind an empty box
+        (r"\[ \boxed{} = 347+58*24 \]", "1739", False),
+        (r"\boxed{2/4}", "0.5", True),  # only a whole number must be worked out
+        (r"\boxed{1739}", "1740", False),
+        ("", "7", False),
+    ],
+)
+def test_a_calculation_is_no_answer_where_it_must_be_worked_out(
+    checks: MathChecks, answer: str, expected: str, equal: bool
+) -> None:
+    assert checks.equal(answer, expected, worked_out=True) is equal
+
+
+def test_the_reward_can_ask_for_an_answer_that_is_worked_out() -> None:
+    episode = FinishedEpisode(
+        "e", {"answer": 42}, ([{"role": "assistant", "content": r"\boxed{6*7}"}],), "finished", {}
+    )
+    assert math_answer(time_s=30, processes=1)(episode) == 1.0
+    assert math_answer(worked_out=True, time_s=30, processes=1)(episode) == 0.0
+
+
 def test_a_comparison_that_hangs_costs_its_own_time_and_process_only(checks: MathChecks) -> None:
     """Others go on in the other process; the killed one is started again."""
     short = MathChecks(processes=2, time_s=3)
