@@ -6,46 +6,73 @@ arguments and not the results; its output is compared here.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from areal_agents.rewards import FinishedEpisode
 
 TIMEOUT_S = 10.0
-_PROGRAM = """
-import json, sys
+MOST_BYTES = 1 << 16  # of the file that the agent left, and of what its program prints
+_PROGRAM = f"""
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+resource.setrlimit(resource.RLIMIT_FSIZE, ({MOST_BYTES}, {MOST_BYTES}))
 task = json.load(sys.stdin)
-names = {}
+names = {{}}
 exec(task["source"], names)
 json.dump([names["pick"](values, limit) for values, limit in task["arguments"]], sys.stdout)
 """
 
 
 def solved(episode: FinishedEpisode) -> float:
-    """1.0 if the file of the task gives every right result, else 0.0."""
+    """1.0 if the file of the task gives every right result, else 0.0, whatever the agent left."""
     assert episode.workdir is not None, "the agent works in a folder"
     cases = episode.task["cases"]
-    try:
-        source = (episode.workdir / episode.task["file"]).read_text()
-    except (OSError, UnicodeDecodeError):  # removed, or no longer text
+    source = _source(episode.workdir / episode.task["file"])
+    if source is None:
         return 0.0
     given = json.dumps({"source": source, "arguments": [case[:2] for case in cases]})
     return float(_results(given) == [result for _, _, result in cases])
 
 
+def _source(path: Path) -> str | None:
+    """The file that the agent left; None if there is none, or a link, a pipe, a long file or no text."""
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > MOST_BYTES:
+            return None
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
 def _results(given: str) -> object:
     """What the program prints, as JSON; None if it fails, prints something else, or takes too long."""
-    try:
-        done = subprocess.run(
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM],
-            input=given,
-            capture_output=True,
-            text=True,
-            errors="replace",
+            stdin=subprocess.PIPE,
+            stdout=printed,
+            stderr=subprocess.DEVNULL,
             env={},
-            timeout=TIMEOUT_S,
+            start_new_session=True,
         )
-        return json.loads(done.stdout) if done.returncode == 0 else None
-    except (subprocess.TimeoutExpired, json.JSONDecodeError):
+        try:
+            process.communicate(given.encode(), timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        text = printed.read()
+    try:
+        return json.loads(text) if process.returncode == 0 else None
+    except (ValueError, RecursionError):  # no JSON, or JSON that Python does not read
         return None

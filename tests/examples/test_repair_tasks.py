@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import shutil
 import subprocess
@@ -84,12 +85,17 @@ def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(tmp_path: Path) 
         "print([True] * 4)\nraise SystemExit(0)\n",
         "def pick(\n",
         "import sys\nsys.stdout = None\n",
+        "while True:\n    print('x' * 10_000)\n",
+        "import os\nos.write(1, b'[' + b'1' * 5000 + b']')\nos._exit(0)\n",
+        "import os\nos.write(1, b'[' * 60_000)\nos._exit(0)\n",
     ):
         file.write_text(text)
         assert solved(left_in(repaired, task)) == 0.0, text
     file.write_bytes(b"\xff\xfe")
     assert solved(left_in(repaired, task)) == 0.0
     file.unlink()
+    assert solved(left_in(repaired, task)) == 0.0
+    os.mkfifo(file)  # reading it would never end
     assert solved(left_in(repaired, task)) == 0.0
 
 
