@@ -66,7 +66,8 @@ def judge(
         base_url: an OpenAI-compatible endpoint; default: OPENAI_BASE_URL_OF_JUDGE, or OpenAI's own.
             OPENAI_BASE_URL is not read, because in a run it names the policy.
         api_key: the key of the endpoint; default: OPENAI_API_KEY.
-        cache: a folder in which answers are kept, so that the same question is asked once; None: no cache.
+        cache: a folder in which answers are kept, so that an answered question is not asked again; None: no
+            cache.
         attempts: the most requests for one answer; requests after the first wait, longer each time.
         timeout_s: the time limit of one request in seconds.
         concurrency: the most requests at the same time.

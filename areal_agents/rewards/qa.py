@@ -16,7 +16,7 @@ _BEGINS_A_NUMBER = re.compile(r"(?<![-.])(?:-\.?|\.)\d")
 
 
 def exact_match(answer: str | None, expected: str) -> float:
-    """1.0 if `answer` equals `expected` after `normalise`, else 0.0.
+    """Return 1.0 if `answer` equals `expected` after `normalise`, else 0.0.
 
     An `answer` of None (the agent gave none) scores 0. Raises ValueError if `expected` is empty after
     normalisation, because every empty answer would match it.

@@ -2,8 +2,8 @@
 
     python judge.py runs/online-seed0
 
-It calls the control API of the run, and knows the answers to the users' questions. For an assistant whose
-answers nobody knows beforehand, let `grade` ask a model (docs/rewards.md).
+It calls the control API of the run, and knows the answers to all questions of users.py. For an assistant
+whose answers nobody knows beforehand, let `grade` ask a model (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "search_agent"))
 
-from questions import heldout_tasks, train_tasks  # noqa: E402
+from questions import ask, question_bank  # noqa: E402
 
 from areal_agents.rewards import exact_match  # noqa: E402
 
-ANSWERS = {task["question"]: task["answer"] for task in (*train_tasks(0, 4096), *heldout_tasks())}
+ANSWERS = {
+    ask(question.path, question.field, wording).text: question.answer
+    for question in (*question_bank("train").all_questions(), *question_bank("heldout").all_questions())
+    for wording in (0, 1)
+}
 
 
 def grade(turns: list[dict[str, Any]]) -> float | None:
