@@ -139,7 +139,7 @@ def curves_in(place: Path) -> list[Curve]:
         return [_curve(found) for found in tree["runs"]]
     except FileNotFoundError:
         raise ConfigError(f"there is no {place}; give a reference file or the folder of a run") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{place} is not a reference file, which areal-agents reference writes: {type(error).__name__}: "
             f"{error}"
@@ -243,4 +243,11 @@ def rewards_at(curve: Curve, shares: Sequence[float]) -> list[float | None]:
 
 def _curve(tree: Mapping[str, Any]) -> Curve:
     points = tuple(Evaluated(**point) for point in tree["points"])
-    return Curve(**{**tree, "rewards": tuple(tree["rewards"]), "points": points})
+    curve = Curve(**{**tree, "rewards": tuple(tree["rewards"]), "points": points})
+    for reward in (*curve.rewards, *(point.reward for point in points)):
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise ValueError(f"a reward must be a finite number, got {reward!r:.100}")
+    for point in points:
+        if type(point.step) is not int or type(point.episodes) is not int or point.episodes < 1:
+            raise ValueError(f"step and episodes must be integers, and episodes at least 1, got {point}")
+    return curve

@@ -171,6 +171,13 @@ def test_a_run_on_users_is_held_against_its_kind_by_their_rewards(tmp_path: Path
         raise invoke(app, ["compare", str(held_out), str(file)]).exception
 
 
+def reference_with(**changed: object) -> str:
+    """A reference file whose only evaluation has something changed."""
+    point = {"step": 5, "reward": 0.5, "episodes": 10, **changed}
+    run = {"name": "a", "seed": 0, "rewards": [0.5], "measured": HELD_OUT, "points": [point], "wall_s": 1.0}
+    return json.dumps({"format": 2, "runs": [run]})
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -178,6 +185,11 @@ def test_a_run_on_users_is_held_against_its_kind_by_their_rewards(tmp_path: Path
         ("{", "not a reference file"),
         ('{"format": 9}', "has the format 9"),
         ("[]", "not a"),
+        ("[" * 100_000, "not a reference file"),
+        (reference_with(reward=math.nan), "a reward must be a finite number, got nan"),
+        (reference_with(reward="0.5"), "a reward must be a finite number, got '0.5'"),
+        (reference_with(episodes=0), "episodes at least 1"),
+        (reference_with(step="5"), "step and episodes must be integers"),
     ],
 )
 def test_what_is_no_reference_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
