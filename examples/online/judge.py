@@ -33,16 +33,12 @@ ANSWERS = {
 
 def grade(turns: list[dict[str, Any]]) -> float | None:
     """Return the reward of a conversation; None if the question is none that the judge knows."""
-    asked = next(
-        message["content"]
-        for turn in turns
-        for message in turn["new_messages"]
-        if message["role"] == "user"
-    )  # fmt: skip
-    if asked not in ANSWERS:
+    messages = [message for turn in turns for message in turn["new_messages"]]
+    asked = next((message.get("content") for message in messages if message["role"] == "user"), None)
+    if not isinstance(asked, str) or asked not in ANSWERS:  # content may also be a list of parts
         return None
     last = turns[-1]["reply"]
-    return exact_match(None if last.get("tool_calls") else last["content"], ANSWERS[asked])
+    return exact_match(None if last.get("tool_calls") else last.get("content"), ANSWERS[asked])
 
 
 def judge_once(run: Path, grace_s: float) -> int:
@@ -59,11 +55,17 @@ def judge_once(run: Path, grace_s: float) -> int:
             for episode in page["episodes"]:
                 if episode["score"] is not None or episode["ended_at"] > time.time() - grace_s:
                     continue
-                turns = http.get(f"/episodes/{episode['id']}").raise_for_status().json()["turns"]
-                if (reward := grade(turns)) is not None:
-                    given = {"reward": reward, "name": "judge"}
-                    http.post(f"/episodes/{episode['id']}/reward", json=given).raise_for_status()
-                    count += 1
+                shown = http.get(f"/episodes/{episode['id']}")
+                if shown.status_code == 404:  # it was deleted meanwhile
+                    continue
+                if (reward := grade(shown.raise_for_status().json()["turns"])) is None:
+                    continue
+                given = {"reward": reward, "name": "judge"}
+                answer = http.post(f"/episodes/{episode['id']}/reward", json=given)
+                if answer.status_code in (404, 409):  # deleted, or the trainer has taken it meanwhile
+                    continue
+                answer.raise_for_status()
+                count += 1
             if (after := page["next"]) is None:
                 return count
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import judge
@@ -139,3 +140,42 @@ def test_the_judge_reads_the_last_reply() -> None:
     assert judge.grade([searched]) == 0.0
     unknown = json.loads(json.dumps(searched).replace(task["question"], "Who are you?"))
     assert judge.grade([unknown]) is None
+    in_parts = {**asked, "new_messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]}
+    for question in (in_parts, {**asked, "new_messages": [{"role": "system", "content": "Be brief."}]}):
+        assert judge.grade([{**question, "reply": answered["reply"]}]) is None
+    silent = {"new_messages": [], "reply": {"role": "assistant"}}
+    assert judge.grade([searched, silent]) == 0.0
+
+
+def test_a_conversation_that_has_gone_does_not_end_the_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator may delete a conversation while it is judged, and the trainer may take it."""
+    (task,) = train_tasks(0, 1)
+    turn = {
+        "new_messages": [{"role": "user", "content": task["question"]}],
+        "reply": {"role": "assistant", "content": task["answer"]},
+    }
+    listed = [{"id": name, "score": None, "ended_at": 0.0} for name in ("deleted", "leased", "kept")]
+    rated: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == "/episodes":
+            return httpx.Response(200, json={"episodes": listed, "next": None})
+        if "deleted" in path:
+            return httpx.Response(404)
+        if request.method == "GET":
+            return httpx.Response(200, json={"turns": [turn]})
+        rated.append(path)
+        return httpx.Response(409 if "leased" in path else 200, json={})
+
+    client = httpx.Client
+
+    def scripted(**options: Any) -> httpx.Client:
+        return client(**options, transport=httpx.MockTransport(answer))
+
+    monkeypatch.setattr(judge.httpx, "Client", scripted)
+    (tmp_path / "endpoints.json").write_text(json.dumps({"proxy_port": 1, "admin_key": "k"}))
+    assert judge.judge_once(tmp_path, grace_s=0) == 1
+    assert rated == ["/episodes/leased/reward", "/episodes/kept/reward"]
