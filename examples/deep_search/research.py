@@ -19,6 +19,7 @@ Message = dict[str, Any]
 
 NO_RESULTS = "No results."
 CUT = "\n[cut off here]"
+LONGEST_ARGUMENT = 2000  # characters of a query or a URL; search services refuse longer ones
 SUMMARY_LABEL = "summary"  # of the calls that condense a page, for algorithm.exclude_labels
 _MESSAGE_TOKENS = 32  # at most what a chat format adds to a message
 _CHARACTERS_PER_TOKEN = 2.0  # until the model's own is known
@@ -187,6 +188,8 @@ async def _result(
         value = None
     if not isinstance(value, str) or not value.strip():
         return f"Error: {function.name} needs a {name}."
+    if len(value) > LONGEST_ARGUMENT:
+        return f"Error: a {name} has at most {LONGEST_ARGUMENT} characters."
     if function.name == "search":
         return await _searched(backend, value, limits, style)
     try:

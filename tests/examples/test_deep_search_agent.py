@@ -158,14 +158,16 @@ async def test_what_the_model_does_wrong_is_told_to_it(play: Any) -> None:
         call("search", query="  "),
         call("access", url="https://x.example/nowhere"),
         call("search", query="zzz"),
+        call("search", query="z" * 2001),
     ]
-    played = await play(["\n".join(wrong), "<answer>x</answer>"], Limits(reply_tokens=256))
+    played = await play(["\n".join(wrong), "<answer>x</answer>"], Limits(reply_tokens=2500))
     assert played.results == [
         "Error: there is no tool browse; there is search and access.",
         "Error: search needs a query.",
         "Error: search needs a query.",
         "Error: there is no page https://x.example/nowhere",
         "No results.",
+        "Error: a query has at most 2000 characters.",
     ]
     check_exact_and_trained_once(played, branches=1)
 
