@@ -85,7 +85,7 @@ def asynchrony(
     as_json: AsJson = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
     table: Annotated[
-        bool, typer.Option("--table", help="Train the quick start at η = 0 to 16 instead, which takes hours.")
+        bool, typer.Option("--table", help="Train at η = 0 to 16 instead, which takes hours.")
     ] = False,
     out: Annotated[
         Path, typer.Option(help="With --table: the file of results; runs that it contains are not repeated.")

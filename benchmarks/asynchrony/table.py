@@ -1,10 +1,10 @@
 """`python -m benchmarks async --table`: the cost of staleness, with naive and with decoupled PPO.
 
-The quick start is trained on batches that are exactly η versions old (`rollout.lag`), with both objectives,
-on each seed; each result is a line of a JSONL file. Runs that the file contains are not repeated, and an
+An example is trained on batches that are exactly η versions old (`rollout.lag`), with both objectives, on
+each seed; each result is a line of a JSONL file. Runs that the file contains are not repeated, and an
 interrupted run continues from its last checkpoint, so the whole table, which takes hours, can be produced in
-several sessions. Each batch is trained in more minibatches than in the quick start, where staleness makes
-no difference.
+several sessions. Each batch is trained in more minibatches, and with a lower learning rate over more steps,
+than the example is by itself, so that the policy changes little within η versions and often within a batch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,34 @@ from __future__ import annotations
 import itertools
 import json as jsonlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 
-from areal_agents.config import Config, load_config
+from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
+from areal_agents.evaluation.policies import NamedPolicy
+from areal_agents.launch.evaluation import evaluate
 from areal_agents.launch.progress import MetricsFile
+from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.summary import Summary
 from areal_agents.launch.train import train
 from areal_agents.whole_files import replacing
 
-CONFIG = Path("examples/search_agent/config.yaml")
+CONFIG = Path("examples/multi_turn_math/config.yaml")
+REGIME = (
+    "algorithm.minibatches=4", "trainer.lr=1.75e-4", "trainer.warmup_steps=4", "trainer.steps=32",
+)  # fmt: skip
 STALENESS = (0, 1, 2, 4, 8, 16)
 OBJECTIVES = {"naive": "behavior", "decoupled": "batch"}  # algorithm.proximal
 COLOURS = {"naive": "#c2542d", "decoupled": "#2d6fc2"}  # in the plot
 SEEDS = (0, 1, 2)
-MINIBATCHES = 4
-LAST_STEPS = 10  # training rewards are averaged over the last steps of a run
+
+
+RewardOf: TypeAlias = Callable[["Result"], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,9 @@ class Result:
 
     Attributes:
         heldout_before, heldout_after: mean rewards of held-out tasks, greedy.
-        last_rewards: the mean reward of the training episodes of the last steps, sampled.
+        heldout_sampled: the same after the training, sampled at temperature 1, as in training.
+        mean_rewards: the mean reward of the training episodes of all steps, sampled: it tells how fast a run
+            learned.
     """
 
     lag: int
@@ -62,7 +72,8 @@ class Result:
     seed: int
     heldout_before: float | None
     heldout_after: float | None
-    last_rewards: float
+    heldout_sampled: float
+    mean_rewards: float
     steps: int
     train_s: float
     staleness_mean: float
@@ -89,11 +100,11 @@ def run(
         overrides: overrides of the configuration, for every run.
 
     Raises:
-        ConfigError: there is no quick start in the working directory, or `out` is not a file of results.
+        ConfigError: there is no example in the working directory, or `out` is not a file of results.
         ChildDied: a process of a run ended that should not have.
     """
     if not config.is_file():
-        raise ConfigError(f"the table trains the quick start, but there is no {config} here")
+        raise ConfigError(f"the table trains an example, but there is no {config} here")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     results = read_results(out)
     known = {(r.lag, r.objective, r.seed) for r in results}
@@ -125,26 +136,26 @@ def all_settings() -> list[Setting]:
 def _train(
     setting: Setting, folder: Path, config: Path, overrides: Sequence[str], console: Console
 ) -> Result:
-    loaded: Config = load_config(
-        config,
-        [
-            f"run_dir={folder}",
-            f"seed={setting.seed}",
-            f"rollout.max_staleness={setting.lag}",
-            f"rollout.lag={setting.lag}",
-            f"algorithm.minibatches={MINIBATCHES}",
-            f"algorithm.proximal={OBJECTIVES[setting.objective]}",
-            "eval.every=null",
-            *overrides,
-        ],
-    )
+    changes = [
+        f"run_dir={folder}",
+        f"seed={setting.seed}",
+        f"rollout.max_staleness={setting.lag}",
+        f"rollout.lag={setting.lag}",
+        *REGIME,
+        f"algorithm.proximal={OBJECTIVES[setting.objective]}",
+        "eval.every=null",
+        *overrides,
+    ]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".log"), "a") as log:
-        summary: Summary = train(loaded, console=Console(file=log, width=200))
+        printed = Console(file=log, width=200)
+        summary: Summary = train(load_config(config, changes), console=printed)
+        sampled = heldout_sampled(folder, config, changes, printed)
     metrics = MetricsFile(folder / "metrics.jsonl")
     metrics.update()
     console.print(
-        f"held out {summary.heldout_before} → {summary.heldout_after} in {summary.steps_s:.0f} s of training"
+        f"held out {summary.heldout_before} → {summary.heldout_after}, sampled {sampled}, "
+        f"in {summary.steps_s:.0f} s of training"
     )
     return Result(
         lag=setting.lag,
@@ -152,12 +163,21 @@ def _train(
         seed=setting.seed,
         heldout_before=summary.heldout_before,
         heldout_after=summary.heldout_after,
-        last_rewards=statistics.mean(row["reward_mean"] for row in metrics.rows[-LAST_STEPS:]),
+        heldout_sampled=sampled,
+        mean_rewards=statistics.mean(row["reward_mean"] for row in metrics.rows),
         steps=summary.steps,
         train_s=summary.steps_s,
         staleness_mean=summary.staleness_mean,
         staleness_max=summary.staleness_max,
     )
+
+
+def heldout_sampled(folder: Path, config: Path, changes: Sequence[str], console: Console) -> float:
+    """The mean reward of held-out tasks, sampled at temperature 1, of the final model of a run."""
+    policy = NamedPolicy(f"{folder}@final", RunFolder(folder).final_model)
+    loaded = load_config(config, [*changes, f"model={policy.folder}", "eval.temperature=1"])
+    results = evaluate(loaded, policy, console=console)
+    return statistics.mean(score for task in results.tasks for score in task.scores)
 
 
 def read_results(path: Path) -> list[Result]:
@@ -178,62 +198,60 @@ def _write(path: Path, results: Sequence[Result]) -> None:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Held-out reward after training by η and objective: the mean and, in parentheses, each seed."""
-    lines = [
-        "| η | naive PPO | decoupled PPO | training reward at the end, naive / decoupled |",
-        "| --- | --- | --- | --- |",
+    """Rewards by η and objective: of held-out tasks, greedy and sampled, and of the training episodes of all
+    steps; each is the mean and, in parentheses, the values of the seeds."""
+    shown: list[tuple[str, RewardOf]] = [
+        ("greedy", lambda result: result.heldout_after),
+        ("sampled", lambda result: result.heldout_sampled),
+        ("training, all steps", lambda result: result.mean_rewards),
     ]
+    names = [f"{label}: {objective}" for label, _ in shown for objective in OBJECTIVES]
+    lines = [f"| η | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
     for lag in STALENESS:
-        naive, decoupled = (
-            sorted((r for r in results if (r.lag, r.objective) == (lag, objective)), key=lambda r: r.seed)
-            for objective in OBJECTIVES
-        )
-        if naive or decoupled:
-            lines.append(
-                f"| {lag} | {_heldout(naive)} | {_heldout(decoupled)} | {_last(naive)} / {_last(decoupled)} |"
-            )
+        cells = [_of(results, lag, objective, of) for _, of in shown for objective in OBJECTIVES]
+        if any(cells):
+            lines.append(f"| {lag} | {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines)
 
 
-def _heldout(results: Sequence[Result]) -> str:
-    rewards = [r.heldout_after for r in results if r.heldout_after is not None]
+def _of(results: Sequence[Result], lag: int, objective: str, reward_of: RewardOf) -> list[float]:
+    """The rewards of one cell, by seed."""
+    found = sorted((r for r in results if (r.lag, r.objective) == (lag, objective)), key=lambda r: r.seed)
+    return [reward for result in found if (reward := reward_of(result)) is not None]
+
+
+def _cell(rewards: Sequence[float]) -> str:
     if not rewards:
         return "–"
     return f"{statistics.mean(rewards):.3f} ({', '.join(f'{reward:.3f}' for reward in rewards)})"
 
 
-def _last(results: Sequence[Result]) -> str:
-    return f"{statistics.mean(r.last_rewards for r in results):.3f}" if results else "–"
-
-
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Plot the held-out reward by η, a line for each objective through the means, a point for each seed.
+    """Plot two rewards by η, held out after training and of all training episodes, both sampled: a line for
+    each objective through the means, a point for each seed.
 
     The image is written whole or not at all.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for objective, colour in COLOURS.items():
-        rewards = {
-            place: [
-                r.heldout_after
-                for r in results
-                if (r.lag, r.objective) == (lag, objective) and r.heldout_after is not None
-            ]
-            for place, lag in enumerate(STALENESS)
-        }
-        means = {place: statistics.mean(of) for place, of in rewards.items() if of}
-        axes.plot(list(means), list(means.values()), color=colour, label=f"{objective} PPO, mean")
-        for place, of in rewards.items():
-            axes.scatter([place] * len(of), of, color=colour, s=14, alpha=0.6)
-    axes.set_xticks(range(len(STALENESS)), [str(lag) for lag in STALENESS])
-    axes.set_xlabel("η: versions between sampling and training")
-    axes.set_ylabel("held-out reward after training")
-    axes.grid(alpha=0.3)
+    shown: dict[str, RewardOf] = {
+        "held-out reward after training, sampled": lambda result: result.heldout_sampled,
+        "training reward, mean of all steps": lambda result: result.mean_rewards,
+    }
+    for axes, (label, reward_of) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
+        for objective, colour in COLOURS.items():
+            rewards = [_of(results, lag, objective, reward_of) for lag in STALENESS]
+            means = {place: statistics.mean(of) for place, of in enumerate(rewards) if of}
+            axes.plot(list(means), list(means.values()), color=colour, label=f"{objective} PPO, mean")
+            for place, of in enumerate(rewards):
+                axes.scatter([place] * len(of), of, color=colour, s=14, alpha=0.6)
+        axes.set_xticks(range(len(STALENESS)), [str(lag) for lag in STALENESS])
+        axes.set_xlabel("η: versions between sampling and training")
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)

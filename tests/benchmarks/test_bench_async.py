@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,10 +171,16 @@ class TestTable:
             rows = [{"step": step, "time": 0.0, "reward_mean": reward} for step, reward in enumerate(rewards)]
             folder = Path(config.run_dir)
             folder.mkdir(parents=True)
+            shutil.copytree(config.model, folder / "final")
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             return FakeSummary(config.algorithm.minibatches)
 
+        def evaluate(config: Any, policy: Any, *, console: Console) -> Any:
+            assert config.eval.temperature == 1 and str(policy.folder) == config.model
+            return SimpleNamespace(tasks=[SimpleNamespace(scores=[1.0]), SimpleNamespace(scores=[0.5])])
+
         monkeypatch.setattr(table, "train", train)
+        monkeypatch.setattr(table, "evaluate", evaluate)
         return configs
 
     def test_runs_that_are_there_are_not_repeated(self, tmp_path: Path, trained: list[Any]) -> None:
@@ -186,8 +194,8 @@ class TestTable:
         ]  # fmt: skip
         assert all(c.algorithm.minibatches == 4 and c.eval.every is None for c in trained)
         assert len({c.run_dir for c in trained}) == 2
-        assert "| 0 | 0.900 (0.900) | – | 0.700 / – |" in printed
-        assert "| 16 | – | 0.900 (0.900) | – / 0.700 |" in printed
+        assert "| 0 | 0.900 (0.900) | – | 0.750 (0.750) | – | 0.608 (0.608) | – |" in printed
+        assert "| 16 | – | 0.900 (0.900) | – | 0.750 (0.750) | – | 0.608 (0.608) |" in printed
         assert len(out.read_text().splitlines()) == 2
 
     def test_a_foreign_file_is_left_alone(self, tmp_path: Path, trained: list[Any]) -> None:
