@@ -35,6 +35,7 @@ REGIME = (
 )  # fmt: skip
 STALENESS = (0, 1, 2, 4, 8, 16)
 OBJECTIVES = {"naive": "behavior", "decoupled": "batch"}  # algorithm.proximal
+HALF, OVER = 0.5, 5  # a run has learned when the mean training reward of so many steps reaches this
 COLOURS = {"naive": "#c2542d", "decoupled": "#2d6fc2"}  # in the plot
 SEEDS = (0, 1, 2)
 
@@ -65,6 +66,8 @@ class Result:
         heldout_sampled: the same after the training, sampled at temperature 1, as in training.
         mean_rewards: the mean reward of the training episodes of all steps, sampled: it tells how fast a run
             learned.
+        steps_to_half: the first step at which the mean training reward of OVER steps is at least HALF; None
+            if that was never so.
     """
 
     lag: int
@@ -74,6 +77,7 @@ class Result:
     heldout_after: float | None
     heldout_sampled: float
     mean_rewards: float
+    steps_to_half: int | None
     steps: int
     train_s: float
     staleness_mean: float
@@ -153,6 +157,7 @@ def _train(
         sampled = heldout_sampled(folder, config, changes, printed)
     metrics = MetricsFile(folder / "metrics.jsonl")
     metrics.update()
+    rewards = [row["reward_mean"] for row in metrics.rows]
     console.print(
         f"held out {summary.heldout_before} → {summary.heldout_after}, sampled {sampled}, "
         f"in {summary.steps_s:.0f} s of training"
@@ -164,7 +169,8 @@ def _train(
         heldout_before=summary.heldout_before,
         heldout_after=summary.heldout_after,
         heldout_sampled=sampled,
-        mean_rewards=statistics.mean(row["reward_mean"] for row in metrics.rows),
+        mean_rewards=statistics.mean(rewards),
+        steps_to_half=steps_to_half(rewards),
         steps=summary.steps,
         train_s=summary.steps_s,
         staleness_mean=summary.staleness_mean,
@@ -178,6 +184,18 @@ def heldout_sampled(folder: Path, config: Path, changes: Sequence[str], console:
     loaded = load_config(config, [*changes, f"model={policy.folder}", "eval.temperature=1"])
     results = evaluate(loaded, policy, console=console)
     return statistics.mean(score for task in results.tasks for score in task.scores)
+
+
+def steps_to_half(rewards: Sequence[float]) -> int | None:
+    """The first step, from 1, at which the mean of the last OVER rewards is at least HALF."""
+    return next(
+        (
+            step
+            for step in range(OVER, len(rewards) + 1)
+            if statistics.mean(rewards[step - OVER : step]) >= HALF
+        ),
+        None,
+    )
 
 
 def read_results(path: Path) -> list[Result]:
@@ -198,29 +216,32 @@ def _write(path: Path, results: Sequence[Result]) -> None:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Rewards by η and objective: of held-out tasks, greedy and sampled, and of the training episodes of all
-    steps; each is the mean and, in parentheses, the values of the seeds."""
-    shown: list[tuple[str, RewardOf]] = [
+    """By η and objective: rewards of held-out tasks, greedy and sampled, the mean and, in parentheses, those
+    of the seeds; the mean training reward of all steps; and the steps until a run had learned, by seed."""
+    rewards: list[tuple[str, RewardOf]] = [
         ("greedy", lambda result: result.heldout_after),
         ("sampled", lambda result: result.heldout_sampled),
-        ("training, all steps", lambda result: result.mean_rewards),
     ]
-    names = [f"{label}: {objective}" for label, _ in shown for objective in OBJECTIVES]
-    lines = [f"| η | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
+    names = [*(label for label, _ in rewards), "training", f"steps to {HALF:g}"]
+    columns = [f"{name}: {objective}" for name in names for objective in OBJECTIVES]
+    lines = [f"| η | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
     for lag in STALENESS:
-        cells = [_of(results, lag, objective, of) for _, of in shown for objective in OBJECTIVES]
-        if any(cells):
-            lines.append(f"| {lag} | {' | '.join(map(_cell, cells))} |")
+        cells = [_rewards(_of(results, lag, objective), of) for _, of in rewards for objective in OBJECTIVES]
+        runs = [_of(results, lag, objective) for objective in OBJECTIVES]
+        cells += [f"{statistics.mean(r.mean_rewards for r in of):.3f}" if of else "–" for of in runs]
+        cells += [", ".join(str(r.steps_to_half or "never") for r in of) or "–" for of in runs]
+        if any(runs):
+            lines.append(f"| {lag} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _of(results: Sequence[Result], lag: int, objective: str, reward_of: RewardOf) -> list[float]:
-    """The rewards of one cell, by seed."""
-    found = sorted((r for r in results if (r.lag, r.objective) == (lag, objective)), key=lambda r: r.seed)
-    return [reward for result in found if (reward := reward_of(result)) is not None]
+def _of(results: Sequence[Result], lag: int, objective: str) -> list[Result]:
+    """The results of one cell, by seed."""
+    return sorted((r for r in results if (r.lag, r.objective) == (lag, objective)), key=lambda r: r.seed)
 
 
-def _cell(rewards: Sequence[float]) -> str:
+def _rewards(results: Sequence[Result], reward_of: RewardOf) -> str:
+    rewards = [reward for result in results if (reward := reward_of(result)) is not None]
     if not rewards:
         return "–"
     return f"{statistics.mean(rewards):.3f} ({', '.join(f'{reward:.3f}' for reward in rewards)})"
@@ -243,7 +264,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
     }
     for axes, (label, reward_of) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
         for objective, colour in COLOURS.items():
-            rewards = [_of(results, lag, objective, reward_of) for lag in STALENESS]
+            cells = [map(reward_of, _of(results, lag, objective)) for lag in STALENESS]
+            rewards = [[reward for reward in cell if reward is not None] for cell in cells]
             means = {place: statistics.mean(of) for place, of in enumerate(rewards) if of}
             axes.plot(list(means), list(means.values()), color=colour, label=f"{objective} PPO, mean")
             for place, of in enumerate(rewards):

@@ -194,8 +194,8 @@ class TestTable:
         ]  # fmt: skip
         assert all(c.algorithm.minibatches == 4 and c.eval.every is None for c in trained)
         assert len({c.run_dir for c in trained}) == 2
-        assert "| 0 | 0.900 (0.900) | – | 0.750 (0.750) | – | 0.608 (0.608) | – |" in printed
-        assert "| 16 | – | 0.900 (0.900) | – | 0.750 (0.750) | – | 0.608 (0.608) |" in printed
+        assert "| 0 | 0.900 (0.900) | – | 0.750 (0.750) | – | 0.608 | – | 6 | – |" in printed
+        assert "| 16 | – | 0.900 (0.900) | – | 0.750 (0.750) | – | 0.608 | – | 6 |" in printed
         assert len(out.read_text().splitlines()) == 2
 
     def test_a_foreign_file_is_left_alone(self, tmp_path: Path, trained: list[Any]) -> None:
@@ -204,6 +204,11 @@ class TestTable:
         with pytest.raises(ConfigError, match="is not a file of results"):
             table.run(out, json=False, settings=self.SETTINGS)
         assert not trained
+
+    def test_a_run_has_learned_when_the_mean_of_five_steps_is_high_enough(self) -> None:
+        assert table.steps_to_half([1.0, 1.0, 0.5, 0.0, 0.0, 0.0]) == 5
+        assert table.steps_to_half([0.0] * 4 + [1.0, 1.0, 0.4, 0.1, 0.0]) == 8
+        assert table.steps_to_half([0.0] * 4 + [1.0, 1.0, 0.4]) is table.steps_to_half([1.0]) is None
 
     def test_the_table_is_whole(self) -> None:
         settings = table.all_settings()
