@@ -15,6 +15,7 @@ from typing import Any
 from reasoning_gym.factory import CURRICULA, DATASETS
 from reasoning_gym.utils import extract_answer
 
+from areal_agents.environments.adapters.evaluated_answers import may_be_graded
 from areal_agents.environments.environment import Split
 from areal_agents.environments.line import EnvironmentLine
 from areal_agents.environments.own_thread import OwnThread
@@ -69,7 +70,10 @@ class ReasoningGym:
         return rows
 
     async def play(self, task: Mapping[str, Any], ep: Episode) -> float:
-        """Ask the question, and return the score of the last answer between tags, or of the whole reply."""
+        """Ask the question, and return the score of the last answer between tags, or of the whole reply.
+
+        An answer that would run code in its grader counts as none.
+        """
         data, messages = (
             self._sets[task["split"]],
             [
@@ -87,7 +91,8 @@ class ReasoningGym:
             reply = (await self._model.reply(ep, messages)).get("content") or ""
             answer = extract_answer(reply)
             given = reply.strip() if answer is None else answer
-            return float(await thread.run(data.score_answer, given, entry))
+            graded = given if may_be_graded(self._line.name, given) else None
+            return float(await thread.run(data.score_answer, graded, entry))
         finally:
             thread.close()
 
