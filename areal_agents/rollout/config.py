@@ -324,9 +324,11 @@ class DifficultyConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _has_weight(self) -> DifficultyConfig:
-        if self.new + self.learnable + self.unsolved + self.solved <= 0:
-            raise ValueError("new, learnable, unsolved and solved must not all be 0")
+    def _begins(self) -> DifficultyConfig:
+        if self.new <= 0:
+            raise ValueError(
+                "new must be above 0: at first every task is new, so only the first one would ever be sampled"
+            )
         return self
 
 

@@ -93,7 +93,7 @@ class Policy:
         }
 
 
-NO_WEIGHTS = {"new": 0, "learnable": 0, "unsolved": 0, "solved": 0}
+NO_NEW = {"new": 0, "learnable": 1, "unsolved": 1, "solved": 1}
 RATES = {f"t{n}": (0.0, 0.25, 0.5, 1.0)[n % 4] for n in range(40)}
 
 
@@ -194,7 +194,7 @@ def test_one_source_may_be_sampled_by_difficulty(tmp_path: Path) -> None:
         ({"path": "x", "difficulty": {"target": 0.4}}, "no effect without sampler: difficulty"),
         ({"path": "x", "sampler": "difficulty", "epochs": 2}, "so it has no epochs"),
         ({"episodes": "x", "sampler": "difficulty"}, "leave sampler and sources out"),
-        ({"path": "x", "sampler": "difficulty", "difficulty": NO_WEIGHTS}, "must not all be 0"),
+        ({"path": "x", "sampler": "difficulty", "difficulty": NO_NEW}, "new must be above 0"),
     ],
 )  # fmt: skip
 def test_faults_of_samplers_are_named(given: dict[str, Any], fault: str) -> None:
