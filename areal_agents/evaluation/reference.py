@@ -1,7 +1,7 @@
 """Compares the curve of a run with those of reference runs, which are in a file or in run folders.
 
 The curve of a run is its held-out reward. A run on users' conversations (`data.traffic`) has no held-out
-tasks; its curve is the reward of the conversations that it was trained on.
+tasks; its curve is the reward of these conversations, in the order in which they began.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from areal_agents.inspection.sources import config_of_run, store_of_run
 from areal_agents.launch.progress import MetricsFile, read_held_out
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.summary import comparable, complete_evaluations, step_of_label
+from areal_agents.store.rows import SCORED
 from areal_agents.version import __version__
 from areal_agents.whole_files import write_whole
 
 CONFIDENCE = 0.95
-SMOOTHED = 5  # steps whose rewards are averaged
-HELD_OUT, OF_USERS = "held-out reward", "reward of users' conversations"
+SMOOTHED = 5  # steps whose training rewards are averaged
+RATED = 100  # conversations of users whose rewards are averaged
+HELD_OUT, OF_USERS = "held-out reward", f"reward of each {RATED} conversations of users"
 _FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """A complete evaluation, or SMOOTHED steps on users' conversations.
+    """A complete evaluation, or RATED conversations of users.
 
     Attributes:
-        step: the number of steps after which the policy was evaluated; of SMOOTHED steps, the last.
+        step: the number of steps after which the policy was evaluated; of conversations, the number of the
+            last one that was rated.
         reward: the mean score.
         episodes: how many episodes it is the mean of.
     """
@@ -54,7 +57,8 @@ class Curve:
         seed: its seed.
         rewards: the mean reward of each step's batch, from step 1.
         measured: what `points` are: HELD_OUT or OF_USERS.
-        points: the complete evaluations, by step; of users' conversations, the mean of each SMOOTHED steps.
+        points: the complete evaluations, by step; of users' conversations, the mean of each RATED ones that
+            have a reward.
         wall_s: seconds of its steps.
     """
 
@@ -100,7 +104,7 @@ def curve_of(root: Path) -> Curve:
         seed=int(config.get("seed", 0)),
         rewards=tuple(row["reward_mean"] for row in rows),
         measured=OF_USERS if users else HELD_OUT,
-        points=_of_users(rows) if users else _held_out(folder, rows),
+        points=_of_users(folder) if users else _held_out(folder, rows),
         wall_s=round(sum(row["step_s"] for row in rows), 1),
     )
 
@@ -115,14 +119,12 @@ def _held_out(folder: RunFolder, rows: Sequence[Mapping[str, Any]]) -> tuple[Eva
     return tuple(sorted(points, key=lambda point: point.step))
 
 
-def _of_users(rows: Sequence[Mapping[str, Any]]) -> tuple[Evaluated, ...]:
-    points = []
-    for end in range(SMOOTHED, len(rows) + 1, SMOOTHED):
-        steps = rows[end - SMOOTHED : end]
-        episodes = sum(int(row["episodes"]) for row in steps)
-        reward = fmean(row["reward_mean"] for row in steps)
-        points.append(Evaluated(steps[-1]["step"], reward, episodes))
-    return tuple(points)
+def _of_users(folder: RunFolder) -> tuple[Evaluated, ...]:
+    with store_of_run(folder) as store:
+        episodes = store.episodes(split="train")
+    scores = [e.score for e in episodes if e.status in SCORED and e.score is not None]
+    ends = range(RATED, len(scores) + 1, RATED)
+    return tuple(Evaluated(end, fmean(scores[end - RATED : end]), RATED) for end in ends)
 
 
 def curves_in(place: Path) -> list[Curve]:
@@ -154,13 +156,13 @@ def write_reference(path: Path, runs: Sequence[Path], *, note: str = "") -> list
 
     Raises:
         ConfigError: a folder is not that of a run, or a run has no complete evaluation, or fewer than
-            SMOOTHED steps on users' conversations.
+            RATED rated conversations of users.
     """
     curves = [curve_of(run) for run in runs]
     for run, curve in zip(runs, curves, strict=True):
         if not curve.points:
             lacks = (
-                f"fewer than {SMOOTHED} steps, so it cannot be a reference; let it go on"
+                f"fewer than {RATED} rated conversations, so it cannot be a reference; let it go on"
                 if curve.measured == OF_USERS
                 else "no complete evaluation, so it cannot be a reference; add eval.data"
             )

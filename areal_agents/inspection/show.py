@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from areal_agents.doctor.replay import Replay
     from areal_agents.inspection.tasks import TaskStatistics
 
-from areal_agents.evaluation.reference import CONFIDENCE, Curve, Point, rewards_at
+from areal_agents.evaluation.reference import CONFIDENCE, OF_USERS, Curve, Point, rewards_at
 
 LONGEST = 600  # characters of a message, unless all of it is wanted
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -52,7 +52,8 @@ def draw_comparison(
 ) -> None:
     """Print a run beside its references: the points of their curves, training rewards, and seconds."""
     ends = f"{len(references)} reference run{'s' if len(references) > 1 else ''}"
-    table = Table("step", run.name, ends, f"{CONFIDENCE:.0%} of further runs", "verdict", title=run.measured)
+    at = "conversation" if run.measured == OF_USERS else "step"
+    table = Table(at, run.name, ends, f"{CONFIDENCE:.0%} of further runs", "verdict", title=run.measured)
     styles = {"below": "bold red", "above": "bold green", "within": ""}
     for point in points:
         bounds = f"{point.low:.3f} to {point.high:.3f}"

@@ -12,8 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from areal_agents.cli import app
-from areal_agents.core.rollout import Reward, Task
+from areal_agents.core.rollout import EpisodeStatus, Reward, Task
 from areal_agents.errors import ConfigError
+from areal_agents.evaluation import reference
 from areal_agents.evaluation.reference import (
     HELD_OUT,
     OF_USERS,
@@ -137,37 +138,51 @@ def test_runs_are_written_read_and_held_against_each_other(tmp_path: Path) -> No
 
 
 def run_on_users(root: Path, rewards: Sequence[float]) -> Path:
-    """A run on users' conversations, 64 in each batch, without evaluations."""
+    """A run on users' conversations with these rewards; between them are some that count for nothing."""
     root.mkdir()
-    (root / "config.yaml").write_text(
-        yaml.safe_dump({"seed": 1, "trainer": {"steps": 100}, "data": {"traffic": True}})
-    )
-    rows = [
-        {"step": step, "time": 9.0, "reward_mean": reward, "step_s": 2.0, "episodes": 64}
-        for step, reward in enumerate(rewards, start=1)
-    ]
-    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {"seed": 1, "trainer": {"steps": 100}, "store": {"url": None}, "data": {"traffic": True}}
+    (root / "config.yaml").write_text(yaml.safe_dump(tree))
+    row = {"step": 1, "time": 9.0, "reward_mean": 0.2, "step_s": 2.0, "episodes": 64}
+    (root / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with Store.open(root / "store.db") as store:
+
+        def converse(name: str, status: EpisodeStatus | None, reward: float | None) -> None:
+            store.open_episode(NewEpisode(name, f"hash of {name}", None, implicit_key=name)).result()
+            if reward is not None:
+                store.set_rewards(name, [Reward("episode", "", "thumb", reward)]).result()
+            if status is not None:
+                store.seal(name, status).result()
+
+        for number, reward in enumerate(rewards):
+            converse(f"rated-{number}", "finished", reward)
+        converse("open", None, 1.0)
+        converse("failed", "failed", 1.0)
+        converse("silent", "finished", None)
     return root
 
 
-def test_a_run_on_users_is_held_against_its_kind_by_their_rewards(tmp_path: Path) -> None:
-    learns = [0.2] * 5 + [0.3, 0.4, 0.5, 0.6, 0.7] + [0.9] * 4
+def test_a_run_on_users_is_held_against_its_kind_by_their_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "RATED", 10)
+    learns = [0.0, 1.0] * 5 + [1.0] * 10 + [0.0] * 9
     good = [run_on_users(tmp_path / f"good{n}", learns) for n in range(3)]
-    bad = run_on_users(tmp_path / "bad", [0.2] * 10)
-    short = run_on_users(tmp_path / "short", [0.2] * 4)
-    assert curve_of(good[0]).points == (Evaluated(5, 0.2, 320), Evaluated(10, pytest.approx(0.5), 320))
+    bad = run_on_users(tmp_path / "bad", [0.0, 1.0] * 5 + [0.0] * 10)
+    short = run_on_users(tmp_path / "short", [1.0] * 9)
+    assert curve_of(good[0]).points == (Evaluated(10, 0.5, 10), Evaluated(20, 1.0, 10))
     file = tmp_path / "reference.json"
     invoke = CliRunner().invoke
     written = invoke(app, ["reference", str(file), *map(str, good)])
-    assert written.exit_code == 0 and f"{OF_USERS} at the end 0.500, 0.500, 0.500" in written.output
+    assert written.exit_code == 0 and f"{OF_USERS} at the end 1.000, 1.000, 1.000" in written.output
     assert curves_in(file) == [curve_of(run) for run in good]
     failed = invoke(app, ["compare", str(bad), str(file), "--json"])
     assert failed.exit_code == 1
     assert [point["verdict"] for point in json.loads(failed.output)["points"]] == ["within", "below"]
-    with pytest.raises(ConfigError, match="short has fewer than 5 steps"):
+    assert "conversation" in invoke(app, ["compare", str(good[0]), str(file)]).output
+    with pytest.raises(ConfigError, match="short has fewer than 10 rated conversations"):
         raise invoke(app, ["reference", str(file), str(short)]).exception
     held_out = run_folder(tmp_path / "held-out", before=0.3, after=0.9)
-    with pytest.raises(ConfigError, match="is its held-out reward, and that of good0 its reward of users"):
+    with pytest.raises(ConfigError, match="is its held-out reward, and that of good0 its reward of each"):
         raise invoke(app, ["compare", str(held_out), str(file)]).exception
 
 
