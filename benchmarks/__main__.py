@@ -176,6 +176,14 @@ def store(
     run(json=as_json)
 
 
+@app.command("rewards")
+def rewards(as_json: AsJson = False) -> None:
+    """Comparisons of mathematical answers per second, alone and beside one that hangs."""
+    from benchmarks.rewards import run
+
+    run(json=as_json)
+
+
 @app.command("listeners")
 def listeners(
     url: Annotated[str, typer.Option(help="A new store on this machine, such as postgresql://…?schema=….")],

@@ -105,6 +105,8 @@ NOT_RUN = {
     ): "minutes; tests/examples/test_games.py",
     ("docs/benchmarks.md", "python -m benchmarks engine"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "python -m benchmarks retrieval"): "tests/benchmarks/test_bench_retrieval.py",
+    ("docs/benchmarks.md", "python -m benchmarks rewards"): "tests/benchmarks/test_bench_rewards.py",
+    ("docs/benchmarks.md", "python -m pytest tests/examples"): "it is a part of `make test`",
     (
         "docs/benchmarks.md",
         "python -m benchmarks weights",
