@@ -176,6 +176,7 @@ def test_jsonl_and_parquet_give_the_same_passages(tmp_path: Path) -> None:
         ("a.jsonl", "1", "must be an object"),
         ("a.jsonl", '{"body": "x"}', "no text in its column 'text'; it has"),
         ("a.jsonl", "", "no passages"),
+        ("a.jsonl", r'{"id": "7", "text": "\ud800"}', "passage '7' .row 0. is not Unicode text"),
         ("a.txt", "", "a .jsonl or a .parquet"),
         ("a.parquet", "no", "cannot be read as Parquet"),
     ],

@@ -104,12 +104,15 @@ def write_passages(passages: Iterable[Passage], folder: Path) -> Iterator[Passag
     """Write the files of a store of passages, and yield each passage when it is written.
 
     Raises:
-        DataError: an id is repeated, or there is no passage.
+        DataError: there is no passage, or one has a half of a surrogate pair, which no file can hold.
     """
     ends, hashes, rows = [0], [], []
     with (folder / "passages.jsonl").open("wb") as file:
         for row, passage in enumerate(passages):
-            line = json.dumps(asdict(passage), ensure_ascii=False).encode() + b"\n"
+            try:
+                line = json.dumps(asdict(passage), ensure_ascii=False).encode() + b"\n"
+            except UnicodeEncodeError as error:
+                raise DataError(f"passage {passage.id!r} (row {row}) is not Unicode text: {error}") from None
             file.write(line)
             ends.append(ends[-1] + len(line))
             for key in {passage.id, passage.url} - {""}:
