@@ -173,6 +173,8 @@ async def test_sealing_aborts_what_still_runs(proxy: RunningProxy) -> None:
         {"reward": {"a": None}},
         {"reward": [1]},
         {"reward": 1, "name": ""},
+        {"reward": 1, "name": "n" * 201},
+        {"reward": {"good": 1, "n" * 201: 1}},
         {"reward": 1, "scope": "turn"},
         {"reward": 1, "scope": "world"},
     ],

@@ -29,6 +29,7 @@ _OPENING = (
 _BEGINNING = ("id", "task", "group_size", "surplus", "runner", "at_most", "at_step")
 _EPISODE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REWARD = ("reward", "completion_id", "scope", "name")
+_LONGEST_REWARD_NAME = 200  # characters; every row of metrics has the names
 _MOST_REWARDS = 10_000  # in one request, because its transaction delays other writes
 
 
@@ -237,6 +238,11 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
         if "" in value:
             raise RequestError("the name of a reward must not be empty", param="reward")
         rewards = [Reward(scope, target, key, _finite(item)) for key, item in value.items()]
+    if (longest := max(len(reward.name) for reward in rewards)) > _LONGEST_REWARD_NAME:
+        raise RequestError(
+            f"the name of a reward may have at most {_LONGEST_REWARD_NAME} characters, got {longest}",
+            param="name",
+        )
     if any(reward.name == DEFAULT_REWARD_NAME for reward in rewards):
         raise RequestError(
             f"the reward name {DEFAULT_REWARD_NAME!r} is reserved for truncated episodes; use another name",
