@@ -23,6 +23,11 @@ MODEL = EXAMPLE.parent / "search_agent" / "model"
 AGENT = load_function(f"{EXAMPLE / 'agent.py'}:solve", AgentError).__globals__
 
 
+def test_the_instruction_is_that_with_which_the_laptop_model_was_made() -> None:
+    chances = load_function(f"{EXAMPLE.parent / 'multi_turn_math' / 'chances.py'}:opening", AgentError)
+    assert AGENT["INSTRUCTION"] == chances.__globals__["SYSTEM_PROMPT"]
+
+
 def test_rows_of_the_data_sets_become_tasks() -> None:
     rows = [
         {"question": "How many?", "answer": "He has 1,000 + 5 = <<1000+5=1005>>1005.\n#### 1,005"},  # GSM8K
