@@ -112,6 +112,16 @@ def test_a_dry_run_says_which_loop_sets_the_staleness(tmp_path: Path) -> None:
     assert next(line for line in page.splitlines() if "max_staleness" in line).endswith("# loop: sync")
 
 
+def test_a_dry_run_knows_the_short_form_of_a_reward() -> None:
+    def origin_of_reward(overrides: list[str]) -> str:
+        lines = annotated(EXAMPLE, overrides).splitlines()
+        at = next(number for number, line in enumerate(lines) if line.startswith("reward:"))
+        return next(line for line in lines[at:] if line.strip().startswith("episode:")).rpartition("# ")[2]
+
+    assert origin_of_reward(["reward=agent.py:score"]) == "argument"
+    assert origin_of_reward(["reward={group: agent.py:score}"]) == "default"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

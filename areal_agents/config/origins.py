@@ -19,6 +19,7 @@ _DERIVED: dict[tuple[str, ...], str] = {
     ("name",): "from the file's name",
     ("run_dir",): "from the name and the seed",
 }
+_SHORT = ("reward", "episode")  # `reward: FUNCTION` is short for this key
 
 
 def annotated(path: str | Path, overrides: Sequence[str] = ()) -> str:
@@ -40,7 +41,7 @@ def annotated(path: str | Path, overrides: Sequence[str] = ()) -> str:
 def origin(config: Config, file: Mapping[str, Any], arguments: Mapping[str, Any], at: tuple[str, ...]) -> str:
     """Return the origin of the value at a path of the resolved configuration."""
     for tree, name in ((arguments, ARGUMENT), (file, FILE)):
-        if _has(tree, at):
+        if _has(tree, at) or (at == _SHORT and isinstance(tree.get(_SHORT[0]), str)):
             return name
     if at[0] == "algorithm":
         for tree, name in ((arguments, ARGUMENT), (file, FILE)):
