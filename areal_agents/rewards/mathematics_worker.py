@@ -63,7 +63,7 @@ def _is_whole(expected: str) -> bool:
 
 
 def _is_one_number(answer: str) -> bool:
-    """Return whether an answer, or what stands behind its last equals sign, has exactly one number."""
+    """Return whether an answer, or the text after its last equals sign, has exactly one number."""
     return len(re.findall(r"\d+(?:\.\d+)?", _without_separators(answer).rpartition("=")[2])) == 1
 
 

@@ -97,7 +97,7 @@ async def converse(desk: Desk, customer: Customer, ask: Ask) -> list[dict[str, A
 def reward(task: dict, desk: Desk, customer: Customer, messages: list[dict[str, Any]]) -> float:
     """1.0 if the conversation came to its end, the world is as the solution leaves it, and the customer, if
     it asked for a fee, was told this amount and no other one; else 0.0. No other words count."""
-    # The customer does not hear what stands beside a call of a tool.
+    # The customer does not read the text of a reply that calls a tool.
     said = [m.get("content") or "" for m in messages if m["role"] == "assistant" and not m.get("tool_calls")]
     heard = set().union(*map(amounts, said))
     is_right = (
