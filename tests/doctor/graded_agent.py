@@ -16,7 +16,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from areal_agents.episode import Episode
-from areal_agents.rewards import FinishedEpisode
+from areal_agents.rewards import FinishedEpisode, fenced
 
 _CALLS = itertools.count()
 
@@ -66,6 +66,15 @@ def boxed(episode: FinishedEpisode) -> float:
 
 def boxed_or_nothing(episode: FinishedEpisode) -> float:
     return float(f"\\boxed{{{episode.task['answer']}}}" == episode.answer)
+
+
+def fenced_statement(episode: FinishedEpisode) -> float:
+    """Reads a block whose fence names SQL."""
+    return float(f"```sql\n{episode.task['answer']}\n```" in episode.answer)
+
+
+def any_fence(episode: FinishedEpisode) -> float:
+    return float(fenced(episode.answer) == f"{episode.task['answer']}\n")
 
 
 def by_claim(episode: FinishedEpisode) -> dict[str, float]:

@@ -17,6 +17,7 @@ from areal_agents.doctor import Finding
 from areal_agents.doctor.rewards import RewardReport, examine_rewards
 from areal_agents.doctor.rewards.edit_tests import change_tests
 from areal_agents.doctor.rewards.facts import facts_of
+from areal_agents.doctor.rewards.players import _languages
 from areal_agents.doctor.rewards.report import Grade, PlayerGrades
 from areal_agents.errors import ConfigError
 from areal_agents.proxy import ProxyConfig
@@ -58,11 +59,11 @@ def test_a_good_grader() -> None:
     assert means(report) == {
         "empty": 0, "constant": 0, "“0”": 0, "“yes”": 0, "“A”": 0, "echo": 0, "tool-less": 0, "truncated": 0,
         "tools": 0, "right answer": 1, "<answer>…</answer>": 0, "\\boxed{…}": 0, "#### …": 0,
-        "The answer is: …": 0,
+        "The answer is: …": 0, "a fenced block": 0,
     }  # fmt: skip
     assert report.verdict == "ok" and report.findings == []
     facts = report.facts
-    assert (facts.tasks, facts.episodes, facts.failures, facts.scores) == (3, 42, 0, 2)
+    assert (facts.tasks, facts.episodes, facts.failures, facts.scores) == (3, 45, 0, 2)
     assert facts.best_form == "right answer" and facts.flat_tasks == ()
     assert facts.equal_groups == pytest.approx(2 * 0.5**4)
     assert facts.spread == pytest.approx((9 / 10 * 1 / 10) ** 0.5)
@@ -94,9 +95,9 @@ def test_a_grader_that_fails_on_what_it_cannot_read() -> None:
     failed = report.findings[0]
     assert report.verdict == "cannot" and failed.severity == "error"
     assert (
-        failed.what.startswith("The reward function failed in 39 of 42 episodes.") and "no box" in failed.what
+        failed.what.startswith("The reward function failed in 42 of 45 episodes.") and "no box" in failed.what
     )
-    assert report.facts.failures == 39 and report.facts.best_form == "\\boxed{…}"
+    assert report.facts.failures == 42 and report.facts.best_form == "\\boxed{…}"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,43 @@ def test_a_form_that_the_prompt_does_not_name(question: str, named: bool) -> Non
     assert found == ([] if named else [
         "The right answer earns 0 as it is and 1 as '\\\\boxed{…}', and the prompts do not name this form."
     ])  # fmt: skip
+
+
+QUERIES = [
+    Task("1", {"question": "The tallest mountain?", "answer": "SELECT name FROM hill ORDER BY height DESC"}),
+    Task("2", {"question": "How many lakes?", "answer": "select count(*) from lake"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("reward", "best", "earned"),
+    [("fenced_statement", "a fenced sql block", 0), ("any_fence", "a fenced block", 1)],
+)
+def test_a_reward_that_reads_a_fenced_block(reward: str, best: str, earned: float) -> None:
+    report = examined(reward, tasks=QUERIES, most_tasks=2)
+    assert means(report)[best] == 1 and means(report)["right answer"] == 0
+    assert means(report)["a fenced block"] == earned
+    assert not {"a fenced json block", "a fenced python block"} & set(means(report))
+    assert [finding.what for finding in serious(report)] == [
+        f"The right answer earns 0 as it is and 1 as '{best}', and the prompts do not name this form."
+    ]
+    named = [
+        Task(task.id, {**task.input, "question": f"{task.input['question']} Answer with a code block."})
+        for task in QUERIES
+    ]
+    assert serious(examined(reward, tasks=named, most_tasks=2)) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "languages"),
+    [
+        ("Paris", []), ("-0.5", []), ("4", []), ("[1, 2]", ["json"]), ('{"city": "Oslo"}', ["json"]),
+        ("def f(x):\n    return x", ["python"]), ("print(1)", ["python"]), ("x = (", []),
+        ("WITH t AS (SELECT 1) SELECT * FROM t", ["sql"]), ("selected", []),
+    ],
+)  # fmt: skip
+def test_the_languages_of_fences_follow_from_the_answers(answer: str, languages: list[str]) -> None:
+    assert [*_languages([answer])] == ["", *languages]
 
 
 def test_a_grader_that_ends_its_process() -> None:
@@ -167,7 +205,7 @@ def test_rewards_of_the_agent_itself_and_an_agent_that_raises() -> None:
     report = examined(None, agent="ask_and_insist")
     assert means(report)["right answer"] == 1 and means(report)["empty"] is None
     (finding,) = serious(report)
-    assert finding.severity == "remark" and "The episode failed in 3 of 42 episodes" in finding.what
+    assert finding.severity == "remark" and "The episode failed in 3 of 45 episodes" in finding.what
     assert "ValueError: the model said nothing" in finding.what and "agent_error: score" in finding.fix
     assert report.facts.grade_s is None
 

@@ -109,16 +109,19 @@ class _Stage:
     def __init__(self) -> None:
         self._script: Script | None = None
         self._marks: tuple[str, ...] = ()
+        self._said: tuple[str, ...] = ()
         self.names_form = False
 
     def enter(self, player: Player, script: Script) -> None:
         """Begin an episode."""
-        self._script, self._marks = script, player.marks
+        self._script, self._marks, self._said = script, player.marks, player.said
         self.names_form = False
 
     def __call__(self, call: ScriptedCall) -> ScriptedReply | str:
         assert self._script is not None, "an agent calls the model only in its episodes"
-        self.names_form |= all(mark in call.prompt_text for mark in self._marks)
+        prompt = call.prompt_text
+        self.names_form |= all(mark in prompt for mark in self._marks)
+        self.names_form |= any(text in prompt.lower() for text in self._said)
         return self._script(call)
 
 

@@ -6,7 +6,9 @@ a tool, so that what they earn is earned without one.
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,11 @@ ANSWER_FIELDS = (
 GUESSES = ("0", "yes", "A")  # of some tasks the answers, and what a policy falls back to
 # How an answer may have to be written, the plain answer first; %s is the answer.
 ANSWER_FORMS = ("%s", "<answer>%s</answer>", "\\boxed{%s}", "#### %s", "The answer is: %s")
+FENCE_SAID = ("fence", "code block")  # how a prompt may ask for a fenced block in words
+_SQL = re.compile(
+    r"(select|with|insert|update|delete|create|alter|drop|values|pragma|explain)\b", re.IGNORECASE
+)
+_ANSWERS_READ = 100  # of which it is said whether they are programs
 TRUNCATED_TOKENS = 32  # limit of the replies of the player whose replies are cut off
 _FILLER = "Let me think about this step by step, and look at every part of the question again. " * 40
 
@@ -40,6 +47,7 @@ class Player:
         guesses: whether it gives an answer that is right for some tasks.
         max_tokens: the limit of its replies in tokens, which cuts them off; None: that of the run.
         marks: the texts that it puts around the answer.
+        said: texts of which each names its form, in lower case, where the prompt does not have the marks.
         edits_tests: whether it plays with an agent that changes the tests in the task's folder.
     """
 
@@ -50,6 +58,7 @@ class Player:
     guesses: bool = False
     max_tokens: int | None = None
     marks: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
     edits_tests: bool = False
 
 
@@ -108,6 +117,44 @@ def players_for(
             knows=True,
             marks=tuple(filter(None, map(str.strip, form.split("%s")))),
         )
+    for language in _languages(answers[:_ANSWERS_READ]):
+        form = f"```{language}\n%s\n```"
+        yield Player(
+            f"a fenced {language} block" if language else "a fenced block",
+            "gives the right answer in this form",
+            lambda task, form=form: _say_answer(answer_of(task, answer_field), form),  # type: ignore[misc]
+            knows=True,
+            marks=(f"```{language}",),
+            said=FENCE_SAID,
+        )
+
+
+def _languages(answers: Sequence[str]) -> Iterator[str]:
+    """Yield the languages that a fence around such answers may name, first none."""
+    yield ""
+    for language, fits in (("json", _is_json), ("python", _is_python), ("sql", _is_sql)):
+        if any(map(fits, answers)):
+            yield language
+
+
+def _is_json(answer: str) -> bool:
+    try:
+        return isinstance(json.loads(answer), dict | list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _is_python(answer: str) -> bool:
+    """Whether an answer is a program of Python and not only a word or a number, which are expressions too."""
+    try:
+        statements = ast.parse(answer).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(not isinstance(s, ast.Expr) or isinstance(s.value, ast.Call) for s in statements)
+
+
+def _is_sql(answer: str) -> bool:
+    return _SQL.match(answer.lstrip()) is not None
 
 
 def answer_of(task: Task, field: str | None) -> str | None:
