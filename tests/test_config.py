@@ -11,8 +11,9 @@ import yaml
 
 from areal_agents.algorithms.presets import PRESETS
 from areal_agents.config import load_config, proxy_config, save_config
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ConfigError, DataError
 from areal_agents.rollout.config import CommandAgentConfig
+from areal_agents.rollout.data import load_tasks
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "search_agent" / "config.yaml"
 
@@ -56,6 +57,30 @@ def test_paths_of_overrides_are_relative_to_the_working_directory(
     config = load_config(minimal, ["model=other"])
     assert config.model == str(elsewhere / "other")
     assert config.run_dir == str(elsewhere / "runs" / "mine-seed0")
+
+
+def test_files_that_do_not_exist_are_named_in_the_folder_of_the_config(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files of these names in the working directory are others, which the configuration does not mean."""
+    monkeypatch.chdir(tmp_path / "model")
+    for name in ("tsks.jsonl", "agnt.py", "held.csv"):
+        (tmp_path / "model" / name).touch()
+    tree = yaml.safe_load(minimal.read_text())
+    tree |= {"agent": "agnt.py:agent", "data": {"path": "tsks.jsonl"}, "eval": {"data": {"path": "held.csv"}}}
+    minimal.write_text(yaml.safe_dump(tree))
+    config = load_config(minimal)
+    assert config.agent == f"{tmp_path / 'agnt.py'}:agent"
+    assert config.eval is not None and config.eval.data.path == str(tmp_path / "held.csv")
+    with pytest.raises(DataError) as raised:
+        load_tasks(config.data)
+    assert str(raised.value) == (
+        f"there is no data file {tmp_path / 'tsks.jsonl'}; a relative path in a configuration file is relative "
+        "to the file's folder, and one in an override to the working directory"
+    )
+    with pytest.raises(ConfigError, match=f"there is no store {tmp_path / 'demos.db'};"):
+        minimal.write_text(yaml.safe_dump({**tree, "data": {"episodes": "demos.db"}, "eval": None}))
+        load_config(minimal, ["algorithm=sft"])
 
 
 def test_what_is_not_a_file_stays_as_it_is(minimal: Path) -> None:
@@ -163,7 +188,7 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("rollout.group_size=1", "rollout.group_size: 1 leaves an episode without others"),
         ("trainer.critic_model=model", "trainer.critic_model: the algorithm decoupled_ppo trains no critic"),
         ("trainer.reference_model=model", "the algorithm decoupled_ppo has no reference policy"),
-        ("data.episodes=nowhere.db", "data.episodes: there is no store nowhere.db"),
+        ("data.episodes=nowhere.db", f"data.episodes: there is no store {Path.cwd() / 'nowhere.db'};"),
         ("trainer.replicas=2", "ranks must be a multiple of replicas × context_parallel, got 1 and 2 × 1"),
         (
             "trainer.activation_checkpointing=0",

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from areal_agents.config.files import with_absolute_paths
 from areal_agents.errors import AgentError, ConfigError, DataError
 
 AgentLike = str | Mapping[str, Any] | Callable[..., Any]
@@ -110,7 +111,7 @@ def write_config(
             raise ConfigError(f"{key} is given twice")
         tree[key] = value
     path = folder / "given.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    path.write_text(yaml.safe_dump(with_absolute_paths(tree, Path.cwd()), sort_keys=False))
     return path
 
 

@@ -24,6 +24,7 @@ from areal_agents.config.models import is_model_name, model_folder
 from areal_agents.config.tree import Config
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.rollout.config import is_data_file
 from areal_agents.whole_files import write_whole
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -236,7 +237,8 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
         if not isinstance(node, dict) or not isinstance(node.get(leaf), str):
             continue
         if (*parents, leaf) not in _MODEL_KEYS or not is_model_name(node[leaf], base):
-            node[leaf] = _absolute(node[leaf], base, always=leaf in _ALWAYS_PATHS)
+            is_path = leaf in _ALWAYS_PATHS or (leaf == "episodes" and "://" not in node[leaf])
+            node[leaf] = _absolute(node[leaf], base, always=is_path)
     if isinstance(out.get("reward"), str):
         out["reward"] = _absolute(out["reward"], base, always=False)
     if "environment" in out:
@@ -334,8 +336,13 @@ def _with_absolute_files(command: str, base: Path) -> str:
 
 
 def _absolute(value: str, base: Path, *, always: bool) -> str:
-    """Return `value` resolved against `base` if it names a file there (a function may follow a colon)."""
-    file, colon, function = value.partition(":") if ".py:" in value else (value, "", "")
+    """Return `value` resolved against `base` if it names a file or a folder (a function may follow a colon).
+
+    A name that could be something else, such as a module or a data set of the Hub, is a path if it exists.
+    """
+    is_function = ".py:" in value
+    file, colon, function = value.partition(":") if is_function else (value, "", "")
+    always = always or is_function or is_data_file(value)
     # Symbolic links are kept: the Python of an environment is one.
     candidate = Path(os.path.normpath(base / os.path.expanduser(file)))
     if value and (always or candidate.exists()):

@@ -17,6 +17,14 @@ from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.sandbox.config import SandboxConfig
 
 
+_DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def is_data_file(path: str) -> bool:
+    """Whether tasks are read from a file of this name, which may not exist, and not from elsewhere."""
+    return path.endswith(_DATA_FILES)
+
+
 class CommandAgentConfig(SandboxConfig):
     """An agent that is a program in any language."""
 

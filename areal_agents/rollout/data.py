@@ -19,10 +19,8 @@ from typing import Any
 from areal_agents.core.rollout import DATA_SOURCE, Task
 from areal_agents.errors import DataError
 from areal_agents.rollout.agents.environment_agent import environment_tasks
-from areal_agents.rollout.config import DataConfig, DifficultyConfig, TasksConfig
+from areal_agents.rollout.config import DataConfig, DifficultyConfig, TasksConfig, is_data_file
 from areal_agents.user_functions import describe, load_function, names_a_function
-
-_FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ def _tasks(config: TasksConfig, seed: int) -> tuple[Task, ...]:
         rows = environment_tasks(config.environment, "eval" if config.split == "eval" else "train")
     elif names_a_function(config.path):
         rows = _from_function(config, seed)
-    elif Path(config.path).suffix in _FILES:
+    elif is_data_file(config.path):
         for name in ("split", "subset"):
             if getattr(config, name) is not None:
                 raise DataError(
@@ -197,7 +195,10 @@ def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str
 def _from_file(path: Path) -> Iterable[Any]:
     """Return the rows of a file. JSON is read as it is: no value changes its type, and no field is added."""
     if not path.is_file():
-        raise DataError(f"there is no data file {path}")
+        raise DataError(
+            f"there is no data file {path.absolute()}; a relative path in a configuration file is relative to "
+            "the file's folder, and one in an override to the working directory"
+        )
     if path.stat().st_size == 0:
         raise DataError(f"the data file {path} is empty")
     if path.suffix == ".parquet":

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet
 import pytest
+import yaml
 
 import areal_agents as aa
 from areal_agents.api.inputs import data_config, function_spec, write_config
@@ -182,6 +183,20 @@ def test_what_is_given_in_memory_reaches_other_processes(tmp_path: Path) -> None
         data_config([{"x": object()}], tmp_path, "tasks")
     with pytest.raises(ConfigError, match="agent is given twice"):
         write_config(tmp_path, agent="a:b", reward=None, data=None, eval_data=None, settings={"agent": "c:d"})
+
+
+def test_files_that_are_named_are_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_config(
+        tmp_path / "run", agent="a.py:f", reward="a.py:r", data="tasks.jsonl", eval_data=None, settings={}
+    )
+    assert yaml.safe_load(path.read_text()) == {
+        "agent": f"{tmp_path / 'a.py'}:f",
+        "reward": f"{tmp_path / 'a.py'}:r",
+        "data": {"path": str(tmp_path / "tasks.jsonl")},
+    }
 
 
 def test_a_wrong_setting_is_an_error_at_once(tmp_path: Path) -> None:
