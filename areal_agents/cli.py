@@ -90,9 +90,9 @@ def train(
         bool,
         typer.Option(
             "--dry-run",
-            help="Start nothing, and print the configuration with the origin of each value, and the job of "
-            "an episode if jobs run the agent. With --launcher slurm it is the job of the run, and with "
-            "kubernetes or skypilot what these get.",
+            help="Start nothing, check that agent, reward and tasks can be loaded, and print the "
+            "configuration with the origin of each value, and the job of an episode if jobs run the agent. "
+            "With --launcher slurm it is the job of the run, and with kubernetes or skypilot what these get.",
         ),
     ] = False,
     quiet: Annotated[

@@ -75,8 +75,8 @@ def test_files_that_do_not_exist_are_named_in_the_folder_of_the_config(
     with pytest.raises(DataError) as raised:
         load_tasks(config.data)
     assert str(raised.value) == (
-        f"there is no data file {tmp_path / 'tsks.jsonl'}; a relative path in a configuration file is relative "
-        "to the file's folder, and one in an override to the working directory"
+        f"there is no data file {tmp_path / 'tsks.jsonl'}; a relative path in a configuration file is "
+        "relative to the file's folder, and one in an override to the working directory"
     )
     with pytest.raises(ConfigError, match=f"there is no store {tmp_path / 'demos.db'};"):
         minimal.write_text(yaml.safe_dump({**tree, "data": {"episodes": "demos.db"}, "eval": None}))

@@ -96,10 +96,20 @@ def test_a_dry_run_names_the_origin_of_each_value() -> None:
     assert origins["steps"] == origins["clip_high"] == origins["preset"] == "argument"
     assert origins["overlong_buffer"] == "preset dapo"
     assert origins["max_turns"] == "default"
+    assert origins["name"] == "from the folder's name"
     assert "hush" not in page
     assert (
         yaml.safe_load(page)["trainer"] == load_config(EXAMPLE, overrides).model_dump(mode="json")["trainer"]
     )
+
+
+def test_a_dry_run_says_what_names_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        yaml.safe_dump({"model": str(EXAMPLE.parent / "model"), "agent": "m:a", "data": {"path": "m:t"}})
+    )
+    for overrides, line in ([], "name: mine # from the file's name"), (["name=x"], "name: x # argument"):
+        assert line in [" ".join(shown.split()) for shown in annotated(path, overrides).splitlines()]
 
 
 def test_a_dry_run_says_which_loop_sets_the_staleness(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from areal_agents.config import Config, load_config
 from areal_agents.config.origins import annotated
 from areal_agents.launch.agent_jobs import check_jobs, example_job
 from areal_agents.launch.report.report import Form
+from areal_agents.launch.trial import check_parts
 
 
 def start_on_cluster(
@@ -82,12 +83,14 @@ def described(path: Path, overrides: Sequence[str], launcher: str) -> str:
         launcher: the name of a launcher whose processes this machine starts; "": there is none.
 
     Raises:
-        ConfigError: the run could not be started as it is configured.
+        ArealAgentsError: the run could not be started as it is configured.
     """
     config = load_config(path, overrides)
     if launcher:
         check_config(config, launcher_of(launcher, config))
     check_jobs(config, launcher=launcher, dry_run=True)
+    if launcher in ("", "local"):  # otherwise they are needed on other machines
+        check_parts(config)
     return annotated(path, overrides) + example_job(config)
 
 

@@ -16,7 +16,6 @@ from areal_agents.config.tree import LOOP_STALENESS, Config
 FILE, ARGUMENT, DEFAULT = "file", "argument", "default"
 _SECRET = ("admin_key", "project_keys", "key")
 _DERIVED: dict[tuple[str, ...], str] = {
-    ("name",): "from the file's name",
     ("run_dir",): "from the name and the seed",
 }
 _SHORT = ("reward", "episode")  # `reward: FUNCTION` is short for this key
@@ -33,13 +32,22 @@ def annotated(path: str | Path, overrides: Sequence[str] = ()) -> str:
     """
     config = load_config(path, overrides)
     file, arguments = read_file(Path(path)), _tree_of(overrides)
-    lines = [*_lines(config.model_dump(mode="json"), (), lambda at: origin(config, file, arguments, at))]
+    named_by = f"from the {'folder' if Path(path).stem == 'config' else 'file'}'s name"  # see load_config
+    lines = [
+        *_lines(config.model_dump(mode="json"), (), lambda at: origin(config, file, arguments, at, named_by))
+    ]
     width = min(max(len(line) for line, _ in lines), 72)
     return "".join(f"{line.ljust(width)}  # {why}\n" if why else f"{line}\n" for line, why in lines)
 
 
-def origin(config: Config, file: Mapping[str, Any], arguments: Mapping[str, Any], at: tuple[str, ...]) -> str:
-    """Return the origin of the value at a path of the resolved configuration."""
+def origin(
+    config: Config, file: Mapping[str, Any], arguments: Mapping[str, Any], at: tuple[str, ...], named_by: str
+) -> str:
+    """Return the origin of the value at a path of the resolved configuration.
+
+    Args:
+        named_by: the origin of a name that is not given.
+    """
     for tree, name in ((arguments, ARGUMENT), (file, FILE)):
         if _has(tree, at) or (at == _SHORT and isinstance(tree.get(_SHORT[0]), str)):
             return name
@@ -54,7 +62,7 @@ def origin(config: Config, file: Mapping[str, Any], arguments: Mapping[str, Any]
         return f"loop: {config.loop}"
     if _has(PROFILES.get(config.profile, {}), at):
         return f"profile {config.profile}"
-    return _DERIVED.get(at, DEFAULT)
+    return named_by if at == ("name",) else _DERIVED.get(at, DEFAULT)
 
 
 def _tree_of(overrides: Sequence[str]) -> dict[str, Any]:

@@ -38,8 +38,8 @@ are relative to the file's folder; relative paths in an argument are relative to
 unknown key is refused, and the error names the nearest known one.
 
 - `areal-agents config explain KEY` describes one key; `areal-agents config explain lr` finds `trainer.lr`.
-- `areal-agents train config.yaml --dry-run` prints the whole configuration of a run with the origin of each
-  value, and starts nothing.
+- `areal-agents train config.yaml --dry-run` loads the agent, the reward function and the tasks of a run, and
+  prints its whole configuration with the origin of each value. It starts nothing.
 - `areal-agents config schema > schema.json` writes a JSON schema. Editors that use the YAML language server
   check and complete a file that begins with `# yaml-language-server: $schema=schema.json`.
 

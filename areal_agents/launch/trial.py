@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from areal_agents.client import AsyncClient
@@ -25,6 +27,7 @@ from areal_agents.launch.children import ChildDied, Children
 from areal_agents.launch.context_length import engine_context, told_of_context
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.rollout.agent_variables import agent_variables
+from areal_agents.rollout.config import job_of_agent
 from areal_agents.whole_files import write_whole
 
 EPISODES = 3
@@ -118,6 +121,24 @@ def play_trial(
         _write(folder, note=note)
 
 
+def check_parts(config: Config) -> None:
+    """Load the agents, the reward function and the tasks of a run in this process, and play nothing.
+
+    An agent whose episodes are jobs is not loaded: this machine may not reach their scheduler. What the
+    user's modules print goes to standard error.
+
+    Raises:
+        ArealAgentsError: one of them cannot be loaded.
+    """
+    from areal_agents.rollout.data import load_tasks
+
+    if not config.agent or config.data.episodes or config.data.traffic:
+        return
+    with redirect_stdout(sys.stderr):
+        _load(config, ablate_tool=True, by=())
+        load_tasks(config.data, seed=config.seed)
+
+
 def _load(config: Config, *, ablate_tool: bool, by: Sequence[str]) -> None:
     """Load everything that the run will evaluate with, some of it hours later. Raises ArealAgentsError."""
     from areal_agents.evaluation.results import field_of_tasks
@@ -125,9 +146,9 @@ def _load(config: Config, *, ablate_tool: bool, by: Sequence[str]) -> None:
     from areal_agents.rollout.rewarding import EpisodeFunction, RewardFunction
     from areal_agents.rollout.runner import held_out_tasks
 
-    load_agent(config.agent)
-    if ablate_tool and config.ablation:
-        load_agent(config.ablation)
+    for agent in (config.agent, config.ablation if ablate_tool else None):
+        if agent and job_of_agent(agent) is None:
+            asyncio.run(load_agent(agent).close())
     if config.reward is not None:
         RewardFunction(config.reward)
     if config.eval is not None:

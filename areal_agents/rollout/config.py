@@ -16,7 +16,6 @@ from areal_agents.environments.config import EnvironmentConfig
 from areal_agents.rollout.agents.jobs.config import JobConfig
 from areal_agents.sandbox.config import SandboxConfig
 
-
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 

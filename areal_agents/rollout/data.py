@@ -196,8 +196,8 @@ def _from_file(path: Path) -> Iterable[Any]:
     """Return the rows of a file. JSON is read as it is: no value changes its type, and no field is added."""
     if not path.is_file():
         raise DataError(
-            f"there is no data file {path.absolute()}; a relative path in a configuration file is relative to "
-            "the file's folder, and one in an override to the working directory"
+            f"there is no data file {path.absolute()}; a relative path in a configuration file is relative "
+            "to the file's folder, and one in an override to the working directory"
         )
     if path.stat().st_size == 0:
         raise DataError(f"the data file {path} is empty")

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal_agents.rollout.agents.blocking import BlockingWatch
 
@@ -137,6 +138,36 @@ def test_what_is_needed_only_later_is_checked_first(tmp_path: Path, settings: li
     code, output = train(tmp_path, "agents.py:good", *settings)
     assert code == 1 and reason in output and "absent" in output
     assert not (tmp_path / "run/logs/engine.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["agent=agents.py:absent"], "agents.py has no function 'absent'"),
+        (["reward=agents.py:absent"], "reward: {folder}/agents.py has no function 'absent'"),
+        (["data={path: absent.jsonl}"], "there is no data file {folder}/absent.jsonl"),
+        (["eval={data: {path: absent.jsonl}}"], "there is no data file {folder}/absent.jsonl"),
+        (["ablation=agents.py:absent"], "agents.py has no function 'absent'"),
+    ],
+)
+def test_a_dry_run_finds_what_cannot_be_loaded(tmp_path: Path, settings: list[str], reason: str) -> None:
+    code, output = train(tmp_path, "agents.py:good", *settings, "--dry-run")
+    assert code == 1 and reason.format(folder=tmp_path) in output and "Traceback" not in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_an_agent_prints_is_not_in_the_output_of_a_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("print('loaded')\nasync def agent(task, ep): return 1.0\n")
+    config = {"model": str(MODEL), "agent": "loud.py:agent", "data": {"path": "tasks.jsonl"}}
+    (tmp_path / "tasks.jsonl").write_text('{"text": "Hi"}\n')
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_agents", "train", "config.yaml", "--dry-run"],
+        capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert (
+        yaml.safe_load(done.stdout)["agent"] == f"{tmp_path / 'loud.py'}:agent" and done.stderr == "loaded\n"
+    )
 
 
 def test_an_evaluation_checks_its_agent_and_data_first(tmp_path: Path) -> None:
