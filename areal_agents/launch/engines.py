@@ -320,6 +320,13 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
         why = "trainer.publish.pause: in_place"
         yield "disable_overlap_schedule", "--disable-overlap-schedule", why
         yield "disable_radix_cache", "--disable-radix-cache", why
+    if _swaps_under_load(config):
+        yield "disable_radix_cache", "--disable-radix-cache", "trainer.publish.pause: drain"
+
+
+def _swaps_under_load(config: Config) -> bool:
+    """Whether whole weights are swapped without a pause, with which SGLang cannot flush a prefix cache."""
+    return config.trainer.publish.pause == "drain" and not config.trainer.publishes_adapters
 
 
 def _serve_real(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> None:
@@ -360,6 +367,7 @@ def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica:
         lora_targets=targets,
         routed_experts=config.engine.routed_experts,
         exact_in_place=config.trainer.publish.pause == "in_place",
+        prefix_cache=not _swaps_under_load(config),
     )
     return CommandProcess(
         "SGLang",

@@ -164,6 +164,8 @@ def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
     assert "deterministic" not in plain
     assert "--enable-return-routed-experts" in flags(engine(), routed_experts=True)
     assert "--disable-overlap-schedule --disable-radix-cache" in flags(engine(), exact_in_place=True)
+    without = flags(engine(), prefix_cache=False)
+    assert "--disable-radix-cache" in without and "--disable-overlap-schedule" not in without
     assert "--incremental" not in flags(engine(), cumulative=True)
 
 

@@ -14,7 +14,6 @@ import torch
 from inference_support import (
     EMBEDDED,
     FREEZING,
-    OF_SGLANGS_PROTOCOL,
     PATIENCE_S,
     Missed,
     again_if_missed,
@@ -33,6 +32,7 @@ from areal_agents.errors import EngineError, EngineRejected
 from areal_agents.inference import PauseMode, SGLangEngine
 from areal_agents.inference.pool import EnginePool
 
+REAL = pytest.param("sglang", marks=pytest.mark.sglang)
 LONG = SamplingParams(1500, temperature=0.0, ignore_eos=True)
 
 
@@ -142,7 +142,7 @@ async def test_in_place_continues_over_the_old_keys_and_values_and_nothing_reuse
     assert again.versions.tolist() == [7] * 30
 
 
-@pytest.mark.parametrize("swapping_url", [pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True)
+@pytest.mark.parametrize("swapping_url", [REAL], indirect=True)
 async def test_a_server_that_prepares_a_step_ahead_is_not_paused_in_place(engine: SGLangEngine) -> None:
     """It would give the new version to one token of each request that the old weights drew."""
     with pytest.raises(EngineError, match="--disable-overlap-schedule"):
@@ -163,8 +163,8 @@ async def test_a_prefix_of_the_old_version_is_never_reused(
     assert second.versions.tolist() == [1] * 20
 
 
-# Not that of in_place, see docs/sglang.md; vLLM retracts what runs instead.
-@pytest.mark.parametrize("swapping_url", OF_SGLANGS_PROTOCOL, indirect=True)
+# A real server must have no prefix cache for it, see docs/sglang.md; vLLM retracts what runs instead.
+@pytest.mark.parametrize("swapping_url", FREEZING, indirect=True)
 @again_if_missed
 async def test_without_a_pause_a_swap_waits_for_what_runs_and_holds_what_comes(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
@@ -179,6 +179,27 @@ async def test_without_a_pause_a_swap_waits_for_what_runs_and_holds_what_comes(
     if not after.versions.any():  # it came before the swap
         raise Missed
     assert after.versions.tolist() == [3] * 1500
+
+
+@pytest.mark.parametrize("swapping_url", [REAL], indirect=True)
+@pytest.mark.parametrize("pause", [None, "abort"])
+async def test_a_server_takes_weights_in_the_moment_in_which_its_last_request_ends(
+    engine: SGLangEngine, model_folder: Path, next_model_folder: Path, pause: PauseMode | None
+) -> None:
+    """Its scheduler has then begun another step for that request, and may not flush its cache."""
+    folders = [model_folder, next_model_folder]
+    for version in range(60):
+        params = SamplingParams(40 + version % 7, temperature=0.0, ignore_eos=True)
+        running = asyncio.create_task(engine.generate(f"e{version}", prompt_of(30, seed=version), params))
+        if pause is not None:
+            await running
+            await engine.pause(pause)
+        else:
+            await asyncio.sleep(0.005 * (version % 4))
+        await engine.update_weights_from_disk(str(folders[version % 2]), version)
+        await engine.resume()
+        assert len(await running) == params.max_new_tokens
+    assert (await engine.model_info()).version == 59
 
 
 async def test_a_request_that_came_during_the_pause_runs_on_the_new_weights(

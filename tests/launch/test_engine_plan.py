@@ -120,6 +120,7 @@ def test_what_engines_serve_and_give_back(settings: list[str], what: Callable[[C
     [
         ("trainer.publish.pause=in_place", "disable_overlap_schedule", "--disable-overlap-schedule"),
         ("trainer.publish.pause=in_place", "disable_radix_cache", "--disable-radix-cache"),
+        ("trainer.publish.pause=drain", "disable_radix_cache", "--disable-radix-cache"),
         ("engine.colocate=sleep", "enable_memory_saver", "--enable-memory-saver"),
         ("engine.colocate=sleep", "enable_weights_cpu_backup", "--enable-weights-cpu-backup"),
         ("trainer.lora.rank=4", "enable_lora", "--enable-lora"),

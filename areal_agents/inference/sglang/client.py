@@ -331,9 +331,6 @@ class SGLangEngine(SGLangControl):
         except EngineError as error:
             logger.warning("the cancelled generation %s could not be aborted: %s", rid, error)
 
-    async def _server_info(self) -> dict[str, Any]:
-        return as_object(await self._call("GET", "/server_info"), "/server_info")
-
     async def _check_ids(self, input_ids: TokenIds) -> int:
         """Return the vocabulary size. Raises EngineRejected for empty input and for ids outside the
         vocabulary."""

@@ -55,6 +55,10 @@ class SGLangControl:
         if mode == "in_place":
             await self._check_may_freeze()
         await self._call("POST", "/pause_generation", {"mode": mode})
+        if mode == "abort":
+            # In this mode SGLang only holds new requests back, and its scheduler may still have a step of a
+            # request that has just ended, with which it cannot flush its cache. Retract completes that step.
+            await self._call("POST", "/pause_generation", {"mode": "retract"})
         self._paused = mode
 
     async def resume(self) -> None:
@@ -67,8 +71,11 @@ class SGLangControl:
         await self._do(PREPARE_PATH, {"model_path": path}, optional=True)
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """See Engine.update_weights_from_disk."""
+        """See Engine.update_weights_from_disk. Without a pause, a server with a prefix cache must get no new
+        requests meanwhile (see `_flushes_unpaused`)."""
         body = {"model_path": path, **_taking_effect(version, self._paused)}
+        if self._paused is None:
+            body["flush_cache"] = await self._flushes_unpaused()
         await self._do("/update_weights_from_disk", body)
 
     async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
@@ -185,12 +192,30 @@ class SGLangControl:
     def _part_of(self, version: int, last: bool) -> dict[str, Any]:
         return _taking_effect(version, self._ends_in) if last else {"flush_cache": False}
 
+    async def _flushes_unpaused(self) -> bool:
+        """Return whether an update without a pause should flush the prefix cache.
+
+        SGLang takes such an update when the last request has ended, and exits if its scheduler has not
+        completed the step that it had already begun for that request. Without a prefix cache there is nothing
+        to flush. With one, wait until a command that changes nothing has returned: SGLang takes it after the
+        last request, too, and completes the step after it. The update may follow it as long as no new
+        requests arrive between the two.
+        """
+        prefix_cache_off = (await self._server_info()).get("disable_radix_cache")
+        if prefix_cache_off is False:
+            nothing = {"names": [], "dtypes": [], "shapes": [], "group_name": "none", "flush_cache": False}
+            try:
+                await self._do("/update_weights_from_distributed", nothing)
+            except EngineRejected as refusal:  # no process group has that name
+                logger.debug("%s", refusal)
+        return not prefix_cache_off
+
     async def _check_may_freeze(self) -> None:
         """Raise EngineError if the server cannot pause in place correctly. With SGLang's overlap schedule the
         result of one step is still pending when the pause begins, and its token, sampled by the old weights,
         would get the new version. With a prefix cache, which cannot be flushed under paused requests, later
         requests would reuse keys and values of the old weights."""
-        info = as_object(await self._call("GET", "/server_info"), "/server_info")
+        info = await self._server_info()
         for setting, harm in (
             ("disable_overlap_schedule", "give the first token after a swap the wrong version"),
             ("disable_radix_cache", "leave keys and values of the old weights to later requests"),
@@ -200,6 +225,9 @@ class SGLangControl:
                     f"{self.base_url}: pause in_place would {harm}; start SGLang with "
                     f"--{setting.replace('_', '-')}, or pause with retract"
                 )
+
+    async def _server_info(self) -> dict[str, Any]:
+        return as_object(await self._call("GET", "/server_info"), "/server_info")
 
     async def _do(
         self, path: str, body: Any, *, optional: bool = False, timeout_s: float | None = None

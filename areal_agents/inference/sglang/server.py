@@ -152,6 +152,7 @@ def server_command(
     lora_targets: Sequence[str] = LORA_TARGETS,
     routed_experts: bool = False,
     exact_in_place: bool = False,
+    prefix_cache: bool = True,
     cumulative: bool = False,
     tls: TlsConfig | None = None,
 ) -> list[str]:
@@ -165,6 +166,8 @@ def server_command(
             SGLang's overlap schedule, which would give one token per request that the old weights sampled the
             new version, and its prefix cache, which cannot be flushed then and would keep keys and values of
             the old weights. Serving is slower without them.
+        prefix_cache: whether requests reuse the keys and values of a common prefix. Without it, weights may
+            be swapped under load without a pause (see SGLangControl.update_weights_from_disk).
         cumulative: whether each streamed chunk repeats the earlier ones, as is SGLang's default; the client
             reads both forms.
         tls: the files to serve HTTPS with; None: HTTP is served.
@@ -185,7 +188,9 @@ def server_command(
     if routed_experts:
         command += ["--enable-return-routed-experts"]
     if exact_in_place:
-        command += ["--disable-overlap-schedule", "--disable-radix-cache"]
+        command += ["--disable-overlap-schedule"]
+    if exact_in_place or not prefix_cache:
+        command += ["--disable-radix-cache"]
     command += _device_arguments(config, placement, lora=bool(lora_rank))
     if tls is not None:
         command += ["--ssl-certfile", tls.certificate, "--ssl-keyfile", tls.key]
