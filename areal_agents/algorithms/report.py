@@ -50,7 +50,7 @@ class BatchReport:
         tool_calls_by_name: by the tool's name, the mean number of calls of these episodes; the most frequent
             names, and the calls of all others as "other", because a model may call tools that there are not.
         rewarded_without_tools: of these episodes with a positive score, the share that called no tool; None
-            if there are none.
+            if there are none, or if a supervised loss learns from the episodes.
     """
 
     rewards: tuple[float, ...]
@@ -113,12 +113,16 @@ def batch_report(
         episode_tokens=lengths,
         overlong=sum(_is_overlong(length, config) for length in lengths),
         equal_groups=equal_here,
-        **_tool_use(episodes),
+        **_tool_use(episodes, rewards_are_earned=not config.is_supervised),
     )
 
 
-def _tool_use(episodes: Sequence[RecordedEpisode]) -> dict[str, Any]:
-    """Return the fields of the report about tools. Tools that are written into a prompt are not known."""
+def _tool_use(episodes: Sequence[RecordedEpisode], *, rewards_are_earned: bool) -> dict[str, Any]:
+    """Return the fields of the report about tools. Tools that are written into a prompt are not known.
+
+    Args:
+        rewards_are_earned: whether the policy earns the rewards; demonstrations have theirs from elsewhere.
+    """
     offered = [episode for episode in episodes if any(turn.tools_id for turn in episode.turns)]
     calls = [episode.tool_calls for episode in offered]
     rewarded = [of.total() for episode, of in zip(offered, calls, strict=True) if episode.score > 0]
@@ -130,7 +134,9 @@ def _tool_use(episodes: Sequence[RecordedEpisode]) -> dict[str, Any]:
         "tool_calls": by_name.total() if offered else None,
         "with_tools": len(offered),
         "tool_calls_by_name": {name: count / len(offered) for name, count in sorted(frequent)},
-        "rewarded_without_tools": rewarded.count(0) / len(rewarded) if rewarded else None,
+        "rewarded_without_tools": rewarded.count(0) / len(rewarded)
+        if rewarded and rewards_are_earned
+        else None,
     }
 
 

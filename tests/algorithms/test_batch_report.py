@@ -43,6 +43,12 @@ def test_tools_that_a_model_makes_up_are_counted_together() -> None:
     assert (report.tool_calls_by_name["search"], report.tool_calls_by_name["other"]) == (2.0, 3.0)
 
 
+def test_demonstrations_earn_no_reward_without_tools() -> None:
+    groups = [group([played("a", 1.0, calls=0), played("b", 1.0, calls=1)])]
+    report = batch_report(groups, (), AlgorithmConfig.model_validate({"preset": "sft"}))
+    assert (report.tool_calls, report.rewarded_without_tools) == (1, None)
+
+
 def test_a_batch_without_tools_says_nothing_about_them() -> None:
     without = batch_report([group([played("e", 1.0, calls=0, tools_id="")])], (), AlgorithmConfig())
     assert (without.tool_calls, without.rewarded_without_tools) == (None, None)
