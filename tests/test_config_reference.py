@@ -69,6 +69,8 @@ def test_an_unknown_key_names_near_ones() -> None:
         explain_key("trainer.leraning_rate")
     with pytest.raises(ConfigError, match=r"did you mean .*trainer\.warmup_steps"):
         explain_key("trainer.warmup_step")
+    with pytest.raises(ConfigError, match=r"did you mean rollout\.group_size or proxy\.group_size or "):
+        explain_key("grop_size")
 
 
 def test_the_schema_accepts_what_is_accepted_and_refuses_typos() -> None:

@@ -22,6 +22,8 @@ from areal_agents.algorithms.parts import alternatives
 from areal_agents.config.tree import Config
 from areal_agents.errors import ConfigError
 
+_SUGGESTED = 3  # most keys that the message about an unknown one names
+
 _INTRODUCTION = """\
 # Configuration
 
@@ -130,12 +132,11 @@ def explain_key(name: str) -> list[ConfigKey]:
         found = [key for key in keys if key.path.startswith("algorithm.") and key.name == last]
     if found:
         return found
-    by_name = {key.name: key.path for key in keys}
-    near = difflib.get_close_matches(name.rpartition(".")[2], by_name, n=3, cutoff=0.6)
+    names = dict.fromkeys(key.name for key in keys)
+    near = difflib.get_close_matches(name.rpartition(".")[2], names, n=_SUGGESTED, cutoff=0.6)
+    paths = list(dict.fromkeys(key.path for match in near for key in keys if key.name == match))
     hint = (
-        f"did you mean {' or '.join(sorted({by_name[match] for match in near}))}?"
-        if near
-        else ("docs/configuration.md lists all keys")
+        f"did you mean {' or '.join(paths[:_SUGGESTED])}?" if near else "docs/configuration.md lists all keys"
     )
     raise ConfigError(f"there is no configuration key {name!r}; {hint}")
 
