@@ -223,7 +223,7 @@ def plan(
     require("torch", "the plan")
     from areal_agents.config import load_config
     from areal_agents.launch.gpus import Machine, this_machine
-    from areal_agents.launch.plan import EXIT_UNKNOWN, plan_memory
+    from areal_agents.launch.plan import ELSEWHERE, EXIT_UNKNOWN, plan_memory
     from areal_agents.training.memory.estimate import MemoryUnknown
 
     if gpus is None and gpu_memory is not None:
@@ -236,6 +236,9 @@ def plan(
         Console().print(str(error), markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(EXIT_UNKNOWN) from None
     found.show(Console())
+    if not machine.gpus:
+        text = f"This machine has no GPU. {ELSEWHERE}."
+        Console().print(text, markup=False, highlight=False, soft_wrap=True)
     if not found.fits:
         raise typer.Exit(1)
 

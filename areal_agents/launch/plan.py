@@ -37,6 +37,11 @@ EXIT_UNKNOWN = 3  # of the command, if the memory of the model cannot be compute
 PASS, STEP, SAMPLING = "forward and backward", "optimizer's step", "sampling"
 RESERVED = "CUDA, NCCL, fragmentation"
 
+ELSEWHERE = (
+    "For GPUs that are not here: areal-agents plan CONFIG profile=24gb --gpus 1 --gpu-memory 24 "
+    "(docs/gpus.md lists the profiles)"
+)
+
 Row = tuple[str, tuple[int, ...]]  # what the memory is for, and bytes in each column
 
 
@@ -172,6 +177,11 @@ def check_gpus(config: Config, machine: Machine) -> None:
     ranks = trainer_gpus(config, machine)
     if not config.trainer.start and not config.trainer.nodes:  # its ranks are on machines that are not known
         return
+    if ranks and not machine.gpus:
+        raise ConfigError(
+            "trainer.device: cuda needs a GPU, and this machine has none; set trainer.device: cpu. "
+            f"{ELSEWHERE}"
+        )
     if ranks > machine.gpus:
         raise ConfigError(
             f"trainer.ranks: {ranks} ranks need as many GPUs on this machine, and there are {machine.gpus}; "

@@ -100,6 +100,11 @@ class Planner:
         status, output = self._call("command", "plan", str(path), *overrides, *options)
         return status, output
 
+    def command_here(self, path: Path, *overrides: str) -> tuple[int, str]:
+        """The same for this machine, of whose GPUs the process sees none."""
+        status, output = self._call("command", "plan", str(path), *overrides)
+        return status, output
+
     def plans(self, *cases: tuple[Path, list[str], Machine]) -> list[dict[str, Any]]:
         """Plans, of which the rows are those of the first column."""
         return [self._call("plan", str(path), given, astuple(machine)) for path, given, machine in cases]
@@ -115,7 +120,10 @@ class Planner:
 
 @pytest.fixture(scope="module")
 def planner() -> Iterator[Planner]:
-    command, environment = [sys.executable, "-c", _PLANNER], {**os.environ, "COLUMNS": "160"}
+    command, environment = (
+        [sys.executable, "-c", _PLANNER],
+        {**os.environ, "COLUMNS": "160", "CUDA_VISIBLE_DEVICES": ""},
+    )
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         yield Planner(process)
@@ -375,6 +383,19 @@ def test_on_a_cpu_the_host_holds_trainer_and_engine(tmp_path: Path, model: Path,
     assert "Host memory: the trainer and the engine (" in small["verdict"] and not small["fits"]
     assert unknown["fits"]  # the host of --gpus is not known
     assert "Not counted: engines on the CPU, with up to 2.9 GiB of host memory." in on_gpu["remarks"]
+
+
+def test_without_a_gpu_a_plan_says_how_to_plan_for_another_machine(
+    tmp_path: Path, model: Path, planner: Planner
+) -> None:
+    says = "areal-agents plan CONFIG profile=24gb --gpus 1 --gpu-memory 24"
+    status, output = planner.command_here(config_file(tmp_path, model), "engine.slots=2")
+    assert status == 0 and f"This machine has no GPU. For GPUs that are not here: {says}" in output
+    status, output = planner.command_here(config_file(tmp_path, model), "trainer.device=cuda")
+    assert status == 1 and "trainer.device: cuda needs a GPU, and this machine has none" in output
+    assert says in output
+    status, output = planner.command(config_file(tmp_path, model), gpus=1, gib=80)
+    assert "This machine has no GPU" not in output
 
 
 def test_the_limit_of_a_container_is_the_memory_of_the_host(
