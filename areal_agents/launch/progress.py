@@ -25,6 +25,7 @@ class HeldOut:
         failed: the number of episodes that failed for reasons that are not the policy's doing.
         versions: the smallest and the largest policy version of its tokens; -1 without tokens.
         fingerprint: a name of what it was played with; "" if that was not recorded.
+        scores: the mean score of the attempts at each task, with the task's id.
     """
 
     label: str
@@ -33,6 +34,7 @@ class HeldOut:
     failed: int
     versions: tuple[int, int]
     fingerprint: str = ""
+    scores: tuple[tuple[str, float], ...] = ()
 
 
 _ALWAYS = ("step", "time")  # what readers of any row rely on
@@ -217,4 +219,9 @@ def _held_out(label: str, fingerprint: str, episodes: list[EpisodeSummary]) -> H
     )
     done = len(scored) + len(failed)
     reward = sum(e.score or 0.0 for e in scored) / done if done else 0.0
-    return HeldOut(label, done, reward, len(failed), versions, fingerprint)
+    by_task: dict[str, list[float]] = {}
+    for episode in (*scored, *failed):
+        earned = 0.0 if episode.status == "failed" else episode.score or 0.0
+        by_task.setdefault(episode.task_id, []).append(earned)
+    scores = tuple((task_id, sum(earned) / len(earned)) for task_id, earned in by_task.items())
+    return HeldOut(label, done, reward, len(failed), versions, fingerprint, scores)

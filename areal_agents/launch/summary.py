@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from areal_agents.evaluation.estimators import t_interval
 from areal_agents.launch.progress import HeldOut
 from areal_agents.whole_files import replacing, write_whole
 
@@ -33,6 +34,9 @@ class Summary:
         heldout_since_change: if something changed, the first held-out reward that can be compared with the
             one after; None if there is none.
         heldout_since_change_label: the label of that evaluation.
+        gain_low, gain_high: the 95% confidence interval of the gain, or of that since the change, paired by
+            task; None where none can be computed.
+        gain_tasks: the number of held-out tasks that the interval is over.
     """
 
     heldout_before: float | None
@@ -55,6 +59,9 @@ class Summary:
     agent_changed: str = ""
     heldout_since_change: float | None = None
     heldout_since_change_label: str = ""
+    gain_low: float | None = None
+    gain_high: float | None = None
+    gain_tasks: int = 0
 
     @classmethod
     def of(
@@ -75,6 +82,9 @@ class Summary:
         complete = complete_evaluations(held_out)
         agent_changed, base = _base_since_change(complete, changes)
         by_label = {e.label: e.reward for e in complete}
+        named = {e.label: e for e in complete}
+        differences = _differences(base if agent_changed else named.get("before"), named.get("after"))
+        low, high = t_interval(differences) or (None, None)
         trained = sum(row["tokens"] for row in rows)
         steps_s = sum(row["step_s"] for row in rows)
         return cls(
@@ -100,6 +110,9 @@ class Summary:
             agent_changed=agent_changed,
             heldout_since_change=None if base is None else base.reward,
             heldout_since_change_label="" if base is None else base.label,
+            gain_low=low,
+            gain_high=high,
+            gain_tasks=len(differences),
         )
 
     @classmethod
@@ -129,7 +142,7 @@ class Summary:
         table.add_row("held-out reward before", _share(self.heldout_before))
         table.add_row("held-out reward after", f"[bold]{_share(self.heldout_after)}[/bold]")
         if self.gain is not None:
-            table.add_row("gain", f"[bold green]{self.gain:+.3f}[/bold green]")
+            table.add_row("gain", f"[bold green]{self.gain:+.3f}[/bold green]{self._certainty()}")
         elif self.agent_changed:
             table.add_row("[bold yellow]gain not comparable[/bold yellow]", self.agent_changed)
             if self.heldout_since_change is not None and self.heldout_after is not None:
@@ -137,7 +150,8 @@ class Summary:
                 label = self.heldout_since_change_label
                 table.add_row(
                     "gain since the change",
-                    f"[bold green]{since:+.3f}[/bold green] (from {self.heldout_since_change:.3f}, {label})",
+                    f"[bold green]{since:+.3f}[/bold green] (from {self.heldout_since_change:.3f}, {label})"
+                    f"{self._certainty()}",
                 )
         if self.heldout_without_tool is not None:
             table.add_row("held-out reward without the tool", _share(self.heldout_without_tool))
@@ -155,6 +169,28 @@ class Summary:
         table.add_row("trainer idle, engine idle", f"{self.trainer_idle:.0%}, {_percent(self.engine_idle)}")
         table.add_row("generation paused for swaps", f"{self.pause_s:.2f} s in total")
         return table
+
+    def _certainty(self) -> str:
+        """Return how sure the gain is, as the end of its line."""
+        if self.gain_low is None or self.gain_high is None:
+            if not self.gain_tasks:  # the scores of tasks are not known
+                return ""
+            why = (
+                "there is one task" if self.gain_tasks == 1 else f"all {self.gain_tasks} tasks changed alike"
+            )
+            return f" (no interval: {why})"
+        text = f" (95% interval over {self.gain_tasks} tasks: {self.gain_low:+.3f} to {self.gain_high:+.3f}"
+        if self.gain_low <= 0 <= self.gain_high:
+            text += "; it includes 0: to tell, evaluate more tasks (eval.episodes)"
+        return f"{text})"
+
+
+def _differences(first: HeldOut | None, last: HeldOut | None) -> list[float]:
+    """Return by how much the score of each task that both evaluations have changed."""
+    if first is None or last is None:
+        return []
+    after = dict(last.scores)
+    return [after[task] - score for task, score in first.scores if task in after]
 
 
 def complete_evaluations(held_out: Sequence[HeldOut]) -> list[HeldOut]:

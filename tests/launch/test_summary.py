@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from areal_agents.core.rollout import Reward, Task
@@ -42,6 +43,42 @@ def test_an_evaluation_that_was_ended_early_is_marked(tmp_path: Path) -> None:
     assert [e.label for e in complete_evaluations(held_out)] == ["before", "after"]
     summary.write(tmp_path / "summary.json")
     assert Summary.read(tmp_path / "summary.json") == summary
+
+
+def test_a_gain_has_the_interval_of_the_tasks_that_were_evaluated_before_and_after(tmp_path: Path) -> None:
+    """t(0.975, 3) = 3.182 and the standard error of (1, 1, 0, 0) is 0.2887."""
+
+    def scored(label: str, *scores: float, fingerprint: str = "") -> HeldOut:
+        by_task = tuple((str(number), score) for number, score in enumerate(scores))
+        return HeldOut(label, len(scores), sum(scores) / len(scores), 0, (0, 0), fingerprint, by_task)
+
+    def summary(*held_out: HeldOut) -> Summary:
+        return Summary.of([row(1, tokens=9, some=1)], held_out, wall_s=1, engine_idle=None)
+
+    unsure = summary(scored("before", 0, 0, 1, 0), scored("after", 1, 1, 1, 0))
+    assert unsure.gain_low == pytest.approx(0.5 - 3.182 * 0.2887, abs=1e-3) and unsure.gain_tasks == 4
+    text = "+0.500 (95% interval over 4 tasks: -0.419 to +1.419; it includes 0: to tell, evaluate more tasks"
+    assert text in text_of(unsure)
+    unsure.write(tmp_path / "summary.json")
+    assert Summary.read(tmp_path / "summary.json") == unsure
+    sure = summary(scored("before", *[0] * 19, 1), scored("after", *[1] * 20))
+    assert "(95% interval over 20 tasks: +0.845 to +1.055)" in text_of(sure)
+    assert "(no interval: all 2 tasks changed alike)" in text_of(
+        summary(scored("before", 0, 0), scored("after", 1, 1))
+    )
+    assert "(no interval: there is one task)" in text_of(summary(scored("before", 0), scored("after", 1)))
+    assert "interval" not in text_of(summary(scored("before", 0, 1)))
+    changed = summary(
+        scored("before", 1, 1, 1, 1, fingerprint="a"),
+        scored("step-3", 0, 0, 1, 0, fingerprint="b"),
+        scored("after", 1, 1, 1, 0, fingerprint="b"),
+    )
+    assert changed.gain is None and changed.gain_low == unsure.gain_low
+    assert "(from 0.250, step-3) (95% interval over 4 tasks: -0.419" in text_of(changed)
+    other = summary(
+        scored("before", 0, 0, 1, 0, fingerprint="a"), scored("after", 1, 1, 1, 0, fingerprint="b")
+    )
+    assert (other.gain, other.gain_low, other.gain_tasks) == (None, None, 0)
 
 
 def test_a_run_that_trained_nothing_says_why() -> None:
@@ -107,5 +144,6 @@ def test_an_evaluation_counts_with_the_agent_of_the_newest(tmp_path: Path) -> No
         play("before", 0, "b", 1.0, 0.5)
         play("step-2", 2, "a", 1.0)
         assert found() == [("before", 0.25, "a"), ("step-2", 1.0, "a")]
+        assert read_held_out(store)[0].scores == (("t", 0.25),)  # the mean of two attempts
         play("after", 4, "b", 1.0)
         assert found() == [("before", 0.75, "b"), ("step-2", 1.0, "a"), ("after", 1.0, "b")]
