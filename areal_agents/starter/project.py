@@ -16,7 +16,7 @@ from pathlib import Path
 from areal_agents.errors import ConfigError
 
 _FILES = Path(__file__).parent / "files"
-_RENAMED = ("README.md", "config.yaml", "test_agent.py")  # files in which words are replaced
+_RENAMED = ("README.md", "config.yaml")  # files in which words are replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class Framework:
     Attributes:
         agent: the value of the configuration key `agent`.
         file: the file of the agent.
-        doctor: the arguments of `areal-agents doctor` that name the agent, as Python strings.
         packages: the packages that the agent needs besides areal-agents.
         modules: one module of each of these packages.
         program: the program that runs the agent, if it is not Python.
@@ -34,7 +33,6 @@ class Framework:
 
     agent: str = "agent.py:agent"
     file: str = "agent.py"
-    doctor: str = '"--agent", "agent.py:agent"'
     packages: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     program: str = ""
@@ -60,12 +58,9 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "node": Framework(
         agent="{command: node agent.mjs}",
         file="agent.mjs",
-        doctor='"--", "node", "agent.mjs"',
         program="node",
     ),
-    "command": Framework(
-        agent="{command: python agent.py}", doctor='"--", sys.executable, "agent.py"', program="python"
-    ),
+    "command": Framework(agent="{command: python agent.py}", program="python"),
 }
 
 
@@ -84,7 +79,6 @@ def create_project(folder: Path, framework: str) -> Framework:
     words = {
         "AGENT_FILE": chosen.file,
         "AGENT": chosen.agent,
-        "DOCTOR": chosen.doctor,
         "NAME": folder.name,
         "PACKAGES": " ".join(("'areal-agents[train]'", "pytest", *chosen.packages)),
     }

@@ -61,6 +61,13 @@ def test_a_starter_is_short_and_passes_its_own_test(tmp_path: Path, framework: s
     assert sum(lines.values()) < 60 and lines["config.yaml"] < 20
     passed = call("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
     assert passed.returncode == 0, passed.stdout + passed.stderr
+    own = [{"question": f"How many letters has {word!r}?", "answer": str(len(word))} for word in ("a", "to")]
+    (project / "tasks.jsonl").unlink()
+    (project / "mine.json").write_text(json.dumps(own))
+    config = (project / "config.yaml").read_text()
+    (project / "config.yaml").write_text(config.replace("tasks.jsonl", "mine.json"))
+    passed = call("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=project)
+    assert passed.returncode == 0, passed.stdout + passed.stderr
     shown = call("-m", "areal_agents", "train", "config.yaml", "--dry-run", cwd=project)
     assert shown.returncode == 0, shown.stderr
     assert yaml.safe_load(shown.stdout)["rollout"]["group_size"] == 8
