@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from areal_agents.rewards import FinishedEpisode
+from areal_agents.rewards.code import CodeTest, ProgramRunner
 
 TIMEOUT_S = 10.0
 MOST_BYTES = 1 << 16  # of the file that the agent left, and of what its program prints
@@ -28,6 +29,24 @@ names = {{}}
 exec(task["source"], names)
 json.dump([names["pick"](values, limit) for values, limit in task["arguments"]], sys.stdout)
 """
+_IN_BUBBLEWRAP = ProgramRunner(time_s=TIMEOUT_S, memory_mb=1024, isolation="bubblewrap")
+
+
+async def solved_in_bubblewrap(episode: FinishedEpisode) -> float:
+    """`solved`, with the program in a sandbox that shows it nothing else of this machine.
+
+    For a model that could look for the right results. Raises RewardError if bubblewrap cannot be started.
+    """
+    assert episode.workdir is not None, "the agent works in a folder"
+    source = _source(episode.workdir / episode.task["file"])
+    if source is None:
+        return 0.0
+    tests = [
+        CodeTest(f"{json.dumps(values)}\n{json.dumps(limit)}", json.dumps(result), "pick")
+        for values, limit, result in episode.task["cases"]
+    ]
+    runs = await _IN_BUBBLEWRAP.run(source, tests, until_failure=True)
+    return float(len(runs) == len(tests) and all(run.passed for run in runs))
 
 
 def solved(episode: FinishedEpisode) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import random
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import repairs
 from demonstrator import CAREFUL, CARELESS, Habits, play
 from dialogue import SUBMIT
 from repairs import Repair, heldout_tasks, sample_repair, train_tasks
-from reward import solved
+from reward import solved, solved_in_bubblewrap
 from transfer import UNTRAINED, named, table
 
 from areal_agents.evaluation.results import AttemptResult, Results, TaskResult
@@ -67,7 +69,17 @@ def test_no_function_of_training_is_held_out() -> None:
     assert heldout == heldout_tasks()
 
 
-def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(tmp_path: Path) -> None:
+def in_bubblewrap(episode: FinishedEpisode) -> float:
+    return asyncio.run(solved_in_bubblewrap(episode))
+
+
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+
+@pytest.mark.parametrize("solved", [solved, pytest.param(in_bubblewrap, marks=needs_bubblewrap)])
+def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(
+    solved: Callable[[FinishedEpisode], float], tmp_path: Path
+) -> None:
     (task, *_) = heldout_tasks()
     repair = sample_repair(random.Random("heldout/0"), held_out=True)  # the same task
     broken = copy_of(task, tmp_path / "broken")
@@ -97,6 +109,20 @@ def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(tmp_path: Path) 
     assert solved(left_in(repaired, task)) == 0.0
     os.mkfifo(file)  # reading it would never end
     assert solved(left_in(repaired, task)) == 0.0
+
+
+@needs_bubblewrap
+def test_in_bubblewrap_a_program_does_not_find_the_right_results(tmp_path: Path) -> None:
+    (task, *_) = heldout_tasks()
+    folder = copy_of(task, tmp_path / "left")
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({json.dumps(case[:2]): case[2] for case in task["cases"]}))
+    (folder / task["file"]).write_text(
+        f"import json\nfound = json.load(open({str(results)!r}))\n"
+        "def pick(*arguments):\n    return found[json.dumps(list(arguments))]\n"
+    )
+    assert solved(left_in(folder, task)) == 1.0
+    assert in_bubblewrap(left_in(folder, task)) == 0.0
 
 
 @pytest.mark.parametrize("habits", [CAREFUL, CARELESS], ids=["careful", "careless"])
