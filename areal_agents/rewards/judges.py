@@ -18,6 +18,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from areal_agents.direct_http import openai_client, openai_errors
 from areal_agents.errors import RewardError
@@ -66,8 +67,8 @@ def judge(
         base_url: an OpenAI-compatible endpoint; default: OPENAI_BASE_URL_OF_JUDGE, or OpenAI's own.
             OPENAI_BASE_URL is not read, because in a run it names the policy.
         api_key: the key of the endpoint; default: OPENAI_API_KEY.
-        cache: a folder in which answers are kept, so that an answered question is not asked again; None: no
-            cache.
+        cache: a folder in which answers are kept, so that a question is asked once; equal questions at the
+            same time wait for its answer. None: no cache.
         attempts: the most requests for one answer; requests after the first wait, longer each time.
         timeout_s: the time limit of one request in seconds.
         concurrency: the most requests at the same time.
@@ -155,26 +156,28 @@ class _Judge:
         self._attempts = attempts
         self._timeout_s = timeout_s
         self._free = asyncio.Semaphore(concurrency)
+        self._asking: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # by file of the cache
 
     async def ask(self, system: str, record: Any, read: Callable[[Mapping[str, Any]], T]) -> T:
         """Ask about a record, and return what `read` makes of the answer. Raises RewardError."""
         base_url = self._base_url or os.environ.get("OPENAI_BASE_URL_OF_JUDGE", "https://api.openai.com/v1")
         messages = [{"role": "system", "content": system}, {"role": "user", "content": _as_data(record)}]
-        kept = self._cache / f"{_digest([base_url, self._model, messages])}.json" if self._cache else None
-        if kept is not None and kept.exists():
-            try:
-                return read(_json_object(kept.read_text()))
-            except ValueError:  # a damaged file is replaced
-                logger.warning("%s is damaged; the judge is asked again", kept)
-        async with self._free:
+        if self._cache is None:
+            return read(await self._answer(base_url, messages, read))
+        kept = self._cache / f"{_digest([base_url, self._model, messages])}.json"
+        async with self._asking.setdefault(kept, asyncio.Lock()):
+            if kept.exists():
+                try:
+                    return read(_json_object(kept.read_text()))
+                except ValueError:  # a damaged file is replaced
+                    logger.warning("%s is damaged; the judge is asked again", kept)
             answer = await self._answer(base_url, messages, read)
-        if kept is not None:
             try:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(kept, json.dumps(answer))
             except OSError as error:
                 raise RewardError(f"the judge's cache {self._cache} cannot be written: {error}") from error
-        return read(answer)
+            return read(answer)
 
     async def _answer(
         self, base_url: str, messages: list[dict[str, str]], read: Callable[[Mapping[str, Any]], Any]
@@ -185,7 +188,7 @@ class _Judge:
             client = openai_client(base_url=base_url, api_key=self._api_key, timeout_s=self._timeout_s)
         except openai_errors() as error:  # no key
             raise RewardError(f"the judge {self._model} cannot be asked: {error}") from error
-        async with client:
+        async with self._free, client:
             for tried in range(self._attempts):
                 if tried:
                     await asyncio.sleep(min(30.0, 0.5 * 2.0**tried))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -78,6 +79,22 @@ async def test_a_judge_grades_by_its_rubric_and_asks_the_same_question_once(tmp_
     assert "Rubric: Is it right?" in requests[0]["messages"][0]["content"]
     assert record_in(requests[0])["messages"][-1]["content"] == "4"
     assert len(list(tmp_path.iterdir())) == 2
+
+
+async def test_equal_questions_at_the_same_time_are_asked_once(tmp_path: Path) -> None:
+    with judging(lambda _: (200, '{"score": 0.5}')) as (url, requests):
+        score = judge("Is it right?", model="m", base_url=url, api_key="k", cache=tmp_path)
+        assert await asyncio.gather(*(score(episode(answer)) for answer in "44544")) == [0.5] * 5
+        assert sorted(record_in(r)["messages"][-1]["content"] for r in requests) == ["4", "5"]
+
+
+async def test_an_equal_question_is_asked_again_after_a_refusal(tmp_path: Path) -> None:
+    statuses = iter([400, 200])
+    with judging(lambda _: (next(statuses), '{"score": 0.5}')) as (url, requests):
+        score = judge("Is it right?", model="m", base_url=url, api_key="k", cache=tmp_path)
+        answers = await asyncio.gather(*(score(episode("4")) for _ in range(3)), return_exceptions=True)
+        assert isinstance(answers[0], RewardError) and answers[1:] == [0.5, 0.5]
+        assert len(requests) == 2
 
 
 async def test_the_policy_cannot_close_the_record() -> None:
