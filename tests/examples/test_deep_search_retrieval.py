@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -210,6 +211,27 @@ def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     BertModel(shape).save_pretrained(folder)
     return folder
+
+
+def test_a_damaged_index_is_refused_by_the_file(tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+    build_index(PASSAGES, folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert len(files) > 5
+    for file in files:
+        whole = file.read_bytes()
+        named = re.escape(str(file.relative_to(folder)))
+        file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ConfigError, match=f"is damaged: {named} .*build it with"):
+            Index(folder)
+        file.unlink()
+        with pytest.raises(ConfigError, match=f"is damaged: {named} is missing|there is no index in"):
+            Index(folder)
+        file.write_bytes(whole)
+    Index(folder).close()
+    (folder / "index.json").write_text('{"format": "deep_search index 1"}')
+    with pytest.raises(ConfigError, match="expected 'deep_search index 2'; remove it and build it again"):
+        Index(folder)
 
 
 def test_dense_and_fused_retrieval(tmp_path: Path, embedding_model: Path) -> None:

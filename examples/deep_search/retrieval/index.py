@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -20,7 +20,7 @@ from retrieval.passages import Passage, PassageStore, write_passages
 
 Mode = Literal["bm25", "dense", "fused"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-FORMAT = "deep_search index 1"
+FORMAT = "deep_search index 2"
 RANK_CONSTANT = 60  # of reciprocal rank fusion (Cormack et al. 2009)
 _FUSED_DEPTH = 5  # times k: how far down each list fusion looks
 _REPORT_EVERY = 10_000  # passages
@@ -89,8 +89,30 @@ def _build(
         for done in embed_corpus(encoder, texts, count, folder / "embeddings.npy"):
             report(f"{done:,} of {count:,} passages embedded")
         store.close()
-    facts = {"format": FORMAT, "passages": count, "embedding_model": model}
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in _files(folder)}
+    facts = {"format": FORMAT, "passages": count, "embedding_model": model, "sizes": sizes}
     (folder / "index.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if a file is not as it was written, such as one whose copying was interrupted."""
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file():
+            raise _damaged(folder, f"{name} is missing")
+        if (found := file.stat().st_size) != size:
+            raise _damaged(folder, f"{name} has {found:,} bytes, and {size:,} were written")
+
+
+def _damaged(folder: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"the index in {folder} is damaged: {what}; copy it again, or remove it and build it with "
+        f"`python -m retrieval build CORPUS {folder}`"
+    )
 
 
 class Index:
@@ -101,7 +123,8 @@ class Index:
         device: where dense retrieval computes.
 
     Raises:
-        ConfigError: the folder is no index, or its embedding model cannot be loaded.
+        ConfigError: the folder is no index, a file of it is missing or has another size than was written, or
+            its embedding model cannot be loaded.
     """
 
     def __init__(self, folder: Path, *, device: str = "cpu") -> None:
@@ -111,8 +134,14 @@ class Index:
             raise ConfigError(
                 f"there is no index in {folder}; `python -m retrieval build CORPUS {folder}` builds it"
             ) from None
-        if facts.get("format") != FORMAT:
-            raise ConfigError(f"{folder} has the format {facts.get('format')!r}, expected {FORMAT!r}")
+        except ValueError as error:
+            raise _damaged(folder, f"index.json is not JSON ({error})") from error
+        found = facts.get("format") if isinstance(facts, dict) else None
+        if found != FORMAT:
+            raise ConfigError(
+                f"{folder} has the format {found!r}, expected {FORMAT!r}; remove it and build it again"
+            )
+        _check_sizes(folder, facts["sizes"])
         self.embedding_model: str | None = facts["embedding_model"]
         self._passages = PassageStore(folder)
         self._bm25 = Bm25.load(folder / "bm25", len(self._passages))
