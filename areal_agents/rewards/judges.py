@@ -16,6 +16,7 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -67,11 +68,11 @@ def judge(
         base_url: an OpenAI-compatible endpoint; default: OPENAI_BASE_URL_OF_JUDGE, or OpenAI's own.
             OPENAI_BASE_URL is not read, because in a run it names the policy.
         api_key: the key of the endpoint; default: OPENAI_API_KEY.
-        cache: a folder in which answers are kept, so that a question is asked once; equal questions at the
-            same time wait for its answer. None: no cache.
+        cache: a folder in which answers are kept, so that a question is asked once; equal questions that are
+            asked meanwhile in the same event loop wait for the answer. None: no cache.
         attempts: the most requests for one answer; requests after the first wait, longer each time.
         timeout_s: the time limit of one request in seconds.
-        concurrency: the most requests at the same time.
+        concurrency: the most requests at the same time in an event loop.
 
     The returned function raises RewardError if the judge gives no valid answer.
     """
@@ -131,6 +132,19 @@ def group_judge(
     return rank
 
 
+@dataclass(frozen=True, slots=True)
+class _Locks:
+    """The locks of one event loop.
+
+    Attributes:
+        free: limits the requests that are open at the same time.
+        asking: a lock for each question that is being asked, by its file in the cache.
+    """
+
+    free: asyncio.Semaphore
+    asking: WeakValueDictionary[Path, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+
+
 class _Judge:
     """Asks a model for a JSON object, with a cache and retries."""
 
@@ -155,8 +169,8 @@ class _Judge:
         self._cache = Path(cache) if cache is not None else None
         self._attempts = attempts
         self._timeout_s = timeout_s
-        self._free = asyncio.Semaphore(concurrency)
-        self._asking: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # by file of the cache
+        self._concurrency = concurrency
+        self._by_loop: dict[asyncio.AbstractEventLoop, _Locks] = {}
 
     async def ask(self, system: str, record: Any, read: Callable[[Mapping[str, Any]], T]) -> T:
         """Ask about a record, and return what `read` makes of the answer. Raises RewardError."""
@@ -165,7 +179,7 @@ class _Judge:
         if self._cache is None:
             return read(await self._answer(base_url, messages, read))
         kept = self._cache / f"{_digest([base_url, self._model, messages])}.json"
-        async with self._asking.setdefault(kept, asyncio.Lock()):
+        async with self._locks().asking.setdefault(kept, asyncio.Lock()):
             if kept.exists():
                 try:
                     return read(_json_object(kept.read_text()))
@@ -179,6 +193,19 @@ class _Judge:
                 raise RewardError(f"the judge's cache {self._cache} cannot be written: {error}") from error
             return read(answer)
 
+    def _locks(self) -> _Locks:
+        """Return the locks of the running event loop, because a lock of asyncio belongs to one loop.
+
+        There are several loops if a synchronous reward function starts one in its thread to ask the judge.
+        """
+        loop = asyncio.get_running_loop()
+        if loop not in self._by_loop:
+            for other in list(self._by_loop):
+                if other.is_closed():
+                    self._by_loop.pop(other, None)  # another thread may have removed it
+            self._by_loop[loop] = _Locks(asyncio.Semaphore(self._concurrency))
+        return self._by_loop[loop]
+
     async def _answer(
         self, base_url: str, messages: list[dict[str, str]], read: Callable[[Mapping[str, Any]], Any]
     ) -> Mapping[str, Any]:
@@ -188,7 +215,7 @@ class _Judge:
             client = openai_client(base_url=base_url, api_key=self._api_key, timeout_s=self._timeout_s)
         except openai_errors() as error:  # no key
             raise RewardError(f"the judge {self._model} cannot be asked: {error}") from error
-        async with self._free, client:
+        async with self._locks().free, client:
             for tried in range(self._attempts):
                 if tried:
                     await asyncio.sleep(min(30.0, 0.5 * 2.0**tried))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Barrier, Thread
 from typing import Any
 
 import pytest
@@ -86,6 +86,21 @@ async def test_equal_questions_at_the_same_time_are_asked_once(tmp_path: Path) -
         score = judge("Is it right?", model="m", base_url=url, api_key="k", cache=tmp_path)
         assert await asyncio.gather(*(score(episode(answer)) for answer in "44544")) == [0.5] * 5
         assert sorted(record_in(r)["messages"][-1]["content"] for r in requests) == ["4", "5"]
+
+
+async def test_a_synchronous_reward_function_may_ask_in_event_loops_of_its_own(tmp_path: Path) -> None:
+    """Each of three threads has a loop; their requests are open at the same time, so that none can wait."""
+    together = Barrier(3)
+
+    def answer(_: dict[str, Any]) -> tuple[int, str]:
+        together.wait(timeout=60)
+        return 200, '{"score": 0.5}'
+
+    with judging(answer) as (url, requests):
+        score = judge("Is it right?", model="m", base_url=url, api_key="k", cache=tmp_path, concurrency=1)
+        in_threads = (asyncio.to_thread(lambda: asyncio.run(score(episode("4")))) for _ in range(3))
+        assert await asyncio.gather(*in_threads) == [0.5] * 3
+        assert len(requests) == 3
 
 
 async def test_an_equal_question_is_asked_again_after_a_refusal(tmp_path: Path) -> None:
