@@ -260,7 +260,8 @@ def test_quietly_only_what_is_unusual_is_shown() -> None:
 
 def test_as_json_every_line_is_an_object() -> None:
     out = io.StringIO()
-    progress = RunProgress(1, {"complete": 2}, held_out=[HeldOut("before", 1, 0.5, 0, (0, 0))], failed=1)
+    before = HeldOut("before", 1, 0.5, 0, (0, 0), scores=(("task", 0.5),))
+    progress = RunProgress(1, {"complete": 2}, held_out=[before], failed=1)
     with JsonReport(out, changes(eval_episodes=1), steps=3) as report:
         report.say("trainer: 1 rank")
         report.stage("waiting")
@@ -276,6 +277,7 @@ def test_as_json_every_line_is_an_object() -> None:
     assert [e["metrics"]["step"] for e in events if e["event"] == "step"] == [1, 2]  # type: ignore[index]
     held_out = next(event for event in events if event["event"] == "held_out")
     assert (held_out["label"], held_out["reward"], held_out["done"]) == ("before", 0.5, 1)
+    assert "scores" not in held_out  # one of each task, which may be thousands
     assert next(e for e in events if e["event"] == "progress")["groups"] == {"complete": 2}
 
 

@@ -101,7 +101,8 @@ class Changes:
             expected = expected_episodes(rows, progress, self._eval_episodes)
             if evaluation.done >= expected and evaluation.label not in self._evaluations:
                 self._evaluations.add(evaluation.label)
-                yield Change("held_out", describe_held_out(evaluation), asdict(evaluation))
+                values = {name: value for name, value in asdict(evaluation).items() if name != "scores"}
+                yield Change("held_out", describe_held_out(evaluation), values)
 
     def _unrewarded(self, progress: RunProgress) -> Iterator[Change]:
         """Report once, for each time, that episodes have waited for rewards for a while."""
