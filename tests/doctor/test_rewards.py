@@ -146,14 +146,21 @@ def test_a_reward_that_reads_a_fenced_block(reward: str, best: str, earned: floa
     assert serious(examined(reward, tasks=named, most_tasks=2)) == []
 
 
+def test_a_prompt_about_defence_does_not_name_a_fenced_block() -> None:
+    about = [Task("1", {"question": "The minister of defence?", "answer": "SELECT name FROM minister"})]
+    report = examined("any_fence", tasks=about, most_tasks=1)
+    assert "the prompts do not name this form" in " ".join(finding.what for finding in serious(report))
+
+
 @pytest.mark.parametrize(
     ("answer", "languages"),
     [
         ("Paris", []), ("-0.5", []), ("4", []), ("[1, 2]", ["json"]), ('{"city": "Oslo"}', ["json"]),
         ("def f(x):\n    return x", ["python"]), ("print(1)", ["python"]), ("x = (", []),
-        ("WITH t AS (SELECT 1) SELECT * FROM t", ["sql"]), ("selected", []),
+        ("WITH t AS (SELECT 1) SELECT * FROM t", ["sql"]), ("selected", []), ("print('\\d')", ["python"]),
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("error")
 def test_the_languages_of_fences_follow_from_the_answers(answer: str, languages: list[str]) -> None:
     assert [*_languages([answer])] == ["", *languages]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ ANSWER_FIELDS = (
 GUESSES = ("0", "yes", "A")  # of some tasks the answers, and what a policy falls back to
 # How an answer may have to be written, the plain answer first; %s is the answer.
 ANSWER_FORMS = ("%s", "<answer>%s</answer>", "\\boxed{%s}", "#### %s", "The answer is: %s")
-FENCE_SAID = ("fence", "code block")  # how a prompt may ask for a fenced block in words
+# How a prompt may ask for a fenced block in words; "fence" alone is also a part of "defence".
+FENCE_SAID = ("fenced", "code fence", "code block", "backtick")
 _SQL = re.compile(
     r"(select|with|insert|update|delete|create|alter|drop|values|pragma|explain)\b", re.IGNORECASE
 )
-_ANSWERS_READ = 100  # of which it is said whether they are programs
+_ANSWERS_READ = 100  # most answers that are examined for the language that they are written in
 TRUNCATED_TOKENS = 32  # limit of the replies of the player whose replies are cut off
 _FILLER = "Let me think about this step by step, and look at every part of the question again. " * 40
 
@@ -47,7 +49,7 @@ class Player:
         guesses: whether it gives an answer that is right for some tasks.
         max_tokens: the limit of its replies in tokens, which cuts them off; None: that of the run.
         marks: the texts that it puts around the answer.
-        said: texts of which each names its form, in lower case, where the prompt does not have the marks.
+        said: other texts by which a prompt names its form; one of them suffices, in capitals or not.
         edits_tests: whether it plays with an agent that changes the tests in the task's folder.
     """
 
@@ -147,7 +149,9 @@ def _is_json(answer: str) -> bool:
 def _is_python(answer: str) -> bool:
     """Whether an answer is a program of Python and not only a word or a number, which are expressions too."""
     try:
-        statements = ast.parse(answer).body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the compiler are about the answer
+            statements = ast.parse(answer).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return any(not isinstance(s, ast.Expr) or isinstance(s.value, ast.Call) for s in statements)

@@ -23,7 +23,7 @@ class Grade:
         grade_s: seconds that the reward function took; None without a reward function.
         episode_s: seconds that the whole episode took.
         names_form: whether a prompt of the episode has the characters that the player's form puts around the
-            answer.
+            answer, or names the form in words.
         both_rewarded: see `rollout.agents.attempt.Outcome`.
     """
 
