@@ -325,7 +325,7 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _swaps_under_load(config: Config) -> bool:
-    """Whether whole weights are swapped without a pause, with which SGLang cannot flush a prefix cache."""
+    """Whether whole weights are swapped without a pause. SGLang cannot always flush a prefix cache then."""
     return config.trainer.publish.pause == "drain" and not config.trainer.publishes_adapters
 
 

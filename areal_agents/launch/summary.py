@@ -175,13 +175,12 @@ class Summary:
         if self.gain_low is None or self.gain_high is None:
             if not self.gain_tasks:  # the scores of tasks are not known
                 return ""
-            why = (
-                "there is one task" if self.gain_tasks == 1 else f"all {self.gain_tasks} tasks changed alike"
-            )
+            alike = f"the scores of all {self.gain_tasks} tasks changed by the same amount"
+            why = "there is one task" if self.gain_tasks == 1 else alike
             return f" (no interval: {why})"
         text = f" (95% interval over {self.gain_tasks} tasks: {self.gain_low:+.3f} to {self.gain_high:+.3f}"
         if self.gain_low <= 0 <= self.gain_high:
-            text += "; it includes 0: to tell, evaluate more tasks (eval.episodes)"
+            text += ", which includes 0; evaluate more tasks to be sure (eval.episodes)"
         return f"{text})"
 
 

@@ -57,13 +57,13 @@ def test_a_gain_has_the_interval_of_the_tasks_that_were_evaluated_before_and_aft
 
     unsure = summary(scored("before", 0, 0, 1, 0), scored("after", 1, 1, 1, 0))
     assert unsure.gain_low == pytest.approx(0.5 - 3.182 * 0.2887, abs=1e-3) and unsure.gain_tasks == 4
-    text = "+0.500 (95% interval over 4 tasks: -0.419 to +1.419; it includes 0: to tell, evaluate more tasks"
+    text = "+0.500 (95% interval over 4 tasks: -0.419 to +1.419, which includes 0; evaluate more tasks"
     assert text in text_of(unsure)
     unsure.write(tmp_path / "summary.json")
     assert Summary.read(tmp_path / "summary.json") == unsure
     sure = summary(scored("before", *[0] * 19, 1), scored("after", *[1] * 20))
     assert "(95% interval over 20 tasks: +0.845 to +1.055)" in text_of(sure)
-    assert "(no interval: all 2 tasks changed alike)" in text_of(
+    assert "(no interval: the scores of all 2 tasks changed by the same amount)" in text_of(
         summary(scored("before", 0, 0), scored("after", 1, 1))
     )
     assert "(no interval: there is one task)" in text_of(summary(scored("before", 0), scored("after", 1)))
