@@ -303,6 +303,11 @@ class Engine(Sampler, Protocol):
         `update_weights_from_disk` of the same path only swaps. An engine that cannot does nothing."""
         ...
 
+    async def settle(self) -> None:
+        """Wait until running requests and the updates of other processes have ended, so that an update is
+        possible without a pause. An engine whose update waits for them returns at once."""
+        ...
+
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """Serve the safetensors folder at `path` as `version`. On an error the old weights are kept."""
         ...

@@ -27,7 +27,7 @@ from pool_support import (
 from areal_agents.core.completion import Grammar, SamplingParams, TokenChunk
 from areal_agents.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.pool import EnginePool, refuse_other_models
+from areal_agents.inference.pool import CurrentVersion, EnginePool, monitor, refuse_other_models
 
 FORTY = SamplingParams(40, ignore_eos=True)
 LONG = SamplingParams(400, ignore_eos=True)
@@ -240,6 +240,28 @@ async def test_two_pools_that_find_one_late_replica_do_no_harm() -> None:
             calls = [pool.generate(f"r{n}", prompt_of(n), FORTY) for n, pool in enumerate(pools * 4)]
             for completion in await asyncio.gather(*calls):
                 assert set(completion.versions) == {3}
+
+
+@pytest.mark.parametrize("another_loads", [True, False])
+async def test_a_version_that_another_process_has_loaded_meanwhile_is_not_loaded_again(
+    another_loads: bool,
+) -> None:
+    loaded: list[str] = []
+
+    class Shared(SGLangEngine):
+        async def settle(self) -> None:
+            if another_loads:
+                await load(self.base_url, 7)
+
+        async def update_weights_from_disk(self, path: str, version: int) -> None:
+            loaded.append(path)
+            await super().update_weights_from_disk(path, version)
+
+    with servers_of(1) as [server]:
+        async with Shared(server.url) as engine:
+            await monitor.load(engine, CurrentVersion(7, "/weights/v7"))
+            assert (await engine.model_info()).version == 7
+    assert loaded == ([] if another_loads else ["/weights/v7"])
 
 
 async def test_a_replica_started_again_within_a_moment_hands_out_nothing_of_its_old_weights() -> None:

@@ -15,8 +15,8 @@ A replica that started late or was restarted loads the current version from the 
 without the trainer. While that folder is still being written the replica waits, and serves nothing; if the
 trainer publishes another version meanwhile, the replica gets that one like every other. It also waits for a
 version in an object storage, which its own process reads. Several processes may find the same replica:
-each checks it again before it loads, and loading twice is harmless. The replica is not paused for the load,
-because resuming it could interfere with a swap by the trainer.
+each checks it again before it loads. The replica is not paused for the load, because resuming it could
+interfere with a swap by the trainer.
 """
 
 from __future__ import annotations
@@ -308,7 +308,10 @@ _OTHERS_S = 0.5  # that another process that has loaded an adapter may take to s
 async def load(engine: Engine, goal: CurrentVersion) -> None:
     """Make an engine serve `goal`. Raises EngineError if that fails."""
     if not (Path(goal.path) / "adapter_config.json").is_file():
-        await engine.update_weights_from_disk(goal.path, goal.version)
+        await engine.settle()
+        # Another process may have loaded it meanwhile, and its requests may be running.
+        if (await engine.model_info()).version != goal.version:
+            await engine.update_weights_from_disk(goal.path, goal.version)
         return
     name = adapter_name(goal.version)
     try:

@@ -70,12 +70,16 @@ class SGLangControl:
         """See Engine.prepare_weights_from_disk."""
         await self._do(PREPARE_PATH, {"model_path": path}, optional=True)
 
+    async def settle(self) -> None:
+        """See Engine.settle."""
+        await self._settled()
+
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """See Engine.update_weights_from_disk. Without a pause, a server with a prefix cache must get no new
-        requests meanwhile (see `_flushes_unpaused`)."""
+        requests meanwhile (see `_settled`)."""
         body = {"model_path": path, **_taking_effect(version, self._paused)}
         if self._paused is None:
-            body["flush_cache"] = await self._flushes_unpaused()
+            body["flush_cache"] = await self._settled()
         await self._do("/update_weights_from_disk", body)
 
     async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
@@ -192,8 +196,8 @@ class SGLangControl:
     def _part_of(self, version: int, last: bool) -> dict[str, Any]:
         return _taking_effect(version, self._ends_in) if last else {"flush_cache": False}
 
-    async def _flushes_unpaused(self) -> bool:
-        """Return whether an update without a pause should flush the prefix cache.
+    async def _settled(self) -> bool:
+        """Wait until an update without a pause is possible; return whether it should flush the prefix cache.
 
         SGLang takes such an update when the last request has ended, and exits if its scheduler has not
         completed the step that it had already begun for that request. Without a prefix cache there is nothing

@@ -69,6 +69,9 @@ class VLLMControl:
     async def prepare_weights_from_disk(self, path: str) -> None:
         """See Engine.prepare_weights_from_disk. vLLM does nothing."""
 
+    async def settle(self) -> None:
+        """See Engine.settle. An update pauses vLLM by itself."""
+
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """See Engine.update_weights_from_disk."""
         async with self._paused():
