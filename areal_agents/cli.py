@@ -448,14 +448,6 @@ def doctor(
     With --rewards, play tasks of a configuration with policies that do none of the work, and report what they
     earn.
     """
-    import orjson
-
-    from areal_agents.config import load_config
-    from areal_agents.config.models import model_folder
-    from areal_agents.doctor import examine, read_task, show
-    from areal_agents.launch.examined import agent_of_run
-    from areal_agents.launch.signals import interruptible
-
     if rewards:
         if config is None or command or agent or reward:
             raise typer.BadParameter(
@@ -463,6 +455,15 @@ def doctor(
             )
         _doctor_of_rewards(config, tasks=tasks, answer=answer, timeout_s=timeout, as_json=as_json)
         return
+    import orjson
+
+    from areal_agents.config import load_config
+    from areal_agents.config.models import model_folder
+    from areal_agents.doctor import examine, read_task
+    from areal_agents.doctor.show import show
+    from areal_agents.launch.examined import agent_of_run
+    from areal_agents.launch.signals import interruptible
+
     loaded = load_config(config, weights=False) if config else None
     given: dict[str, Any] = {"function": agent, "command": command or (), "reward": reward}
     told = read_task(task) if task is not None else None

@@ -116,6 +116,7 @@ ALLOWED: dict[str, set[str]] = {
         "direct_http",
         "errors",
         "inference",
+        "lazy_imports",
         "proxy",
         "rendering",
         "rewards",
@@ -229,6 +230,11 @@ def _name(path: Path) -> str:
             ("torch", "numpy", "transformers", "openai", "sqlalchemy", "pydantic", "aiohttp", "httpx"),
         ),
         ("areal_agents.proxy.server", ("torch", "transformers", "anthropic")),
+        (
+            "areal_agents.doctor.rewards.grader_worker",
+            ("torch", "transformers", "openai", "sqlalchemy", "aiohttp", "starlette"),
+        ),
+        ("areal_agents.api.process, areal_agents.launch.train", ("torch", "transformers", "openai")),
     ],
 )
 def test_what_every_process_imports_is_light(imports: str, without: tuple[str, ...]) -> None:

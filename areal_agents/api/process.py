@@ -17,9 +17,6 @@ from rich.console import Console
 
 from areal_agents.config import load_config
 from areal_agents.errors import ArealAgentsError
-from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
-from areal_agents.launch import train as programs
-from areal_agents.launch.evaluation import evaluate
 from areal_agents.launch.signals import Interrupted
 from areal_agents.launch.supervision import end_with_supervisor
 
@@ -31,9 +28,15 @@ def main() -> int:
     console = Console(soft_wrap=True, highlight=False)
     try:
         config = load_config(path)
+        # Each program imports what it needs alone: imports take most of the seconds until a run begins.
         if program == "train":
+            from areal_agents.launch import train as programs
+
             programs.train(config, console=console, fresh="--fresh" in sys.argv[3:])
         else:
+            from areal_agents.evaluation.policies import NamedPolicy, policy_of_run
+            from areal_agents.launch.evaluation import evaluate
+
             given = json.loads(sys.argv[3])
             out = Path(given["out"]) if given["out"] else None
             policy = policy_of_run(given["model"]) or NamedPolicy(given["model"], Path(config.model))
