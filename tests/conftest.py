@@ -4,6 +4,7 @@ a real SGLang."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,6 +19,9 @@ ENVIRONMENTS = "--environments"
 SGLANG_TEST_S = 900
 GPU_TEST_S = 600
 SLOW_TEST_S = 1800
+# One certificate, whose key nobody has. Every HTTP client and every import of aiohttp reads all authorities
+# of the machine, which takes 30 to 50 ms, and the tests call no server that they do not start.
+AUTHORITIES = Path(__file__).with_name("authorities.pem")
 
 # A slow example on a busy machine says nothing about the code, so there is no deadline. `make test` generates
 # the same examples in each run, so that it fails only because of a change; `make test-all` tries others.
@@ -34,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         ENVIRONMENTS, metavar="PYTHON", help="the Python that has the packages of environments, likewise"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the tests and the processes that they start trust no authority, unless packages may be fetched."""
+    if not any(config.getoption(option) for option in (SGLANG, VLLM, ENVIRONMENTS)):
+        os.environ["SSL_CERT_FILE"] = str(AUTHORITIES)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
