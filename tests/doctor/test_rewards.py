@@ -24,6 +24,7 @@ from areal_agents.proxy import ProxyConfig
 from areal_agents.rollout.config import LimitsConfig, RewardConfig
 
 AGENT = Path(__file__).with_name("graded_agent.py")
+GRADERS = Path(__file__).with_name("graders.py")
 CAPITALS = {"France": "Paris", "Peru": "Lima", "Norway": "Oslo"}
 CHOICES = f"One of {', '.join(CAPITALS.values())}."
 
@@ -41,7 +42,7 @@ def examined(
     **options: Any,
 ) -> RewardReport:
     given = {"group_size": 4, "most_tasks": 3, "limits": LimitsConfig(), "proxy": ProxyConfig(), **options}
-    config = RewardConfig(episode=f"{AGENT}:{reward}", time_s=time_s)
+    config = RewardConfig(episode=f"{GRADERS}:{reward}", time_s=time_s)
     named = f"{AGENT}:{agent}" if isinstance(agent, str) else agent
     return examine_rewards(tasks or tasks_with(), agent=named, reward=config if reward else None, **given)
 
@@ -234,7 +235,7 @@ def test_without_any_reward() -> None:
 def test_noise_and_time() -> None:
     moody = examined("moody", most_tasks=1)
     assert any("gives the same episode different rewards" in finding.what for finding in moody.findings)
-    slow = examined("slow", most_tasks=1, time_s=0.5)
+    slow = examined("slow_if_right", most_tasks=1, time_s=0.5)
     assert any("may take 0.5 s" in finding.what for finding in slow.findings)
 
 
@@ -319,7 +320,7 @@ def test_the_command_line(tmp_path: Path) -> None:
         "model": "quickstart",
         "agent": f"{AGENT}:ask",
         "data": {"path": "tasks.jsonl"},
-        "reward": f"{AGENT}:contains",
+        "reward": f"{GRADERS}:contains",
     }
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config))
