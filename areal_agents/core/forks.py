@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import pairwise
 
 from areal_agents.core.messages import Message, reasoning_conflicts
@@ -34,22 +34,25 @@ def _without_common_history(
     A reply that the client sends back shows that it continues a recorded conversation, whatever precedes the
     reply. A user's message does not: auxiliary calls, for a title or a summary, have it too.
     """
-    path = max(trajectories, key=lambda path: (_kept_replies(path, messages), _overlap(path, messages)))
+    said = {message.digest for message in messages if message.role == "assistant"}
+    called = {call.id for message in messages for call in message.tool_calls}
+    if not shared and not said and not called:  # what follows looks at every path, and an episode may have
+        return Fork(None, "new conversation", 0)  # thousands: of sub-agents that are asked once each
+    asked = {message.digest for message in messages if message.role != "system"}
+    path = max(trajectories, key=lambda path: (_kept_replies(path, said, called), _overlap(path, asked)))
     moved = _moved(path, messages, shared)
-    if _kept_replies(path, messages):
+    if _kept_replies(path, said, called):
         return Fork(path.turns[0].id, moved or "edited", shared)
     if shared and moved == "context compacted":
         return Fork(path.turns[0].id, moved, shared)
     return Fork(None, "new conversation", shared)
 
 
-def _kept_replies(path: Trajectory, messages: Sequence[Message]) -> int:
-    """The number of replies of a path that the conversation has, by their meaning or by their call ids."""
-    digests = {message.digest for message in messages if message.role == "assistant"}
-    ids = {call.id for message in messages for call in message.tool_calls}
+def _kept_replies(path: Trajectory, said: Set[bytes], called: Set[str]) -> int:
+    """The number of replies of a path that a conversation has, by their meaning or by their call ids."""
     replies = [turn.reply for turn in path.turns]
     return sum(
-        reply.digest in digests or any(call.id in ids for call in reply.tool_calls) for reply in replies
+        reply.digest in said or any(call.id in called for call in reply.tool_calls) for reply in replies
     )
 
 
@@ -87,8 +90,8 @@ def _kept(recorded: Sequence[bytes], rest: Sequence[bytes]) -> list[tuple[int, i
     return [(places[digest].pop(), index) for index, digest in enumerate(rest) if places.get(digest)]
 
 
-def _overlap(path: Trajectory, messages: Sequence[Message]) -> int:
-    return len(set(_digests(path)) & {message.digest for message in messages if message.role != "system"})
+def _overlap(path: Trajectory, asked: Set[bytes]) -> int:
+    return len(set(_digests(path)) & asked)
 
 
 def _digests(path: Trajectory) -> list[bytes]:
