@@ -235,6 +235,7 @@ def _name(path: Path) -> str:
             ("torch", "transformers", "openai", "sqlalchemy", "aiohttp", "starlette"),
         ),
         ("areal_agents.api.process, areal_agents.launch.train", ("torch", "transformers", "openai")),
+        ("areal_agents.inspection.sources, areal_agents.launch.evaluation", ("torch", "openai", "renderers")),
     ],
 )
 def test_what_every_process_imports_is_light(imports: str, without: tuple[str, ...]) -> None:

@@ -19,9 +19,8 @@ import orjson
 from areal_agents.core.completion import Grammar, TokenIds, as_token_ids
 from areal_agents.core.messages import Message
 from areal_agents.errors import ConfigError, PromptTooLong, RenderingError
-from areal_agents.rendering.families import TEMPLATE, make_format, renderer_config
 from areal_agents.rendering.forcing import Forcing
-from areal_agents.rendering.formats import ChatFormat
+from areal_agents.rendering.formats import TEMPLATE, ChatFormat
 from areal_agents.rendering.replies import ReplyReader
 from areal_agents.rendering.special_text import SpecialText, strings_in
 from areal_agents.rendering.streaming import ReplyStream
@@ -95,6 +94,8 @@ class ChatRenderer:
             ConfigError: the folder is not a model folder, the family is unknown, it does not have an option,
                 or the tokenizer cannot encode its special tokens as text.
         """
+        from areal_agents.rendering.families import renderer_config
+
         # The config is read first, because it gives the clearer error for a folder without a model.
         config = renderer_config(path, family=family, options=options or {})
         tokenizer = Tokenizer.from_folder(path)
@@ -105,6 +106,8 @@ class ChatRenderer:
         cls, tokenizer: Tokenizer, config: Any, *, special_tokens_in_content: SpecialTokensInContent = "text"
     ) -> ChatRenderer:
         """Create the renderer of a config; see `families.make_format`. ConfigError as for `from_folder`."""
+        from areal_agents.rendering.families import make_format
+
         special_text = None
         if special_tokens_in_content == "text":
             special_text = SpecialText(tokenizer.token_text(i) for i in tokenizer.special_token_ids)
@@ -132,6 +135,8 @@ class ChatRenderer:
         Raises:
             ConfigError: the family does not have an option, or `from_folder` did not create this renderer.
         """
+        from areal_agents.rendering.families import renderer_config
+
         if self._source is None:
             raise ConfigError(
                 "template options can be changed only for a renderer of a model folder; use from_folder"

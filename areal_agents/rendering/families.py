@@ -17,12 +17,10 @@ import renderers
 
 from areal_agents.errors import ConfigError
 from areal_agents.model_folder import folder_fault, read_object
-from areal_agents.rendering.formats import ChatFormat, library_format
+from areal_agents.rendering.formats import TEMPLATE, ChatFormat, library_format
 from areal_agents.rendering.templates.generic import TemplateFormat
 from areal_agents.rendering.templates.template import template_sources
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
-
-TEMPLATE = "template"  # the family of a model folder that is rendered by its own chat template
 
 # config.json's model_type → family. `_BY_NAME` distinguishes the families that share a type.
 _BY_MODEL_TYPE = {

@@ -7,13 +7,15 @@ suffixes, parsing, streaming) is written once.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Protocol
-
-import renderers
+from typing import TYPE_CHECKING, Any, Protocol
 
 from areal_agents.errors import ConfigError
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import renderers
+
+TEMPLATE = "template"  # the family of a model folder that is rendered by its own chat template
 _MAX_CACHED = 40  # characters; longer strings are not cached
 
 
@@ -88,6 +90,8 @@ def library_format(tokenizer: Tokenizer, config: Any, *, marked: bool = False) -
     Raises:
         ConfigError: the tokenizer lacks a special token that the family needs.
     """
+    import renderers
+
     try:
         return renderers.create_renderer(ScaffoldTokenizer(tokenizer, marked=marked), config)
     except Exception as error:  # each family asserts its own special tokens

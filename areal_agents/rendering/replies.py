@@ -16,7 +16,6 @@ from itertools import count
 from typing import Any
 
 import orjson
-import renderers
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
@@ -220,7 +219,9 @@ def _names_one(calls: Sequence[Any], tools: Sequence[dict[str, Any]]) -> bool:
 
 
 def _is_usable(call: Any) -> bool:
-    ok = call.status == renderers.ToolCallParseStatus.OK
+    from renderers import ToolCallParseStatus
+
+    ok = call.status == ToolCallParseStatus.OK
     ok = ok and bool(call.name) and isinstance(call.name, str) and isinstance(call.arguments, dict)
     return ok and _is_writable([call.name, call.arguments])
 
