@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def attacks(folder: Path, kinds: Sequence[str]) -> Iterator[Row]:
-    """The rows of all attacks of these kinds, as they complete."""
+def attacks(folder: Path, kinds: Sequence[str], *, one_whole_lie_of: int = 1) -> Iterator[Row]:
+    """The rows of all attacks of these kinds, as they complete; see `lying` for `one_whole_lie_of`."""
     model = qwen_folder()
     with scripted_engine(model, reply_tokens=4000) as engine:
         if {"big", "slow"} & set(kinds):
@@ -82,7 +82,7 @@ def attacks(folder: Path, kinds: Sequence[str]) -> Iterator[Row]:
                     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
                     yield from forged(server.url, ids)
     if "lying" in kinds:
-        yield from lying(model, folder)
+        yield from lying(model, folder, one_whole_of=one_whole_lie_of)
 
 
 def show(row: Row) -> None:

@@ -10,11 +10,11 @@ from run_attack import attacks, main
 
 @pytest.mark.timeout(600)
 def test_pages_forgeries_and_lies_meet_a_defence(tmp_path: Path) -> None:
-    rows = list(attacks(tmp_path, ["web", "forged", "lying"]))
+    rows = list(attacks(tmp_path, ["web", "forged", "lying"], one_whole_lie_of=6))
     speed = [row for row in rows if "p99" in row.expected]  # checked by `make attack`
     assert [row for row in rows if not row.holds and row not in speed] == []
     assert speed and all(row.found.startswith("0 calls failed") for row in speed)
-    assert {row.kind for row in rows} == {"web", "forged", "lying"} and len(rows) > 100
+    assert {row.kind for row in rows} == {"web", "forged", "lying"} and len(rows) > 80
 
 
 @pytest.mark.slow
