@@ -1,6 +1,7 @@
 """The commands and snippets of the pages are run as they are written, in an empty folder.
 
-Only what a reader replaces is replaced: ids, ports, hosts and paths of models. Trainings are cut to one step.
+Only what a reader replaces is replaced: ids, ports, hosts and paths of models. Trainings are cut to one step,
+and simulations to small batches.
 """
 
 from __future__ import annotations
@@ -501,7 +502,10 @@ def test_training_on_the_episodes_of_a_run(folder: Path, run: Path) -> None:
 
 
 def test_simulating(folder: Path, run: Path) -> None:
-    given = (("runs/search_agent-seed0", "runs/my_agent-seed0"), ("runs/x", "runs/my_agent-seed0"))
+    given = (
+        ("runs/search_agent-seed0", "runs/my_agent-seed0"), ("runs/x", "runs/my_agent-seed0"),
+        ("groups=64 group_size=16", "groups=8 group_size=8"),
+    )  # fmt: skip
     assert "GPUs" in bash(
         text("docs/simulator.md", "areal-agents simulate --from runs/search_agent-seed0", *given), folder
     )
