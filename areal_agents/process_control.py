@@ -8,8 +8,10 @@ is found.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import resource
@@ -33,6 +35,15 @@ _SET_DUMPABLE = 4  # PR_SET_DUMPABLE
 _STAT_ENV_END = 51 - 3  # index among the fields of /proc/PID/stat after the command, see proc(5)
 
 logger = logging.getLogger(__name__)
+
+
+def end_without_collection() -> None:
+    """Let this process exit without the garbage collections with which the interpreter ends.
+
+    After an import of torch they take more than a second of processor time, and nothing needs what they
+    free. What only a cycle of references keeps alive is not finalised; Python does not promise that anyway.
+    """
+    atexit.register(gc.freeze)
 
 
 def end_leftovers(variable: str, mark: str) -> int:

@@ -108,3 +108,19 @@ def test_another_process_of_the_user_cannot_inspect_one_that_forbids_it() -> Non
     code += "asked = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0); print(asked()); f(); print(asked())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["1", "0"], done.stderr
+
+
+@pytest.mark.parametrize(("without", "said"), [("", "finalised\n"), ("end_without_collection()", "")])
+def test_what_a_cycle_keeps_alive_is_not_collected_when_the_process_ends(without: str, said: str) -> None:
+    code = f"""
+from areal_agents.process_control import end_without_collection
+{without}
+class Cycle:
+    def __init__(self): self.itself = self
+    def __del__(self): print("finalised", flush=True)
+cycle = Cycle()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == (said, "")

@@ -10,9 +10,11 @@ import sys
 from areal_agents.errors import ArealAgentsError
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.embedded.server import serve
+from areal_agents.process_control import end_without_collection
 from areal_agents.secret_variables import given_engine_key
 
 if __name__ == "__main__":
+    end_without_collection()
     try:
         serve(EmbeddedEngineConfig.model_validate_json(sys.argv[1]), key=given_engine_key())
     except ArealAgentsError as error:
