@@ -18,6 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from areal_agents.errors import RequestError
+from areal_agents.proxy.dialects.known_bodies import KnownBodies
+from areal_agents.proxy.dialects.replayed import MessageMemo
 from areal_agents.proxy.errors import ClientGone
 from areal_agents.proxy.values import refuse_many_values
 
@@ -35,6 +37,7 @@ class Bodies:
     def __init__(self, *, max_bytes: int, max_values: int) -> None:
         self.max_bytes = max_bytes
         self._max_values = max_values
+        self._known = KnownBodies()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
         self._giving_back: asyncio.TimerHandle | None = None
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
@@ -45,11 +48,14 @@ class Bodies:
             self._giving_back.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def object(self, request: Request, max_bytes: int | None = None) -> dict[str, Any]:
+    async def object(
+        self, request: Request, max_bytes: int | None = None, *, memo: MessageMemo | None = None
+    ) -> dict[str, Any]:
         """Return the JSON object in the body of a request, {} for an empty body.
 
         Args:
             max_bytes: a limit in bytes instead of the app's.
+            memo: the conversations of the caller's episode, with one of which the body may begin.
 
         Raises:
             RequestError: 413 if the body is too large or has too many values, 415 if it is compressed or its
@@ -57,14 +63,16 @@ class Bodies:
             ClientGone: the client disconnected before the end of the body.
         """
         body = await _received(request, self.max_bytes if max_bytes is None else max_bytes)
-        return await self.parsed(request, body)
+        return await self.parsed(request, body, memo)
 
-    async def parsed(self, request: Request, body: bytes | bytearray) -> dict[str, Any]:
+    async def parsed(
+        self, request: Request, body: bytes | bytearray, memo: MessageMemo | None = None
+    ) -> dict[str, Any]:
         """Return the JSON object in a body that was received for `request`; see `object`."""
         request.state.body_bytes = len(body)
         if not body:
             return {}
-        data = await self.off_loop(request, lambda: self._parse(body))
+        data = await self.off_loop(request, lambda: self._parse(body, memo))
         if not isinstance(data, dict):
             raise RequestError(f"the body must be a JSON object, got {_json_type(data)}", code="invalid_json")
         return data
@@ -92,10 +100,10 @@ class Bodies:
         gc.collect(1)  # the exception of a refused request is part of a reference cycle
         self._trim(0)
 
-    def _parse(self, body: bytes | bytearray) -> Any:
+    def _parse(self, body: bytes | bytearray, memo: MessageMemo | None) -> Any:
         refuse_many_values(body, self._max_values)
         try:
-            return orjson.loads(body)
+            return orjson.loads(body) if memo is None else self._known.parsed(body, memo)
         except orjson.JSONDecodeError as error:
             _refuse_constant(error.doc, error.pos)
             raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None

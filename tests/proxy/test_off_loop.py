@@ -18,11 +18,11 @@ from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
+from areal_agents.lru import LruCache
 from areal_agents.proxy.calls.prompts import Prompt, Prompts
 from areal_agents.proxy.calls.raw_prompts import PlainStream, RawPrompts
 from areal_agents.proxy.calls.request import RAW_TOOLS_ID, CompletedTurn, ModelRequest, SamplingWish
 from areal_agents.proxy.dialects.chat.answers import chat_answer
-from areal_agents.proxy.lru import LruCache
 from areal_agents.rendering import ChatRenderer, Tokenizer
 
 USER = Message("user", "hi")

@@ -18,11 +18,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import aiohttp
-
 from areal_agents.core.completion import SamplingParams, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.continuation import OldVersion
+from areal_agents.inference.http_connections import NotConnected
 from areal_agents.inference.pool.limits import PoolLimits
 
 _UNSEEN = 8  # tokens that a dying engine may have sampled but not delivered
@@ -30,8 +29,8 @@ _REFUSED_S = 600.0  # how long a request that was given up is refused to all cal
 
 
 def has_arrived(error: EngineError) -> bool:
-    """Whether a request that failed with `error` may have run; it did not if its connection was refused."""
-    return not isinstance(error.__cause__, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+    """Whether a request that failed with `error` may have run; it did not if it had no connection."""
+    return not isinstance(error.__cause__, NotConnected)
 
 
 class Suspects:

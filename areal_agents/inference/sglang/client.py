@@ -21,6 +21,7 @@ from areal_agents.core.completion import Completion, SamplingParams, TokenIds
 from areal_agents.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.adapter_calls import completion_under, with_served_adapter
 from areal_agents.inference.answers import SentRequest, end_ids_of
+from areal_agents.inference.encoded_ids import EncodedIds
 from areal_agents.inference.engine import (
     ModelInfo,
     OnTokens,
@@ -95,6 +96,7 @@ class SGLangEngine(SGLangControl):
         self._end_ids: frozenset[int] | None = None  # end-of-completion tokens of the served model, if known
         self._folder = ""  # the model folder that _end_ids was read from
         self._decode = decode
+        self._encoded = EncodedIds()
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> SGLangEngine:
@@ -132,7 +134,7 @@ class SGLangEngine(SGLangControl):
             parameters["stream_interval"] = stream_interval
         body = {
             "rid": rid + RID_END,
-            "input_ids": np.ascontiguousarray(input_ids),
+            "input_ids": self._encoded.json(input_ids, affinity),
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": on_tokens is not None,

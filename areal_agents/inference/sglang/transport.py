@@ -6,25 +6,27 @@ once. Invariant: at most one unfinished event, of bounded size, is buffered.
 
 from __future__ import annotations
 
-import asyncio
-import ssl
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import aiohttp
 import orjson
 
 from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference.http_connections import (
+    BadAnswer,
+    ConnectTimeout,
+    HttpConnections,
+    TooLarge,
+)
 from areal_agents.inference.sglang.wire import error_of
 from areal_agents.secret_variables import bearer
 
 JSON = {"Content-Type": "application/json"}
-# Below the 5 s after which SGLang closes idle connections, so that no call uses a connection being closed.
-KEEP_ALIVE_S = 3.0
 END_WAIT_S = 1.0  # longest wait for the end of a stream after its last event
 DONE = b"[DONE]"  # the event after the last chunk of a stream
 NO_ENDPOINT = (404, 405)
+MAX_ANSWER_BYTES = 128 * 1024 * 1024
 
 
 class HttpTransport:
@@ -34,12 +36,21 @@ class HttpTransport:
     """
 
     def __init__(self, base_url: str, *, connect_timeout_s: float, key: str = "") -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
-        self.base_url = base_url.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
         self._headers = {**JSON, **bearer(key)}
-        self._session: aiohttp.ClientSession | None = None
+        self._connections = self._connections_to(base_url)
+        self._base_url = base_url.rstrip("/")
+
+    @property
+    def base_url(self) -> str:
+        """The address; requests that are under way when it is changed stay where they are."""
+        return self._base_url
+
+    @base_url.setter
+    def base_url(self, base_url: str) -> None:
+        self._connections.close()
+        self._connections = self._connections_to(base_url)
+        self._base_url = base_url.rstrip("/")
 
     async def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float, optional: bool = False
@@ -48,10 +59,11 @@ class HttpTransport:
 
         With `optional`, also returns None if the server does not have the endpoint.
         """
-        url = self.base_url + path
+        url, sent = self.base_url + path, _dumps(body)
         with _mapped_errors(url, timeout_s, self._connect_timeout_s):
-            async with self._open(method, url, body, timeout_s) as response:
-                raw, status = await _whole_answer(response), response.status
+            status, raw = await self._connections.whole(
+                method, path, sent, timeout_s=timeout_s, most_bytes=MAX_ANSWER_BYTES
+            )
         if optional and status in NO_ENDPOINT:
             return None
         if (error := error_of(url, status, raw)) is not None:
@@ -66,72 +78,49 @@ class HttpTransport:
     async def events(self, path: str, body: Any, *, timeout_s: float) -> AsyncGenerator[list[bytes], None]:
         """Yield the events of a streamed answer in the batches in which they arrive, without the final
         [DONE]."""
-        url, reader = self.base_url + path, EventReader()
+        url, sent, reader = self.base_url + path, _dumps(body), EventReader()
         with _mapped_errors(url, timeout_s, self._connect_timeout_s):
-            async with self._open("POST", url, body, timeout_s) as response:
-                if (error := error_of(url, response.status, b"")) is not None:
-                    raise error_of(url, response.status, await _whole_answer(response)) or error
-                async for received in response.content.iter_any():
+            async with self._connections.streamed("POST", path, sent, timeout_s=timeout_s) as answer:
+                if (error := error_of(url, answer.status, b"")) is not None:
+                    raise error_of(url, answer.status, await answer.whole(MAX_ANSWER_BYTES)) or error
+                while (received := await answer.part()) is not None:
                     events = reader.feed(received)
                     done = bool(events) and events[-1] == DONE
                     if events[: len(events) - done]:
                         yield events[: len(events) - done]
                     if done:
-                        await _finish(response)
+                        with suppress(TimeoutError, OSError, BadAnswer, TooLarge):
+                            # Read to the end, so that the connection can be used again.
+                            await answer.whole(MAX_ANSWER_BYTES, timeout_s=END_WAIT_S)
                         return
 
     async def aclose(self) -> None:
         """Close the connections; a later request opens new ones."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._connections.close()
+        self._connections = self._connections_to(self._base_url)
 
-    def _open(
-        self, method: str, url: str, body: Any, timeout_s: float
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        if self._session is None:
-            # No limit on connections: the caller's admission control limits concurrent calls.
-            # aiohttp's own context has the authorities that were trusted when aiohttp was imported.
-            context = ssl.create_default_context() if self.base_url.startswith("https:") else True
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=context)
-            )
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return self._session.request(method, url, data=data, headers=self._headers, timeout=timeout)
+    def _connections_to(self, base_url: str) -> HttpConnections:
+        return HttpConnections(base_url, self._headers, connect_timeout_s=self._connect_timeout_s)
 
 
-MAX_ANSWER_BYTES = 128 * 1024 * 1024  # also of an answer that was sent compressed
-
-
-async def _whole_answer(response: aiohttp.ClientResponse) -> bytes:
-    """Return the whole body; EngineError if it exceeds the limit."""
-    body = bytearray()
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > MAX_ANSWER_BYTES:
-            response.close()
-            raise EngineError(f"the engine sent an answer of more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(body)
-
-
-async def _finish(response: aiohttp.ClientResponse) -> None:
-    """Read to the end of the stream, so that the connection can be reused."""
-    with suppress(TimeoutError, aiohttp.ClientError):
-        async with asyncio.timeout(END_WAIT_S):
-            await _whole_answer(response)
+def _dumps(body: Any) -> bytes | None:
+    return None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 @contextmanager
 def _mapped_errors(url: str, timeout_s: float, connect_timeout_s: float) -> Iterator[None]:
     try:
         yield
-    except aiohttp.ConnectionTimeoutError as error:  # which is a TimeoutError too
+    except ConnectTimeout as error:
         raise EngineUnavailable(f"{url} accepted no connection within {connect_timeout_s:g} s") from error
     except TimeoutError as error:
         raise EngineUnavailable(f"{url} did not answer within {timeout_s:g} s") from error
-    except aiohttp.ClientError as error:
+    except OSError as error:
         raise EngineUnavailable(f"{url} is not reachable: {error}") from error
+    except BadAnswer as error:
+        raise EngineUnavailable(f"{url} gave no answer that can be read: {error}") from error
+    except TooLarge as error:
+        raise EngineError(f"{url} sent an answer of more than {MAX_ANSWER_BYTES} bytes") from error
 
 
 MAX_EVENT_BYTES = 64 * 1024 * 1024  # twice a cumulative chunk of 32k tokens with 20 top logprobs

@@ -15,8 +15,8 @@ from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import PromptTooLong
+from areal_agents.lru import LruCache
 from areal_agents.proxy.calls.request import RAW_TOOLS_ID
-from areal_agents.proxy.lru import LruCache
 from areal_agents.rendering import ChatRenderer, Delta
 
 _TEXTS_KEPT = 1_000  # number of replies whose text is remembered

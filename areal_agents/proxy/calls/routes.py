@@ -219,7 +219,7 @@ class ModelCalls:
     async def _count(self, path: str, dialect: CountingDialect, request: Request) -> Response:
         """Answer with the length of the prompt in tokens."""
         caller = self._auth.identify(request)
-        body = await self._body(request)
+        body = await self._body(request, caller)
         if (upstream := self._pass_through.upstream(body)) is not None:
             await self._check_caller(request)
             return await self._pass_through.forward(request, path, body, upstream)
@@ -237,9 +237,10 @@ class ModelCalls:
         count = await self._completer.count_tokens(forest, model_request)
         return Response(dialect.count_answer(count), media_type="application/json")
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def _body(self, request: Request, caller: Caller) -> dict[str, Any]:
         """Return the body of a call, with the fields that its URL has."""
-        body = await self._bodies.object(request)
+        key = caller.episode_key
+        body = await self._bodies.object(request, memo=None if key is None else self._sessions.memo_of(key))
         _, path = split_path(request.scope["path"])
         return body | url_fields(path, request.query_params)
 
@@ -279,7 +280,7 @@ class ModelCalls:
         self, dialect: Dialect, request: Request, read: Read, record: CallRecord, started: float
     ) -> Response:
         caller = self._auth.identify(request)
-        body = await read(request)
+        body = await read(request, caller)
         record.ignored = ignored_fields(dialect.name, body)
         record.streamed, record.model = flag(body, "stream"), model_name(body)
         if (upstream := self._pass_through.upstream(body)) is not None:

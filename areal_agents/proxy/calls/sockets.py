@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from areal_agents.errors import RequestError, shown
+from areal_agents.proxy.auth import Caller
 from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.dialects.reading import flag
 from areal_agents.proxy.dialects.responses.warm_ups import WarmUps
@@ -36,7 +37,7 @@ _OPENING_HEADERS = frozenset(
      b"idempotency-key", b"x-stainless-retry-count")
 )  # fmt: skip
 
-Read = Callable[[Request], Awaitable[dict[str, Any]]]
+Read = Callable[[Request, Caller], Awaitable[dict[str, Any]]]
 Answer = Callable[[Request, Read], Awaitable[Response]]
 
 
@@ -84,7 +85,7 @@ class ResponsesSockets:
         except Exception as error:  # answered and counted as that of any other call
             found.append(error)
 
-        async def read(request: Request) -> dict[str, Any]:
+        async def read(request: Request, caller: Caller) -> dict[str, Any]:
             given = found.pop()  # kept in no variable while the response waits, which may take long
             if isinstance(given, Exception):
                 raise given

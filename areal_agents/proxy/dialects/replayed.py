@@ -17,6 +17,7 @@ import orjson
 from areal_agents.core.messages import Message
 
 _MOST_HISTORIES = 4
+_MOST_UNKNOWN_BODIES = 4  # consecutive ones, after which no more beginnings are kept
 _MOST_CHARACTERS = 4_000_000  # longer histories are not kept, and are parsed again at each call
 
 Group = tuple[Message, ...]  # the messages that one item of a request is parsed into
@@ -31,26 +32,66 @@ class History:
         as_json: the indices of the items that are compared as JSON.
         groups: the messages of each item.
         characters: the approximate size of the messages of `items` in characters.
+        body: the number of the beginning of the body that the items were parsed from, see `KnownBodies`.
     """
 
     items: list[Any]
     as_json: list[int]
     groups: list[Group]
     characters: int = 0
+    body: int | None = None
+
+    def raw_items(self) -> list[Any]:
+        """Return the items as they were parsed from a body."""
+        items = list(self.items)
+        for index in self.as_json:
+            items[index] = orjson.loads(items[index])
+        return items
+
+
+class BodyItems(list[Any]):
+    """The items of a request, with what is known of the body that they were parsed from.
+
+    Attributes:
+        body: the number of the body's beginning, see `KnownBodies`; None if it was not kept.
+        history: the history that they begin with, if the body began with its items.
+    """
+
+    def __init__(self, items: Sequence[Any], body: int | None, history: History | None = None) -> None:
+        super().__init__(items)
+        self.body = body
+        self.history = history
 
 
 class MessageMemo:
-    """The conversations that were parsed last, of one episode or of several."""
+    """The conversations that were parsed last, of one episode or of several.
+
+    Attributes:
+        unknown_bodies: number of the latest bodies that began like no earlier one.
+    """
 
     def __init__(self, most_histories: int = _MOST_HISTORIES) -> None:
         self._most = most_histories
         self._histories: list[History] = []  # the latest first
+        self.unknown_bodies = 0
+
+    @property
+    def expects_known_bodies(self) -> bool:
+        """Whether a later body may begin like one of the latest ones; False after many that did not."""
+        return self.unknown_bodies < _MOST_UNKNOWN_BODIES
+
+    @property
+    def histories(self) -> Sequence[History]:
+        """The conversations, the latest first."""
+        return self._histories
 
     def known(self, items: Sequence[Any]) -> History:
         """Return the longest known beginning of `items`, which may be empty.
 
         The messages of an item may depend on the items before it, and on nothing else.
         """
+        if isinstance(items, BodyItems) and (known := items.history) is not None:
+            return History(list(known.items), list(known.as_json), list(known.groups), known.characters)
         best, most = None, 0
         for history in self._histories:
             count = _shared(items, history) if len(history.items) > most else 0
@@ -77,6 +118,8 @@ class MessageMemo:
             history.items.append(items[index] if plain else _json(items[index]))
             if not plain:
                 history.as_json.append(index)
+        if isinstance(items, BodyItems):
+            history.body = items.body
         self._histories.insert(0, history)
         del self._histories[self._most :]
 

@@ -17,13 +17,13 @@ from typing import Any
 from areal_agents.core.messages import Message, empty_history, extend_digest, history_digests
 from areal_agents.core.rollout import Split, Task
 from areal_agents.core.trajectory import Turn
+from areal_agents.lru import LruCache
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
 from areal_agents.proxy.calls.labels import USER
 from areal_agents.proxy.calls.request import ModelRequest
 from areal_agents.proxy.calls.retries import Repeated
 from areal_agents.proxy.calls.shared_reply import SharedReply
 from areal_agents.proxy.episodes.sessions import Session, Sessions
-from areal_agents.proxy.lru import LruCache
 from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import EpisodeRow, NewEpisode, Store
 

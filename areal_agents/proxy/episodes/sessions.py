@@ -296,6 +296,11 @@ class Sessions:
         """Whether the session of a key is in memory."""
         return key_hash(key) in self._by_key
 
+    def memo_of(self, key: str) -> MessageMemo | None:
+        """Return the conversations of a key's session if it is in memory, else None."""
+        session = self._by_key.get(key_hash(key))
+        return None if session is None else session.memo
+
     def get(self, episode_id: str) -> Session | None:
         """Return the session of an episode if it is in memory, else None."""
         return self._by_id.get(episode_id)

@@ -1,0 +1,28 @@
+"""The least recently used entries leave a cache that is full."""
+
+from __future__ import annotations
+
+from areal_agents.lru import LruCache
+
+
+def test_entries_that_were_used_last_are_kept() -> None:
+    cache: LruCache[str, int] = LruCache(2)
+    for name in "ab":
+        cache.put(name, ord(name))
+    assert cache.get("a") == ord("a")
+    cache.put("c", 1)
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == (ord("a"), None, 1)
+
+
+def test_sizes_are_counted_also_of_entries_that_are_replaced_or_removed() -> None:
+    cache: LruCache[str, bytes] = LruCache(10, len)
+    cache.put("a", b"12345678")
+    cache.put("a", b"1234")
+    cache.put("b", b"123456")
+    assert cache.get("a") == b"1234"
+    cache.remove("b")
+    cache.remove("b")
+    cache.put("c", b"123456")
+    assert cache.get("a") == b"1234"
+    assert cache.put("d", bytes(11)) == bytes(11)
+    assert [cache.get(name) for name in "abcd"] == [None] * 4
