@@ -25,7 +25,7 @@ from areal_agents.rendering.replies import ReplyReader
 from areal_agents.rendering.special_text import SpecialText, strings_in
 from areal_agents.rendering.streaming import ReplyStream
 from areal_agents.rendering.templates.empty_reasoning import EmptyReasoning
-from areal_agents.rendering.templates.tails import tail_start
+from areal_agents.rendering.templates.tails import reads_last_turn, tail_start
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
 # Nearly all calls of an agent have the same tools, so the marked tools are cached.
@@ -66,6 +66,7 @@ class ChatRenderer:
         self.stop_token_ids: tuple[int, ...] = tuple(chat_format.get_stop_token_ids())
         self.vocab_size = tokenizer.vocab_size
         self._format = chat_format
+        self._reads_last_turn = reads_last_turn(chat_format, family)
         self._special_text = special_text
         self._reader = ReplyReader(tokenizer, chat_format, family=family)
         self._forcing = Forcing(self._reader)
@@ -365,7 +366,7 @@ class ChatRenderer:
     def _tail(self, prompt_ids: TokenIds) -> list[int]:
         """The end of the prompt: as much of it as this format reads."""
         prompt = np.asarray(prompt_ids)
-        start = tail_start(prompt, self._format, self.family, self.stop_token_ids)
+        start = tail_start(prompt, self.stop_token_ids) if self._reads_last_turn else 0
         return prompt[start:].tolist()
 
 

@@ -11,7 +11,7 @@ from areal_agents.core.completion import TokenIds
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
 from areal_agents.rendering import ChatRenderer
-from areal_agents.rendering.templates.tails import tail_start
+from areal_agents.rendering.templates.tails import reads_last_turn, tail_start
 
 CALL = ToolCall("functions.search:0", "search", '{"query": "Lyon"}')
 HISTORY = [
@@ -78,9 +78,10 @@ def test_the_same_over_the_real_vocabulary(qwen3: ChatRenderer) -> None:
 
 def test_the_end_of_a_long_prompt_is_short(renderer: ChatRenderer) -> None:
     prompt = renderer.render([Message("user", "word " * 5000)])
-    start = tail_start(prompt, renderer._format, "qwen3", renderer.stop_token_ids)
+    start = tail_start(prompt, renderer.stop_token_ids)
     assert renderer.tokenizer.decode(prompt[start:]) == "<|im_end|>\n<|im_start|>assistant\n"
     far = np.concatenate([prompt, np.zeros(9000, dtype=np.int32)])
-    assert tail_start(far, renderer._format, "qwen3", renderer.stop_token_ids) == start
-    assert tail_start(far[start + 1 :], renderer._format, "qwen3", renderer.stop_token_ids) == 0
-    assert tail_start(prompt, renderer._format, "gpt-oss", renderer.stop_token_ids) == 0
+    assert tail_start(far, renderer.stop_token_ids) == start
+    assert tail_start(far[start + 1 :], renderer.stop_token_ids) == 0
+    assert reads_last_turn(renderer._format, "qwen3")
+    assert not reads_last_turn(renderer._format, "gpt-oss")

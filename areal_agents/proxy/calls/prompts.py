@@ -212,7 +212,7 @@ class Prompts:
                 forest, request, renderer, where, where.parent, recorded_before, most_tokens
             )
             if extended is not None:
-                return replace(extended, volatile_as_first_seen=as_first_seen)
+                return replace(extended, volatile_as_first_seen=as_first_seen) if as_first_seen else extended
             where = _why_not_extended(forest, request, where.parent, where.new_messages)
         ids, as_text = await self.off_loop(
             self._rendering_ms(request.messages, request),

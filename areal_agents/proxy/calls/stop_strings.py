@@ -22,7 +22,8 @@ def delivered_reply(reply: Message, request: ModelRequest) -> Message:
             reply = replace(reply, reasoning=reply.reasoning[:reasoning], content="")
         elif content is not None:
             reply = replace(reply, content=reply.content[:content])
-    return replace(reply, tool_calls=reply.tool_calls[: _most_calls(request)])
+    calls = reply.tool_calls[: _most_calls(request)]
+    return reply if len(calls) == len(reply.tool_calls) else replace(reply, tool_calls=calls)
 
 
 class DeliveredStream:

@@ -40,12 +40,16 @@ _BACK_TO_STOP = frozenset(
 _NEAR, _WINDOW = 32, 4096  # tokens searched in the first step, and in each later step
 
 
-def tail_start(prompt: npt.NDArray[Any], chat_format: Any, family: str, stop_token_ids: Sequence[int]) -> int:
-    """The index in `prompt`, [P], from which the format must see it; 0 for the whole prompt."""
+def reads_last_turn(chat_format: Any, family: str) -> bool:
+    """Whether a format reads no further back in a prompt than to the last token that ends a turn."""
     if family not in _BACK_TO_STOP and not getattr(chat_format, "reads_only_last_turn", False):
-        return 0
-    if getattr(getattr(chat_format, "config", None), "add_vision_id", False):
-        return 0  # the format counts the images of the whole conversation
+        return False
+    # With this option a format counts the images of the whole conversation.
+    return not getattr(getattr(chat_format, "config", None), "add_vision_id", False)
+
+
+def tail_start(prompt: npt.NDArray[Any], stop_token_ids: Sequence[int]) -> int:
+    """The index in `prompt`, [P], of the last token that ends a turn; 0 if there is none."""
     near = prompt[-_NEAR:].tolist()  # nearly always contains the end of the previous turn
     for back, token in enumerate(reversed(near), start=1):
         if token in stop_token_ids:
