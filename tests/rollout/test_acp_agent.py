@@ -218,12 +218,13 @@ async def test_an_agent_that_fails_fails_its_episode_and_leaves_nothing(
     name = Path(sys.executable).name
     faults = {
         "die": f"{name} exited with status 7: lost ***",
-        "hang": f"{name} did not end its turn within 10 s",
+        "hang": f"{name} did not end its turn within 5 s",
         "garbage": f"{name} sent a line that is not a message of the Agent Client Protocol ('Welcome!')",
         "refuse": f'{name} answered session/prompt with an error: Internal error {{"details": "no model"}}',
     }
     for prompt, error in faults.items():
-        agent = tiny | {"prompts": ["Begin.", prompt], "turn_timeout_s": 10, "isolation": isolation}
+        limit_s = 5 if prompt == "hang" else 10
+        agent = tiny | {"prompts": ["Begin.", prompt], "turn_timeout_s": limit_s, "isolation": isolation}
         outcome, episode = await play(scripted, agent, {})
         assert (outcome.status, outcome.error, len(episode.turns)) == ("failed", error, 1)
     assert nothing_is_left(tmp_path)
