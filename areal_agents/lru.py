@@ -22,26 +22,27 @@ class LruCache(Generic[K, V]):
         self._most = most
         self._size = size
         self._kept = 0  # the sum of the sizes
-        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()  # with the size when it was added
 
     def get(self, key: K) -> V | None:
         """Return the entry of a key, or None."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
-        return self._entries[key]
+        return self._entries[key][0]
 
     def put(self, key: K, value: V) -> V:
         """Add an entry, and return its value; one that is larger than the cache is not kept."""
         self.remove(key)
-        self._entries[key] = value
-        self._kept += self._size(value)
+        size = self._size(value)
+        self._entries[key] = value, size
+        self._kept += size
         while self._kept > self._most:
-            _, dropped = self._entries.popitem(last=False)
-            self._kept -= self._size(dropped)
+            _, (_, dropped) = self._entries.popitem(last=False)
+            self._kept -= dropped
         return value
 
     def remove(self, key: K) -> None:
         """Remove the entry of a key, if there is one."""
         if key in self._entries:
-            self._kept -= self._size(self._entries.pop(key))
+            self._kept -= self._entries.pop(key)[1]

@@ -26,3 +26,16 @@ def test_sizes_are_counted_also_of_entries_that_are_replaced_or_removed() -> Non
     assert cache.get("a") == b"1234"
     assert cache.put("d", bytes(11)) == bytes(11)
     assert [cache.get(name) for name in "abcd"] == [None] * 4
+
+
+def test_an_entry_that_grows_counts_with_its_new_size_when_it_is_put_again() -> None:
+    cache: LruCache[str, bytearray] = LruCache(10, len)
+    cache.put("a", bytearray(3))
+    cache.put("b", grown := bytearray(3))
+    grown += bytes(4)
+    cache.put("b", grown)
+    cache.put("c", bytearray(3))
+    assert [cache.get(name) is not None for name in "abc"] == [False, True, True]
+    grown += bytes(4)
+    cache.put("b", grown)
+    assert [cache.get(name) is not None for name in "bc"] == [False, False]

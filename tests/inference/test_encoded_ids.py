@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from areal_agents.inference import encoded_ids
 from areal_agents.inference.encoded_ids import EncodedIds
 
-LONG = np.arange(2_000, dtype=np.int32)
+LONG = np.arange(20_000, dtype=np.int32)
 
 
 @given(
     st.lists(
         st.tuples(
             st.sampled_from(["", "a", "b"]),
-            st.integers(0, 2_000),
+            st.integers(0, 20_000),
             st.lists(st.integers(0, 2**31 - 1), max_size=5),
             st.sampled_from([np.int32, np.int64]),
         ),
@@ -36,7 +36,7 @@ def test_a_prompt_that_grows_is_written_once(monkeypatch) -> None:
     dumps = encoded_ids._dumps
     monkeypatch.setattr(encoded_ids, "_dumps", lambda ids: written.append(len(ids)) or dumps(ids))
     encoded = EncodedIds()
-    for count in (1_000, 1_500, 1_500, 2_000):
+    for count in (16_000, 16_500, 16_500, 17_000):
         encoded.json(LONG[:count], "episode")
     encoded.json(LONG[::-1], "episode")
-    assert written == [1_000, 500, 500, 2_000]
+    assert written == [16_000, 500, 500, 20_000]

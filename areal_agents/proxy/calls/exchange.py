@@ -108,8 +108,6 @@ class Exchange(SharedReply):
                 choices = [self._sample(choice) for choice in range(request.choices)]
                 turns = [await choices[0]] if len(choices) == 1 else await _gather(choices)
                 await self._record(turns)
-                if request.raw_prompt is None:
-                    self._services.prompts.recorded(self.prompt, turns)
                 await self._note_cut_off(turns)
                 session.ledger.answer(request)
             except RequestError:

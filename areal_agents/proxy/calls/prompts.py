@@ -37,7 +37,6 @@ _INLINE_MS, _LONG_MS = 1.0, 100.0
 _COUNTED_CHARACTERS = 200_000  # tools with more characters count as very large
 _RENDERERS_KEPT = 16
 _TOOLS_KEPT = 256  # sets of tools whose size is remembered
-_MOST_PROMPT_BYTES = 64 * 2**20  # of the prompts of recorded turns that are kept whole
 _MOST_CANDIDATES = 4  # turns whose rendering is compared with that of a conversation
 
 
@@ -73,8 +72,6 @@ class Prompts:
         self._with_options: LruCache[bytes, ChatRenderer] = LruCache(_RENDERERS_KEPT)
         self._tools_sizes: LruCache[str, float] = LruCache(_TOOLS_KEPT)
         self._raw = RawPrompts(renderer)
-        # the prompts of the latest turns, which their forests have in parts
-        self._whole: LruCache[str, TokenIds] = LruCache(_MOST_PROMPT_BYTES, lambda ids: ids.nbytes)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rendering")
         self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering-long")
 
@@ -118,13 +115,6 @@ class Prompts:
         where = Continuation(parent, turn.new_messages, turn.forked_from)
         as_text, as_first_seen = turn.special_tokens_as_text, turn.volatile_as_first_seen
         return Prompt(where, ids, new_ids, renderer, len(forest), as_text, as_first_seen)
-
-    def recorded(self, prompt: Prompt, turns: Sequence[Turn]) -> None:
-        """Keep the whole prompt of turns that were recorded, which the next call will probably continue."""
-        if prompt.where.parent is not None:
-            self._whole.remove(prompt.where.parent.id)
-        for turn in turns:
-            self._whole.put(turn.id, prompt.ids)
 
     async def read_reply(self, prompt: Prompt, completion_ids: TokenIds, request: ModelRequest) -> Message:
         """Parse a completion into an assistant message. Raise RenderingError if it cannot be parsed."""
@@ -233,30 +223,28 @@ class Prompts:
         recorded_before: int,
         most_tokens: int,
     ) -> Prompt | None:
-        before, completion = self._whole.get(parent.id), parent.completion.token_ids
-        if before is None:
-            before = forest.prompt_ids(parent.id)
-        known = len(before) + len(completion)
+        context = forest.context(parent.id)
+        split, room = len(context) - len(parent.completion), max(most_tokens - len(context), 0)
         cost = _characters(where.new_messages) * _MS_PER_CHARACTER
         try:
             new_ids, as_text = await self.off_loop(
                 cost + self._tools_size(request) * _MS_PER_BRIDGED_TOOLS_CHARACTER,
                 lambda: (
                     renderer.bridge(
-                        before,
-                        completion,
+                        context[:split],
+                        context[split:],
                         where.new_messages,
                         request.tools,
-                        most_tokens=max(most_tokens - known, 0),
+                        most_tokens=room,
                     ),
                     renderer.special_tokens_as_text(where.new_messages),
                 ),
             )
         except PromptTooLong as error:
-            raise PromptTooLong(known + error.at_least) from None
+            raise PromptTooLong(len(context) + error.at_least) from None
         if new_ids is None:
             return None
-        ids = np.concatenate([before, completion, new_ids])
+        ids = np.concatenate([context, new_ids])
         return Prompt(where, ids, new_ids, renderer, recorded_before, as_text)
 
     async def _continuation_by_rendering(

@@ -21,7 +21,7 @@ from areal_agents.lru import LruCache
 from areal_agents.proxy.dialects.replayed import BodyItems, History, MessageMemo
 
 _FIELD = "messages"
-_MOST_BYTES = 64 * 2**20  # of all beginnings that are kept
+_MOST_BYTES = 32 * 2**20  # of all beginnings that are kept
 _LEAST_BYTES = 4096  # shorter bodies are parsed whole, in a few microseconds
 _LONGEST = 4 * 2**20  # longer beginnings are not kept
 _MOST_MARKS = 20_000  # strings and brackets that are searched for the end of the items
@@ -37,16 +37,16 @@ class _Beginning:
     """A body up to the end of its last message.
 
     Attributes:
-        data: the bytes.
+        data: the bytes. They grow in place, because replaced blocks of many sizes would scatter the memory.
         start: the index after the bracket that opens the list of messages.
     """
 
-    data: bytes
+    data: bytearray
     start: int
 
 
 class KnownBodies:
-    """The beginnings of the latest bodies of all conversations, in at most 64 MiB.
+    """The beginnings of the latest bodies of all conversations, in at most 32 MiB.
 
     A `History` whose items were parsed from a body has the number of its beginning. Thread-safe.
     """
@@ -80,21 +80,18 @@ class KnownBodies:
             memo.unknown_bodies += 1
             start = _start_of_items(body)
             end = None if start is None else _end_of_items(body, start, items)
-            number = None if start is None else self._keep(body, start, end)
+            number = None
+            if start is not None and end is not None and end <= _LONGEST:
+                number = self._keep(_Beginning(bytearray(body[:end]), start))
             data[_FIELD] = BodyItems(items, number)
         return data
 
     def _continued(self, body: bytes | bytearray, memo: MessageMemo) -> Any:
         """Return the JSON object in a body with a known beginning, None if it must be parsed whole."""
-        best: tuple[_Beginning, History] | None = None
-        for history in memo.histories:
-            known = None if history.body is None else self._beginning(history.body)
-            longer = known is not None and (best is None or len(known.data) > len(best[0].data))
-            if known is not None and longer and len(body) > len(known.data) and body.startswith(known.data):
-                best = known, history
-        if best is None:
+        taken = self._taken(body, memo)
+        if taken is None:
             return None
-        known, history = best
+        known, history = taken
         start, end = known.start, len(known.data)
         with memoryview(body) as view:
             short = b"".join((view[:start], _QUOTED, view[end:]))
@@ -108,29 +105,37 @@ class KnownBodies:
             return None
         new_end = _end_of_items(body, end, items[1:])
         items[:1] = history.raw_items()
-        data[_FIELD] = BodyItems(items, self._keep(body, start, new_end, instead_of=history.body), history)
+        number = None
+        if new_end is not None and new_end <= _LONGEST:
+            known.data.extend(body[end:new_end])
+            number = self._keep(known)
+        data[_FIELD] = BodyItems(items, number, history)
         return data
 
-    def _beginning(self, number: int) -> _Beginning | None:
-        with self._lock:
-            return self._beginnings.get(number)
+    def _taken(self, body: bytes | bytearray, memo: MessageMemo) -> tuple[_Beginning, History] | None:
+        """Remove the longest kept beginning of `body`, and return it with its history; None without one.
 
-    def _keep(
-        self, body: bytes | bytearray, start: int, end: int | None, *, instead_of: int | None = None
-    ) -> int | None:
-        """Keep the beginning of a body, and return its number; None if it is too long or has no known end.
-
-        Args:
-            instead_of: the number of the beginning that it continues, which is dropped.
+        It grows with this body, so that it no longer belongs to the history that it belonged to.
         """
-        kept = None if end is None or end > _LONGEST else _Beginning(bytes(body[:end]), start)
+        best: tuple[_Beginning, History] | None = None
         with self._lock:
-            if instead_of is not None:
-                self._beginnings.remove(instead_of)
-            if kept is None:
-                return None
+            for history in memo.histories:
+                known = None if history.body is None else self._beginnings.get(history.body)
+                if known is None or len(known.data) >= len(body) or not body.startswith(known.data):
+                    continue
+                if best is None or len(known.data) > len(best[0].data):
+                    best = known, history
+            if best is not None:
+                number = best[1].body
+                assert number is not None
+                self._beginnings.remove(number)
+        return best
+
+    def _keep(self, beginning: _Beginning) -> int:
+        """Keep the beginning of a body, and return its number."""
+        with self._lock:
             number = next(self._numbers)
-            self._beginnings.put(number, kept)
+            self._beginnings.put(number, beginning)
         return number
 
 
