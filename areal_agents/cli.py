@@ -18,7 +18,7 @@ from areal_agents.extras import require
 from areal_agents.inspection import commands as inspection_commands
 from areal_agents.launch.signals import Interrupted
 from areal_agents.online import commands as online_commands
-from areal_agents.process_control import end_without_collection
+from areal_agents.process_control import collect_seldom
 from areal_agents.rerun import commands as rerun_commands
 from areal_agents.secret_variables import ADMIN_KEY, given_engine_key
 from areal_agents.version import __version__
@@ -697,7 +697,7 @@ def _engine_config(**options: object) -> EmbeddedEngineConfig:
 
 def main() -> None:
     """The entry point of the `areal-agents` command."""
-    end_without_collection()
+    collect_seldom()
     run_app(app)
 
 

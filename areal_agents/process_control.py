@@ -29,6 +29,7 @@ AGENT_MARK = "AREAL_AGENTS_AGENT_PROCESS"  # marks an agent's process, which a p
 INNER_AGENT_MARK = "AREAL_AGENTS_INNER_AGENT_PROCESS"  # marks a process that an agent's process started so
 KILL_S = 10.0  # longest wait in seconds for a process to exit after SIGKILL
 _DELIVERED_S = 5.0  # longest wait for a signal that a process sent to itself
+_COLLECTED_OBJECTS = 20_000  # objects allocated between collections; the interpreter's own setting is 700
 _LEFTOVERS_S = 5.0  # longest search in seconds for processes that start during the search
 _PROC = Path("/proc")
 _SET_DUMPABLE = 4  # PR_SET_DUMPABLE
@@ -37,12 +38,14 @@ _STAT_ENV_END = 51 - 3  # index among the fields of /proc/PID/stat after the com
 logger = logging.getLogger(__name__)
 
 
-def end_without_collection() -> None:
-    """Let this process exit without the garbage collections with which the interpreter ends.
+def collect_seldom() -> None:
+    """Let the garbage collector of this process run seldom, and not at all when the process exits.
 
-    After an import of torch they take more than a second of processor time, and nothing needs what they
-    free. What only a cycle of references keeps alive is not finalised; Python does not promise that anyway.
+    An import of torch and transformers leaves several hundred thousand objects. With the interpreter's own
+    settings, collections take a seventh of the time of the import, and at the end more than a second. What
+    only a cycle of references keeps alive at the end is not finalised; Python does not promise that anyway.
     """
+    gc.set_threshold(_COLLECTED_OBJECTS)
     atexit.register(gc.freeze)
 
 

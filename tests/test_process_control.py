@@ -110,10 +110,27 @@ def test_another_process_of_the_user_cannot_inspect_one_that_forbids_it() -> Non
     assert done.stdout.split() == ["1", "0"], done.stderr
 
 
-@pytest.mark.parametrize(("without", "said"), [("", "finalised\n"), ("end_without_collection()", "")])
+@pytest.mark.parametrize(("before", "collections"), [("", "some\n"), ("collect_seldom()", "none\n")])
+def test_imports_are_not_interrupted_by_collections(before: str, collections: str) -> None:
+    code = f"""
+import gc
+from areal_agents.process_control import collect_seldom
+{before}
+gc.collect()
+counts = [generation["collections"] for generation in gc.get_stats()]
+kept = [[] for _ in range(15_000)]
+print("none" if counts == [generation["collections"] for generation in gc.get_stats()] else "some")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (done.stdout, done.stderr) == (collections, "")
+
+
+@pytest.mark.parametrize(("without", "said"), [("", "finalised\n"), ("collect_seldom()", "")])
 def test_what_a_cycle_keeps_alive_is_not_collected_when_the_process_ends(without: str, said: str) -> None:
     code = f"""
-from areal_agents.process_control import end_without_collection
+from areal_agents.process_control import collect_seldom
 {without}
 class Cycle:
     def __init__(self): self.itself = self

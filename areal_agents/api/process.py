@@ -19,13 +19,13 @@ from areal_agents.config import load_config
 from areal_agents.errors import ArealAgentsError
 from areal_agents.launch.signals import Interrupted
 from areal_agents.launch.supervision import end_with_supervisor
-from areal_agents.process_control import end_without_collection
+from areal_agents.process_control import collect_seldom
 
 
 def main() -> int:
     """Run the program that the arguments name; return the exit code."""
     program, path = sys.argv[1], Path(sys.argv[2])
-    end_without_collection()
+    collect_seldom()
     end_with_supervisor()
     console = Console(soft_wrap=True, highlight=False)
     try:

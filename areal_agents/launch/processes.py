@@ -31,7 +31,7 @@ from areal_agents.launch.nodes import rank_variables
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.supervision import EXIT_STOPPED, end_with_supervisor
 from areal_agents.model_folder import text_config
-from areal_agents.process_control import end_without_collection
+from areal_agents.process_control import collect_seldom
 from areal_agents.sockets import allow_many_connections
 from areal_agents.stacks import answer_with_stacks
 from areal_agents.telemetry import exporting
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--evaluates", action="store_true", help="trial: play no episode")
     parser.add_argument("--by", action="append", default=[], help="trial: a field of every held-out task")
     options = parser.parse_args(arguments)
-    end_without_collection()
+    collect_seldom()
     end_with_supervisor()
     rank = os.environ.get("RANK")
     with_logging(options.role if rank is None else f"{options.role}-rank{rank}")

@@ -25,7 +25,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.inference.clients import EngineClient, Protocol
 from areal_agents.inference.pool import following_engines
-from areal_agents.process_control import exit_on_sigterm
+from areal_agents.process_control import collect_seldom, exit_on_sigterm
 from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import ProxyConfig, shared_among
@@ -62,7 +62,6 @@ _GRACEFUL_SHUTDOWN_S = 5
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # as in malloc.h
 _MAPPED_BYTES = 2**20  # blocks of at least this size are mapped separately and returned when freed
 _SWITCH_S = 0.001  # time after which a thread lets others run, above all the event loop
-_GC_THRESHOLD = 20_000  # objects allocated between collections; a call leaves a few hundred
 _KEEP_ALIVE_S = 120  # longer than clients keep idle connections, so that the clients close them
 
 
@@ -261,7 +260,7 @@ def serve_with_engines(
     # Loaded modules are never freed, so collections need not scan them; few objects of a call are cyclic.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GC_THRESHOLD)
+    collect_seldom()
     sys.setswitchinterval(_SWITCH_S)
     with contextlib.ExitStack() as stack:
         if engines.move:

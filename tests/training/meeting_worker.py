@@ -15,7 +15,7 @@ import time
 import torch
 
 from areal_agents.errors import TrainingError
-from areal_agents.process_control import end_without_collection
+from areal_agents.process_control import collect_seldom
 from areal_agents.training import rank_watch
 from areal_agents.training.distributed import ranks
 
@@ -31,7 +31,7 @@ def wait_for_all_but_one(watch: rank_watch.RankWatch) -> None:
 
 
 if __name__ == "__main__":
-    end_without_collection()
+    collect_seldom()
     logging.basicConfig(level=logging.INFO)
     join_timeout_s, fact, behaviour = sys.argv[1:]
     rank_watch.END_S = 2.0

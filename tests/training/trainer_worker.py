@@ -7,13 +7,13 @@ import threading
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.inference import SGLangEngine
-from areal_agents.process_control import end_without_collection
+from areal_agents.process_control import collect_seldom
 from areal_agents.store import Store
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.run import run
 
 if __name__ == "__main__":
-    end_without_collection()
+    collect_seldom()
     run_dir, model, engine_url, steps = sys.argv[1:]
     with Store.open(f"{run_dir}/store.db") as store:
         run(
