@@ -87,6 +87,14 @@ def test_a_later_field_of_the_same_name_wins(after: str) -> None:
     assert not reader.read(body_of([*messages, {"content": "2"}], after=after))
 
 
+@pytest.mark.parametrize("after", LATER_FIELDS[:2])
+def test_a_list_that_a_later_field_replaced_is_not_known(after: str) -> None:
+    reader, messages = Reader(), [FILL, {"content": "2"}]
+    reader.read(body_of([FILL], after=after))
+    assert not reader.read(body_of(messages))
+    assert reader.read(body_of([*messages, {"content": "3"}]))
+
+
 @pytest.mark.parametrize(
     "before",
     ['{"tools": [{"messages": [{"content": "no"}]}], ', '{"m": "messages", "k": {"messages": []}, ', "{"],
@@ -138,7 +146,11 @@ SPACES = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t")])
     turns=st.lists(st.lists(ITEM, max_size=3), min_size=1, max_size=5),
     cuts=st.lists(st.integers(0, 4), max_size=5),
     before=st.dictionaries(TEXT, VALUE, max_size=2),
-    after=st.dictionaries(TEXT | st.just("messages"), VALUE, max_size=2),
+    afters=st.lists(
+        st.dictionaries(TEXT | st.just("messages"), VALUE | st.lists(ITEM), max_size=2),
+        min_size=5,
+        max_size=5,
+    ),
     separators=SPACES,
     ascii=st.booleans(),
 )
@@ -146,7 +158,7 @@ def test_any_sequence_of_bodies_is_parsed_as_if_each_were_the_first(
     turns: list[list[Any]],
     cuts: list[int],
     before: dict[str, Any],
-    after: dict[str, Any],
+    afters: list[dict[str, Any]],
     separators: tuple[str, str],
     ascii: bool,
 ) -> None:
@@ -158,5 +170,5 @@ def test_any_sequence_of_bodies_is_parsed_as_if_each_were_the_first(
         messages = [*messages, *new]
         fields = [f"{dump(name)}{separators[1]}{dump(value)}" for name, value in before.items()]
         fields.append(f'"messages"{separators[1]}{dump(messages)}')
-        fields += [f"{dump(name)}{separators[1]}{dump(value)}" for name, value in after.items()]
+        fields += [f"{dump(name)}{separators[1]}{dump(value)}" for name, value in afters[number].items()]
         reader.read(("{" + separators[0].join(fields) + "}").encode())

@@ -82,7 +82,9 @@ class KnownBodies:
             end = None if start is None else _end_of_items(body, start, items)
             number = None
             if start is not None and end is not None and end <= _LONGEST:
-                number = self._keep(_Beginning(bytearray(body[:end]), start))
+                # A later field of the same name replaces the list that was found.
+                is_list = _shortened(body, start, end)[_FIELD] == [_STAND_IN]
+                number = self._keep(_Beginning(bytearray(body[:end]), start)) if is_list else None
             data[_FIELD] = BodyItems(items, number)
         return data
 
@@ -92,11 +94,9 @@ class KnownBodies:
         if taken is None:
             return None
         known, history = taken
-        start, end = known.start, len(known.data)
-        with memoryview(body) as view:
-            short = b"".join((view[:start], _QUOTED, view[end:]))
+        end = len(known.data)
         try:
-            data = orjson.loads(short)
+            data = _shortened(body, known.start, end)
         except orjson.JSONDecodeError:  # which names a place in the short body
             return None
         items = data[_FIELD]
@@ -137,6 +137,12 @@ class KnownBodies:
             number = next(self._numbers)
             self._beginnings.put(number, beginning)
         return number
+
+
+def _shortened(body: bytes | bytearray, start: int, end: int) -> Any:
+    """Return the JSON value in a body with the stand-in in place of the items between two indices."""
+    with memoryview(body) as view:
+        return orjson.loads(b"".join((view[:start], _QUOTED, view[end:])))
 
 
 def _start_of_items(body: bytes | bytearray) -> int | None:
