@@ -257,10 +257,9 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """Whether another request may be sent."""
-        return (
-            self._has_ended and self._keeps_alive and self._error is None and not self._transport.is_closing()
-        )
+        """Whether another request may be sent; not if the answer came before the whole request was sent."""
+        is_open = self._keeps_alive and self._error is None and not self._transport.is_closing()
+        return self._has_ended and is_open and self._transport.get_write_buffer_size() == 0
 
     def send(self, head: bytes, body: bytes | None) -> None:
         """Send a request; the earlier answer must have ended."""

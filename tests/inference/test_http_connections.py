@@ -135,6 +135,27 @@ async def test_a_connection_that_the_server_will_close_is_not_used_again(answer:
         assert server.opened == 2
 
 
+async def test_a_connection_is_not_used_again_if_the_answer_came_before_the_whole_request_was_sent() -> None:
+    opened = 0
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal opened
+        opened += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(sized(b"text"))
+        await closing.wait()  # it reads no more than its buffer holds
+        writer.close()
+
+    closing = asyncio.Event()
+    async with serving(refuse) as url:
+        connections = HttpConnections(url, {}, connect_timeout_s=5)
+        for _ in range(2):
+            assert await post(connections, b"x" * 30_000_000) == (200, b"text")
+        assert opened == 2
+        connections.close()
+        closing.set()
+
+
 async def test_concurrent_requests_have_connections_of_their_own() -> None:
     async with connected(*[sized(b"text")] * 4) as (connections, server):
         assert await asyncio.gather(*(post(connections) for _ in range(4))) == [(200, b"text")] * 4
