@@ -330,6 +330,9 @@ class _Connection(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail(BadAnswer("it changed to another protocol, unasked"))
+            return
         except httptools.HttpParserError as error:
             self._fail(BadAnswer(f"it sent what is not HTTP: {error}"))
             return

@@ -215,6 +215,11 @@ BAD_ANSWERS = {
     "a head without end": (OK + b"A: " + b"x" * 100_000, BadAnswer, "larger than 64 KiB"),
     "headers without end": (OK + b"A: b\r\n" * 20_000, BadAnswer, "larger than 64 KiB"),
     "compressed": (sized(b"text", more=b"Content-Encoding: gzip\r\n"), BadAnswer, "compressed"),
+    "another protocol": (
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+        BadAnswer,
+        "another protocol",
+    ),
     "two answers": (sized(b"text") + sized(b"more"), BadAnswer, "two answers"),
     "a short body": (OK + b"Content-Length: 9\r\n\r\ntext", ConnectionResetError, "end of its answer"),
     "a cut chunk": (OK + b"Transfer-Encoding: chunked\r\n\r\n9\r\ntext", ConnectionResetError, "its answer"),
