@@ -180,8 +180,9 @@ async def test_an_episode_function_prompts_an_agent_turn_by_turn(
 
 @pytest.mark.parametrize("isolation", ["none", "process", "bubblewrap"])
 async def test_a_configuration_names_the_prompts(
-    scripted: Any, tiny: dict[str, str], tmp_path: Path, isolation: str
+    scripted: Any, tiny: dict[str, str], tmp_path: Path, isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)  # the file of the tests is not in the sandbox
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed")
     (tmp_path / "graded.py").write_text(

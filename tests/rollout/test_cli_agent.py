@@ -415,8 +415,9 @@ _SCRIPT_IN_HOME = '["{home}/agent.py", "seen", "0"]'
 
 @pytest.mark.parametrize("where", ["process", "bubblewrap", "process on a host"])
 async def test_a_command_line_agent_in_a_sandbox(
-    served: Any, tiny: dict[str, Any], tmp_path: Path, where: str
+    served: Any, tiny: dict[str, Any], tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)  # the file of the tests is not in the sandbox
     isolation, _, host = where.partition(" ")
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed")

@@ -158,7 +158,10 @@ async def test_what_a_process_leaves_is_taken_over(scripted: Any, split: str, co
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
         async with scripted.trainer(groups=GROUPS, steps=STEPS), asyncio.timeout(120):
-            if split == "train":
+            if split == "train":  # begun together, since the child is slow to start and the run is short
+                while not scripted.store.episodes(split="eval", metadata={RUNNER: "rollout-1"}):
+                    assert child.poll() is None
+                    await asyncio.sleep(0.005)
                 first = asyncio.create_task(run(**given, worker=worker))
             while True:
                 while not left():
