@@ -198,7 +198,7 @@ class HttpConnections:
                 )
         except TimeoutError as error:
             raise ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from error
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no name
             raise NotConnected(str(error)) from error
         return connection
 
@@ -243,7 +243,7 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self._parts: deque[bytes] = deque()  # of the body, not read yet
         self._unread = 0  # their size
-        self._head_bytes = 0
+        self._outside_bytes = 0  # received since the last part of the body
         self._is_read_whole = False  # whether the reader waits for the end of the answer
         self._most_bytes = 0  # of an answer that is read whole
         self._has_length = False  # whether the head tells where the body ends
@@ -263,7 +263,7 @@ class _Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes | None) -> None:
         """Send a request; the earlier answer must have ended."""
-        self.status = self._head_bytes = self._unread = 0
+        self.status = self._outside_bytes = self._unread = 0
         self._is_read_whole = self._has_length = self._has_ended = False
         self._parts.clear()
         self._parser = httptools.HttpResponseParser(self)
@@ -326,8 +326,7 @@ class _Connection(asyncio.Protocol):
         if self._has_ended:  # no answer is expected
             self._fail(BadAnswer("it sent data without a request"))
             return
-        if not self.status:
-            self._head_bytes += len(data)
+        self._outside_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -338,8 +337,9 @@ class _Connection(asyncio.Protocol):
             return
         if self._error is not None:  # found by a callback of the parser
             self._fail(self._error)
-        elif not self.status and self._head_bytes > _MOST_HEAD_BYTES:
-            self._fail(BadAnswer(f"the head of its answer is larger than {_MOST_HEAD_BYTES // 2**10} KiB"))
+        elif self._outside_bytes > _MOST_HEAD_BYTES and not self._has_ended:
+            size = f"larger than {_MOST_HEAD_BYTES // 2**10} KiB"
+            self._fail(BadAnswer(f"the head of its answer, or what is around the body, is {size}"))
         elif self._is_read_whole:
             if self._unread > self._most_bytes:
                 self._fail(TooLarge())
@@ -392,6 +392,7 @@ class _Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """Keep a part of the body."""
         self._parts.append(body)
+        self._outside_bytes = 0
         self._unread += len(body)
 
     def on_message_complete(self) -> None:
