@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 def collect_seldom() -> None:
     """Let the garbage collector of this process run seldom, and not at all when the process exits.
 
-    An import of torch and transformers leaves several hundred thousand objects. With the interpreter's own
-    settings, collections take a seventh of the time of the import, and at the end more than a second. What
-    only a cycle of references keeps alive at the end is not finalised; Python does not promise that anyway.
-    With Triton loaded the collections at the end do run, because its extension reports objects that are left
-    as leaks, in lines that would follow the reason for which a process has ended.
+    An import of torch and transformers leaves several hundred thousand objects, through which the interpreter
+    would search again and again during the import and when the process exits. What only a cycle of references
+    keeps alive at the end is not finalised; Python does not promise that anyway. With Triton loaded the
+    collections at the end do run: its extension reports the objects that are left as leaks, in lines that
+    would follow the error for which a process has ended.
     """
     gc.set_threshold(_COLLECTED_OBJECTS)
     atexit.register(_skip_last_collections)

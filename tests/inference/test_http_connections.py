@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -169,6 +170,17 @@ async def test_an_idle_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPa
         async with asyncio.timeout(5):
             while not server.closed:
                 await asyncio.sleep(0.01)
+        await post(connections)
+        assert server.opened == 2
+
+
+async def test_an_idle_connection_is_not_used_late_if_the_event_loop_was_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_connections, "KEEP_ALIVE_S", 0.05)
+    async with connected(sized(b"text"), sized(b"text")) as (connections, server):
+        await post(connections)
+        time.sleep(0.1)  # noqa: ASYNC251 - the timer that closes the connection cannot run
         await post(connections)
         assert server.opened == 2
 

@@ -125,11 +125,21 @@ def test_a_broken_end_is_refused_at_its_place() -> None:
 
 
 def test_the_bodies_of_a_client_that_rewrites_its_history_are_no_longer_searched() -> None:
+    reader, messages = Reader(), [FILL]
+    for number in range(10):
+        assert not reader.read(body_of(messages, before=f'{{"number": {number}, '))
+        messages = [*messages, {"content": f"{number}"}]
+    assert not reader.memo.expects_known_bodies
+    assert not isinstance(reader.parse(body_of([FILL]))["messages"], BodyItems)
+
+
+def test_a_conversation_after_many_single_calls_is_known() -> None:
     reader = Reader()
     for number in range(10):
         assert not reader.read(body_of([{"content": f"{number}"}, FILL]))
-    assert not reader.memo.expects_known_bodies
-    assert not isinstance(reader.parse(body_of([FILL]))["messages"], BodyItems)
+    messages = [FILL]
+    assert not reader.read(body_of(messages))
+    assert reader.read(body_of([*messages, {"content": "more"}]))
 
 
 TEXT = st.text(st.sampled_from('ab"\\[]{},: \né😀\x00'), max_size=8)

@@ -20,6 +20,7 @@ from areal_agents.core.completion import Completion, SamplingParams, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.adapter_calls import completion_under, with_served_adapter
 from areal_agents.inference.answers import SentRequest, end_ids_of
+from areal_agents.inference.encoded_ids import EncodedIds
 from areal_agents.inference.engine import (
     ModelInfo,
     OnTokens,
@@ -83,6 +84,7 @@ class VLLMEngine(VLLMControl):
         self._request_timeout_s = request_timeout_s
         self._adapters = adapters
         self._decode = decode
+        self._encoded = EncodedIds()
         self._info: ModelInfo | None = None  # the latest model info; None after the server was unreachable
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -119,6 +121,7 @@ class VLLMEngine(VLLMControl):
         )
         interval = None if on_tokens is None else stream_interval
         body = request_to_wire(rid, input_ids, sampling, stream_interval=interval)
+        body["token_ids"] = self._encoded.json(input_ids, affinity)
         if not self._adapters:
             return await self._generate(rid, body, on_tokens, asked)
         return await with_served_adapter(

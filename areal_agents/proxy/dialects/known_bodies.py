@@ -60,7 +60,7 @@ class KnownBodies:
         """Return the JSON value in `body`.
 
         If it is an object with a list of messages, the list is a `BodyItems`, unless the body is short or
-        the conversation's bodies begin like no earlier ones.
+        the client writes its history with other bytes each time.
 
         Args:
             memo: the conversations with one of whose bodies this one may begin.
@@ -72,12 +72,10 @@ class KnownBodies:
             return orjson.loads(body)
         data = self._continued(body, memo)
         if data is not None:
-            memo.unknown_bodies = 0
             return data
         data = orjson.loads(body)
         items = data.get(_FIELD) if isinstance(data, dict) else None
         if isinstance(items, list) and items and memo.expects_known_bodies:
-            memo.unknown_bodies += 1
             start = _start_of_items(body)
             end = None if start is None else _end_of_items(body, start, items)
             number = None

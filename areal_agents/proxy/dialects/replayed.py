@@ -17,7 +17,7 @@ import orjson
 from areal_agents.core.messages import Message
 
 _MOST_HISTORIES = 4
-_MOST_UNKNOWN_BODIES = 4  # consecutive ones, after which no more beginnings are kept
+_MOST_REWRITTEN = 4  # consecutive bodies, after which no more beginnings are kept
 _MOST_CHARACTERS = 4_000_000  # longer histories are not kept, and are parsed again at each call
 
 Group = tuple[Message, ...]  # the messages that one item of a request is parsed into
@@ -67,18 +67,18 @@ class MessageMemo:
     """The conversations that were parsed last, of one episode or of several.
 
     Attributes:
-        unknown_bodies: number of the latest bodies that began like no earlier one.
+        rewritten_bodies: number of the latest bodies that had a known conversation in other bytes.
     """
 
     def __init__(self, most_histories: int = _MOST_HISTORIES) -> None:
         self._most = most_histories
         self._histories: list[History] = []  # the latest first
-        self.unknown_bodies = 0
+        self.rewritten_bodies = 0
 
     @property
     def expects_known_bodies(self) -> bool:
-        """Whether a later body may begin like one of the latest ones; False after many that did not."""
-        return self.unknown_bodies < _MOST_UNKNOWN_BODIES
+        """Whether a later body may begin with the bytes of an earlier one, as this client writes them."""
+        return self.rewritten_bodies < _MOST_REWRITTEN
 
     @property
     def histories(self) -> Sequence[History]:
@@ -112,14 +112,19 @@ class MessageMemo:
         history.characters += _characters(history.groups[reused:])
         if history.characters > _MOST_CHARACTERS:
             return
-        self._histories = [h for h in self._histories if not _is_beginning(h, history, reused)]
+        others = [h for h in self._histories if not _is_beginning(h, history, reused)]
+        if isinstance(items, BodyItems):
+            history.body = items.body
+            if items.history is not None:
+                self.rewritten_bodies = 0
+            elif len(others) < len(self._histories):
+                self.rewritten_bodies += 1
+        self._histories = others
         for index in range(len(history.items), len(items)):
             plain = _is_plain(items[index])
             history.items.append(items[index] if plain else _json(items[index]))
             if not plain:
                 history.as_json.append(index)
-        if isinstance(items, BodyItems):
-            history.body = items.body
         self._histories.insert(0, history)
         del self._histories[self._most :]
 
