@@ -62,19 +62,34 @@ class Serving:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.url = re.findall(r"http://[0-9.]+:\d+", line)[0]
-        lives = range(workers) if workers > 1 else ()
-        self.own = [self.lock(index).read_text().split()[1] for index in lives]
+        indexes = range(workers) if workers > 1 else ()
+        self.own = [self._newest(index)[1][1] for index in indexes]
 
     def lock(self, index: int) -> Path:
-        """The file that a worker's newest life holds, once it lives; it is named after the owner."""
-        name = f"*.{index}.*.lock"
-        folder = self.store.with_name(self.store.name + ".workers")
-        wait_for(lambda: len(list(folder.glob(name))) > 0)
-        return max(folder.glob(name), key=lambda path: int(path.name.split(".")[2]))
+        """The file that a worker's newest process holds, once it runs; it is named after the owner."""
+        return self._newest(index)[0]
 
     def pid(self, index: int) -> int:
-        """The process of a worker, once it lives."""
-        return int(self.lock(index).read_text().split()[0])
+        """The process of a worker, once it runs."""
+        return int(self._newest(index)[1][0])
+
+    def _newest(self, index: int) -> tuple[Path, list[str]]:
+        """The lock file of a worker's newest process and its words, the process id and the base URL.
+
+        A process that starts removes the files of earlier ones, so a file that was listed may be gone.
+        """
+        folder = self.store.with_name(self.store.name + ".workers")
+        files: list[tuple[Path, list[str]]] = []
+
+        def read() -> bool:
+            try:
+                files[:] = [(path, path.read_text().split()) for path in folder.glob(f"*.{index}.*.lock")]
+            except FileNotFoundError:
+                return False
+            return bool(files)
+
+        wait_for(read)
+        return max(files, key=lambda file: int(file[0].name.split(".")[2]))
 
     def kill(self, index: int) -> None:
         """kill -9."""
