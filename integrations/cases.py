@@ -58,7 +58,7 @@ class Case:
             the last line of its standard output must be the answer, and the programs of its environment are
             on the PATH.
         environment: variables that the agent needs, besides those that say where the proxy is.
-        cli: the seam of a command-line agent, which runs as `agent: {cli: …}` runs it; with several questions
+        cli: the name of a command-line agent, which runs as `agent: {cli: …}` runs it; with several questions
             in the Agent Client Protocol.
         cannot: why the agent is not run at all, for the table.
         why: why not everything is reused and trained, for the table.

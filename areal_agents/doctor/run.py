@@ -42,7 +42,7 @@ from areal_agents.rollout.agents.attempt import Attempt, Outcome, open_attempt, 
 from areal_agents.rollout.agents.blocking import interrupted_if_blocked
 from areal_agents.rollout.agents.cli.agent import CliAgent
 from areal_agents.rollout.agents.cli.config import CliAgentConfig
-from areal_agents.rollout.agents.cli.seam import load_seam
+from areal_agents.rollout.agents.cli.definition import load_definition
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.sandboxed_command import SandboxedCommandAgent
 from areal_agents.rollout.config import LimitsConfig, RewardConfig
@@ -199,8 +199,8 @@ def _observed(
 ) -> Observed:
     ids = {record.episode_id for record in proxy.records} - {"", run.opened.id}
     is_command = bool(command) or cli is not None
-    # A command-line agent gets the variables of its seam, and none of this process's.
-    environment = os.environ if cli is None else load_seam(cli.cli).environment
+    # A command-line agent gets the variables of its definition, and none of this process's.
+    environment = os.environ if cli is None else load_definition(cli.cli).environment
     files = sources_of(command, function)
     clients = [request.client for request in proxy.requests]
     outcome, imports = run.outcome, imports_of(files) | imported

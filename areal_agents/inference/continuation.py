@@ -58,8 +58,9 @@ class PartialCompletion:
     """
 
     __slots__ = (
-        "is_aborted", "kept", "newest", "rid", "stream_interval", "_chunks", "_cut", "_decode", "_delivered",
-        "_input_ids", "_latest", "_min_version", "_on_tokens", "_part", "_sampling", "_seam", "_streamed",
+        "is_aborted", "kept", "newest", "rid", "stream_interval", "_boundary", "_chunks", "_cut", "_decode",
+        "_delivered", "_input_ids", "_latest", "_min_version", "_on_tokens", "_part", "_sampling",
+        "_streamed",
     )  # fmt: skip
 
     def __init__(
@@ -86,8 +87,8 @@ class PartialCompletion:
         self._delivered = 0  # tokens delivered to the caller
         self._min_version = -1  # lowest version allowed in this attempt
         self._latest = UNSURE  # the version of the last token of this attempt
-        self._seam: _Seam | None = None
-        # tokens of this attempt up to the end of a stop string that spans the seam
+        self._boundary: _Boundary | None = None
+        # tokens of this attempt up to the end of a stop string that spans the boundary
         self._cut: int | None = None
 
     @property
@@ -135,19 +136,19 @@ class PartialCompletion:
             self._latest = version
         self._chunks.append(chunk)
         before, self._streamed = self._streamed, self._streamed + len(chunk.token_ids)
-        if self._seam is not None:
-            self._take_after_seam(self._seam, chunk, before)
+        if self._boundary is not None:
+            self._take_after_boundary(self._boundary, chunk, before)
         elif self._on_tokens is not None:
             self._delivered += len(chunk.token_ids)
             self._on_tokens(chunk)
 
-    def _take_after_seam(self, seam: _Seam, chunk: TokenChunk, before: int) -> None:
-        """Receive a chunk of a later attempt, `before` tokens after the seam.
+    def _take_after_boundary(self, boundary: _Boundary, chunk: TokenChunk, before: int) -> None:
+        """Receive a chunk of a later attempt, `before` tokens after the boundary.
 
-        Raises StopString once a stop string that spans the seam is complete.
+        Raises StopString once a stop string that spans the boundary is complete.
         """
         if self._cut is None:
-            self._cut = seam.feed(before, chunk.token_ids)
+            self._cut = boundary.feed(before, chunk.token_ids)
             given = chunk if self._cut is None else _first(chunk, self._cut - before)
             if self._on_tokens is not None and given.token_ids:
                 self._delivered += len(given.token_ids)
@@ -172,8 +173,8 @@ class PartialCompletion:
 
     def finished(self, last: Completion) -> Completion:
         """Return the whole completion after its last attempt."""
-        if self._cut is None and self._seam is not None:
-            self._cut = self._seam.feed(0, last.token_ids.tolist())
+        if self._cut is None and self._boundary is not None:
+            self._cut = self._boundary.feed(0, last.token_ids.tolist())
         if self._cut is not None:
             last = _until(last, self._cut, "stop")
         return last if self._part is None else _joined(self._part, last)
@@ -191,8 +192,8 @@ class PartialCompletion:
         continued; the caller then has an incomplete completion.
         """
         found = self._certain_part() if attempt is None else attempt
-        if self._cut is None and self._seam is not None:
-            self._cut = self._seam.feed(0, found.token_ids.tolist())
+        if self._cut is None and self._boundary is not None:
+            self._cut = self._boundary.feed(0, found.token_ids.tolist())
         if self._cut is not None and len(found) >= self._cut:
             return self.finished(found)
         if not self._can_continue and self.kept + len(found):
@@ -222,7 +223,7 @@ class PartialCompletion:
                 "the engine was lost while it streamed a completion with a grammar, penalties or stop "
                 "strings, which cannot be continued on another engine; send the request again"
             )
-        self._part, self._seam, self.kept, self.newest = None, None, 0, -1
+        self._part, self._boundary, self.kept, self.newest = None, None, 0, -1
 
     def _certain_part(self) -> Completion:
         """Return the streamed tokens of this attempt up to the first whose version is not known."""
@@ -252,7 +253,7 @@ class PartialCompletion:
         self.kept = len(self._part)
         self.newest = int(self._part.versions[-1])
         if self._sampling.stop and self._decode is not None:
-            self._seam = _Seam(self._sampling.stop, self._decode, self._part.token_ids.tolist())
+            self._boundary = _Boundary(self._sampling.stop, self._decode, self._part.token_ids.tolist())
 
     def _complete_if_finished(self) -> Completion | None:
         """Return the completion if the kept tokens already end it: the engine died before it reported the
@@ -265,8 +266,8 @@ class PartialCompletion:
         return _until(part, len(part), "length") if self.kept >= sampling.max_new_tokens else None
 
 
-class _Seam:
-    """Finds stop strings that begin in one attempt and end in the next, which no engine sees."""
+class _Boundary:
+    """The boundary of two attempts: finds stop strings that span it, which no engine sees."""
 
     def __init__(self, stops: tuple[str, ...], decode: Decode, kept: Sequence[int]) -> None:
         self._stops = stops
@@ -279,9 +280,9 @@ class _Seam:
         self._fed: list[int] = []
 
     def feed(self, start: int, token_ids: Sequence[int]) -> int | None:
-        """Return the number of tokens after the seam up to the end of a stop string, None if there is none.
+        """Return the number of tokens after the boundary up to the end of a stop string; None without one.
 
-        `start` is the number of tokens after the seam that precede `token_ids`.
+        `start` is the number of tokens after the boundary that precede `token_ids`.
         """
         del self._fed[start:]
         for token in token_ids:

@@ -14,8 +14,8 @@ import yaml
 from jinja2 import Template
 from warmup.transcripts import call_text
 
-SEAM = Path(__file__).parent / "mini.toml"
-SETTINGS: dict[str, Any] = yaml.safe_load(tomllib.loads(SEAM.read_text())["files"]["mini.yaml"])
+DEFINITION = Path(__file__).parent / "mini.toml"
+SETTINGS: dict[str, Any] = yaml.safe_load(tomllib.loads(DEFINITION.read_text())["files"]["mini.yaml"])
 _OBSERVATION = Template(SETTINGS["model"]["observation_template"])
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # what ends an episode of mini-swe-agent
 

@@ -19,7 +19,7 @@ import benchmarks.__main__
 from areal_agents.config import validate_config
 from areal_agents.config.files import nested, parse_override, proxy_config, set_in
 from areal_agents.quickstart import quickstart_model
-from areal_agents.rollout.agents.cli.seam import load_seam
+from areal_agents.rollout.agents.cli.definition import load_definition
 from areal_agents.store import Store
 
 LANGUAGES = {"bash", "python", "sql", "js", "yaml", "json", "toml", "console", "text", "mermaid"}
@@ -68,9 +68,9 @@ def test_a_configuration_is_valid(found: Block, store: str) -> None:
 
 
 @pytest.mark.parametrize("found", blocks("toml"), ids=lambda b: b.id)
-def test_a_seam_is_valid(found: Block, tmp_path: Path) -> None:
-    (tmp_path / "seam.toml").write_text(found.text)
-    load_seam(str(tmp_path / "seam.toml"))
+def test_a_definition_is_valid(found: Block, tmp_path: Path) -> None:
+    (tmp_path / "definition.toml").write_text(found.text)
+    load_definition(str(tmp_path / "definition.toml"))
 
 
 @pytest.mark.parametrize("found", blocks("bash"), ids=lambda b: b.id)

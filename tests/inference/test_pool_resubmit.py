@@ -105,19 +105,19 @@ async def test_what_counts_over_the_whole_output_is_sampled_again_from_its_start
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("cut", range(1, 6))
-async def test_a_stop_string_over_the_seam_ends_the_completion(streamed: bool, cut: int) -> None:
-    """The seam is laid through every place of the tokens that spell the stop string."""
+async def test_a_stop_string_over_the_boundary_ends_the_completion(streamed: bool, cut: int) -> None:
+    """The boundary is laid through every place of the tokens that spell the stop string."""
     whole = chain(PROMPT.tolist(), 20)
     stop = text_of(whole[6:9])
     end = next(n for n in range(1, 20) if stop in text_of(whole[:n]))
     sampling = SamplingParams(20, ignore_eos=True, stop=(stop,))
-    seam = end - cut
+    boundary = end - cut
     completion, _, got = await draw(
-        Part(seam), Part(99, "length", (1,), chunk=3), sampling=sampling, streamed=streamed
+        Part(boundary), Part(99, "length", (1,), chunk=3), sampling=sampling, streamed=streamed
     )
     assert completion.token_ids.tolist() == whole[:end]
     assert completion.finish_reason == "stop"
-    assert completion.versions.tolist() == [0] * seam + [1] * (end - seam)
+    assert completion.versions.tolist() == [0] * boundary + [1] * (end - boundary)
     assert got == (whole[:end] if streamed else [])
 
 

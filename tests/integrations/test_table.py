@@ -16,7 +16,7 @@ from real_tokenizers import qwen_folder
 
 from areal_agents.errors import ConfigError
 from areal_agents.process_control import KILL_S
-from areal_agents.rollout.agents.cli.seam import known_seams
+from areal_agents.rollout.agents.cli.definition import known_definitions
 from integrations.__main__ import chosen_cases, update_page
 from integrations.cases import CASES, Case
 from integrations.commands import CommandFailed, run_command
@@ -59,7 +59,7 @@ def test_every_folder_has_what_an_integration_needs() -> None:
         assert pinned.pinned_version(case)
         script = "agent.py" if case.group else "agent.mjs"
         assert case.command or case.cli or case.cannot or (FOLDER / case.folder / script).is_file()
-    assert {case.cli for case in CASES if case.cli} == set(known_seams())
+    assert {case.cli for case in CASES if case.cli} == set(known_definitions())
 
 
 def test_the_page_has_a_row_for_each_case_and_nothing_else() -> None:

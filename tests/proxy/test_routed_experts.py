@@ -118,7 +118,7 @@ def test_the_layout_is_read_from_the_model_s_config() -> None:
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        # A prompt of 3, asked from 0: 2 sampled then 2 more, the second part asked from 0 or from its seam.
+        # A prompt of 3, asked from 0: 2 sampled, then 2 more, the second part asked from 0 or its boundary.
         (completion(2, 4), completion(2, 6, first=100), [0, 1, 2, 3, 104, 105]),
         (completion(2, 4), completion(2, 2, first=100), [0, 1, 2, 3, 100, 101]),
         (completion(2, None), completion(2, 6, first=100), [100, 101, -1, -1, 104, 105]),

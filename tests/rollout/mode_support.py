@@ -20,7 +20,7 @@ from tests.sandbox.conftest import needs as needs_isolation
 
 SLURM_TEMPLATE = Path(__file__).parents[2] / "examples/agent_jobs/agent.sbatch"
 KUBERNETES_TEMPLATE = SLURM_TEMPLATE.with_name("agent-job.yaml")
-SEAM = """
+DEFINITION = """
 program = "python3"
 install = "the Python of the tests"
 least_version = "3.11"
@@ -44,13 +44,13 @@ def command(script: Path, _folder: Path, *readable: Path, **sandbox: Any) -> dic
 
 
 def command_line_agent(script: Path, folder: Path, *readable: Path, **sandbox: Any) -> dict[str, Any]:
-    """A program that a seam of the user's describes."""
-    seam = folder / "program.toml"
-    seam.write_text(SEAM.format(script=script))
+    """A program that a definition of the user's describes."""
+    definition = folder / "program.toml"
+    definition.write_text(DEFINITION.format(script=script))
     if sandbox:
         sandbox["readable"] = [str(path) for path in (script, *readable)]
     python = "python3" if sandbox.get("isolation") == "docker" else sys.executable
-    return {"cli": str(seam), "executable": python, "prompt": "{task}", **sandbox}
+    return {"cli": str(definition), "executable": python, "prompt": "{task}", **sandbox}
 
 
 def slurm_job(script: Path, _folder: Path, *_readable: Path) -> dict[str, Any]:

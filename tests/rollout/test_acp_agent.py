@@ -94,7 +94,7 @@ class Tiny(Agent):
 
 asyncio.run(run_agent(Tiny()))
 """
-SEAM = """
+DEFINITION = """
 program = "tiny"
 install = "pip install tiny"
 least_version = "1.10"
@@ -117,11 +117,11 @@ def qwen_renderer() -> ChatRenderer:
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The seam of the small agent, and its program, which is this interpreter."""
+    """The definition of the small agent, and its program, which is this interpreter."""
     for name in ("project", "tmp"):
         (tmp_path / name).mkdir()
     (tmp_path / "project" / "word.txt").write_text("word")
-    (tmp_path / "tiny.toml").write_text(SEAM % AGENT)
+    (tmp_path / "tiny.toml").write_text(DEFINITION % AGENT)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     return {"cli": str(tmp_path / "tiny.toml"), "executable": sys.executable}
@@ -265,7 +265,10 @@ async def test_what_cannot_be_prompted_turn_by_turn_is_refused(
     path = program(tmp_path, "codex", "echo codex 99.0")["PATH"]
     monkeypatch.setenv("PATH", path)
     for agent, fault in (
-        ({"cli": "codex", **several}, r"the seam codex has no \[acp\]: it takes one prompt, not several"),
+        (
+            {"cli": "codex", **several},
+            r"the definition of codex has no \[acp\]: it takes one prompt, not several",
+        ),
         (tiny, "speaks only the Agent Client Protocol; give it prompts"),
         (tiny | several | {"prompt": "c"}, "give prompt or prompts, not both"),
         (tiny | {"permissions": "reject"}, "permissions has no effect without prompts"),

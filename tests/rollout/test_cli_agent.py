@@ -1,4 +1,4 @@
-"""Command-line agents: the seams that ship, what is made of them, and whole episodes of a small one."""
+"""Command-line agents: the definitions that ship, what is made of them, and whole episodes of a small one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollout
+from areal_agents.rollout.agents.cli.definition import known_definitions, load_definition
 from areal_agents.rollout.agents.cli.prepare import Launch, folder_of_task, of_task, prepare
 from areal_agents.rollout.agents.cli.program import find_program, find_program_in_image
-from areal_agents.rollout.agents.cli.seam import known_seams, load_seam
 from areal_agents.rollout.config import LimitsConfig, RewardConfig
 from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.sandbox.remote.hosts import SandboxHosts
@@ -38,7 +38,7 @@ URL, ROOT, HOME = EPISODE.base_url, "http://10.0.0.1:8000/e/ep-1", Path("/h")
 
 def launch_of(name: str, *, max_turns: int | None = None, inherited: Mapping[str, str] = {}) -> Launch:
     return prepare(
-        load_seam(name),
+        load_definition(name),
         EPISODE,
         prompt="-x {key}",
         model="policy",
@@ -50,7 +50,7 @@ def launch_of(name: str, *, max_turns: int | None = None, inherited: Mapping[str
     )
 
 
-# Of each seam: its arguments with a limit of turns if it has one, what it reads, its own variables.
+# Of each definition: its arguments with a limit of turns if it has one, what it reads, its own variables.
 LAUNCHES: dict[str, tuple[list[str], str, dict[str, str]]] = {
     "claude-code": (
         ["--max-turns", "7", "--print", "--dangerously-skip-permissions", "--model", "policy"],
@@ -142,14 +142,14 @@ FOLDERS = {
 }
 
 
-def test_every_seam_that_ships_is_known() -> None:
-    assert known_seams() == sorted(LAUNCHES)
+def test_every_definition_that_ships_is_known() -> None:
+    assert known_definitions() == sorted(LAUNCHES)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_what_is_made_of_a_seam(name: str) -> None:
+def test_what_is_made_of_a_definition(name: str) -> None:
     arguments, stdin, variables = LAUNCHES[name]
-    limit = 7 if load_seam(name).turn_limit else None
+    limit = 7 if load_definition(name).turn_limit else None
     launch = launch_of(
         name, max_turns=limit, inherited={"PATH": "/bin", "OPENAI_API_KEY": "sk", "HOME": "/u"}
     )
@@ -159,7 +159,7 @@ def test_what_is_made_of_a_seam(name: str) -> None:
     assert launch.environment == {"PATH": "/bin", **FOLDERS, **not_proxied, **variables}
 
 
-def test_the_files_of_the_seams() -> None:
+def test_the_files_of_the_definitions() -> None:
     def parsed(name: str, file: str) -> Any:
         text = launch_of(name).files[file]
         return tomllib.loads(text) if file.endswith(".toml") else json.loads(text)
@@ -186,7 +186,7 @@ def test_the_files_of_the_seams() -> None:
     compile(launch_of("openhands").files["episode.py"], "episode.py", "exec")
 
 
-SEAM = """
+DEFINITION = """
 program = "tiny"
 install = "pip install tiny"
 least_version = "1.10"
@@ -199,25 +199,33 @@ stdin = "{prompt}"
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (SEAM + "colour = 1", r"tiny.toml is not valid: colour: Extra inputs are not permitted"),
-        (SEAM.replace("chat", "smoke"), "dialect: Input should be 'chat'"),
-        (SEAM.replace("1.10", "new"), "least_version: String should match"),
-        (SEAM.replace("{prompt}", ""), r"\{prompt\} must be in arguments or in stdin, once"),
-        (SEAM.replace("run", "{promt}"), r"arguments: there is no placeholder \{promt\}; known: anthropic"),
-        (SEAM + '[files]\n"../x" = ""', r"files: must be paths within the home folder, got '../x'"),
-        (SEAM + '[environment]\nN = "{max_turns}"', r"environment.N: \{max_turns\} belongs into turn_limit"),
+        (DEFINITION + "colour = 1", r"tiny.toml is not valid: colour: Extra inputs are not permitted"),
+        (DEFINITION.replace("chat", "smoke"), "dialect: Input should be 'chat'"),
+        (DEFINITION.replace("1.10", "new"), "least_version: String should match"),
+        (DEFINITION.replace("{prompt}", ""), r"\{prompt\} must be in arguments or in stdin, once"),
+        (
+            DEFINITION.replace("run", "{promt}"),
+            r"arguments: there is no placeholder \{promt\}; known: anthropic",
+        ),
+        (DEFINITION + '[files]\n"../x" = ""', r"files: must be paths within the home folder, got '../x'"),
+        (
+            DEFINITION + '[environment]\nN = "{max_turns}"',
+            r"environment.N: \{max_turns\} belongs into turn_limit",
+        ),
         ("program = ", "tiny.toml cannot be read: Invalid value"),
     ],
 )
-def test_a_seam_that_cannot_work_is_refused(tmp_path: Path, text: str, fault: str) -> None:
+def test_a_definition_that_cannot_work_is_refused(tmp_path: Path, text: str, fault: str) -> None:
     (tmp_path / "tiny.toml").write_text(text)
     with pytest.raises(AgentError, match=fault):
-        load_seam(str(tmp_path / "tiny.toml"))
+        load_definition(str(tmp_path / "tiny.toml"))
 
 
-def test_an_unknown_seam_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(AgentError, match="no seam 'codecs' .*; known: claude-code, codex, "):
-        load_seam("codecs")
+def test_an_unknown_definition_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(
+        AgentError, match="no definition of a command-line agent 'codecs'; known: claude-code, codex, "
+    ):
+        load_definition("codecs")
 
 
 def program(folder: Path, name: str, prints: str) -> dict[str, str]:
@@ -228,34 +236,34 @@ def program(folder: Path, name: str, prints: str) -> dict[str, str]:
 
 
 def test_a_program_is_found_and_its_version_is_checked(tmp_path: Path) -> None:
-    (tmp_path / "tiny.toml").write_text(SEAM)
-    seam = load_seam(str(tmp_path / "tiny.toml"))
+    (tmp_path / "tiny.toml").write_text(DEFINITION)
+    definition = load_definition(str(tmp_path / "tiny.toml"))
     with pytest.raises(AgentError, match="no program 'tiny' on the PATH; install it with 'pip install tiny'"):
-        find_program(seam, "", {"PATH": "/usr/bin:/bin"})
+        find_program(definition, "", {"PATH": "/usr/bin:/bin"})
     with pytest.raises(AgentError, match="no program '/none/tiny'; install it"):
-        find_program(seam, "/none/tiny", {"PATH": "/usr/bin:/bin"})
+        find_program(definition, "/none/tiny", {"PATH": "/usr/bin:/bin"})
     for prints, fault in (
-        ("echo tiny 1.9.3", "has version 1.9.3, and the seam needs 1.10 or newer; install it with"),
+        ("echo tiny 1.9.3", "has version 1.9.3, and its definition is for 1.10 or newer; install it with"),
         ("echo broken; exit 3", r"printed no version \(exit status 3\): broken; install it with"),
     ):
         with pytest.raises(AgentError, match=fault):
-            find_program(seam, "", program(tmp_path, "tiny", prints))
+            find_program(definition, "", program(tmp_path, "tiny", prints))
     inherited = program(tmp_path, "tiny", "echo tiny v1.10.0 >&2")
-    assert find_program(seam, "", inherited) == tmp_path / "tiny"
+    assert find_program(definition, "", inherited) == tmp_path / "tiny"
 
 
 def test_a_program_is_found_in_an_image_of_docker(tmp_path: Path) -> None:
     """It needs docker; see `make test-docker`."""
     needs_isolation("docker")
-    (tmp_path / "tiny.toml").write_text(SEAM)
-    seam = load_seam(str(tmp_path / "tiny.toml"))
-    assert find_program_in_image(seam, "python3", IMAGE).name == "python3"
+    (tmp_path / "tiny.toml").write_text(DEFINITION)
+    definition = load_definition(str(tmp_path / "tiny.toml"))
+    assert find_program_in_image(definition, "python3", IMAGE).name == "python3"
     with pytest.raises(AgentError, match="the image has no program tiny; install it with 'pip install tiny'"):
-        find_program_in_image(seam, "", IMAGE)
+        find_program_in_image(definition, "", IMAGE)
     with pytest.raises(AgentError, match="sh in the image .* printed no version|has version none"):
-        find_program_in_image(seam, "sh", IMAGE)
+        find_program_in_image(definition, "sh", IMAGE)
     with pytest.raises(AgentError, match="No such image: areal-agents/none|Unable to find image"):
-        find_program_in_image(seam, "python3", "areal-agents/none:none")
+        find_program_in_image(definition, "python3", "areal-agents/none:none")
 
 
 def test_an_agent_without_its_program_or_with_wrong_settings_is_not_loaded(
@@ -319,17 +327,17 @@ raise SystemExit(int(sys.argv[2]))
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The setting of an agent with a seam of the user's; it writes what it saw to seen.json."""
+    """The setting of an agent with a definition of the user's; it writes what it saw to seen.json."""
     (tmp_path / "agent.py").write_text(textwrap.dedent(TINY))
     for name in ("project", "tmp"):
         (tmp_path / name).mkdir()
     (tmp_path / "project" / "word.txt").write_text("word")
     program(tmp_path, "tiny", f'exec {sys.executable} {tmp_path / "agent.py"} "$@"')
-    seam = SEAM.replace('["run"]', f'["{tmp_path / "seen.json"}", "0"]')
+    definition = DEFINITION.replace('["run"]', f'["{tmp_path / "seen.json"}", "0"]')
     files = '[files]\n"settings.json" = \'{"url": "{base_url}", "key": "{key}"}\'\n'
     limit = f'[turn_limit]\narguments = ["{tmp_path / "seen.json"}", "{{max_turns}}"]\n'
     limit += 'statuses = [53, 54]\nsays = "out of turns"\n'
-    (tmp_path / "tiny.toml").write_text(seam + files + limit)
+    (tmp_path / "tiny.toml").write_text(definition + files + limit)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-host")
@@ -425,8 +433,10 @@ async def test_a_command_line_agent_in_a_sandbox(
         "def score(episode):\n    return 2.0 * ((episode.workdir / 'made.txt').read_text() == 'made')\n"
     )
     # The program is this interpreter, which a sandbox has, and the script is in the home folder.
-    seam = (tmp_path / "tiny.toml").read_text().replace(f'["{tmp_path}/seen.json", "0"]', _SCRIPT_IN_HOME)
-    (tmp_path / "tiny.toml").write_text(seam.replace("[files]", f"[files]\n'agent.py' = '''{TINY}'''"))
+    definition = (
+        (tmp_path / "tiny.toml").read_text().replace(f'["{tmp_path}/seen.json", "0"]', _SCRIPT_IN_HOME)
+    )
+    (tmp_path / "tiny.toml").write_text(definition.replace("[files]", f"[files]\n'agent.py' = '''{TINY}'''"))
     task = {"instruction": "Say ü.", "folder": str(tmp_path / "project")}
     agent = tiny | {"isolation": isolation, "executable": sys.executable}
     async with AsyncExitStack() as stack:

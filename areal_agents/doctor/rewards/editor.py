@@ -18,9 +18,9 @@ def editor_of_tests(workdir: str, home: Path) -> CliAgent:
         workdir: the setting `agent.workdir` of the run's own agent.
         home: a folder for the description of the program.
     """
-    seam = home / "test_editor.toml"
+    definition = home / "test_editor.toml"
     # A string of JSON is also a string of TOML.
-    seam.write_text(
+    definition.write_text(
         f"""program = "python"
 install = "it comes with Python"
 least_version = "3.11"
@@ -34,5 +34,5 @@ OPENAI_API_KEY = "{{key}}"
 """
     )
     return CliAgent(
-        CliAgentConfig(cli=str(seam), executable=sys.executable, workdir=workdir, prompt="{task}")
+        CliAgentConfig(cli=str(definition), executable=sys.executable, workdir=workdir, prompt="{task}")
     )

@@ -45,10 +45,11 @@ async def acp_agent(
             folder = await agent.end()      # the agent's copy, as it left it
 
     Args:
-        cli: the name of a seam with a mode for this, or the path of a seam's file (docs/agents.md).
+        cli: the name of an agent that has a mode for this, or the path of a definition's .toml file
+            (docs/agents.md).
         ep: the episode; None: the one that runs in this context.
         workdir: the folder that it gets a copy of; None: an empty one.
-        executable: the program; empty: the seam's program, where PATH has it.
+        executable: the program; empty: the program that the definition names, where PATH has it.
         model: the name of the model that it asks for.
         context: the context of the model in tokens, as it is told.
         permissions: how its permission requests are answered: "allow", "reject", or a function of the tool

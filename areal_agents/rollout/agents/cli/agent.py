@@ -24,6 +24,7 @@ from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.cli.acp.reply import Permissions
 from areal_agents.rollout.agents.cli.acp.session import AcpAgent, Start, opened_agent
 from areal_agents.rollout.agents.cli.config import DEFAULT_CONTEXT, CliAgentConfig
+from areal_agents.rollout.agents.cli.definition import CliDefinition, load_definition
 from areal_agents.rollout.agents.cli.folders import HOME, WORK, copy_folder, remove_logged
 from areal_agents.rollout.agents.cli.prepare import (
     Launch,
@@ -35,7 +36,6 @@ from areal_agents.rollout.agents.cli.prepare import (
 )
 from areal_agents.rollout.agents.cli.program import find_program, find_program_in_image
 from areal_agents.rollout.agents.cli.sandboxed import SandboxedPrograms
-from areal_agents.rollout.agents.cli.seam import Seam, load_seam
 from areal_agents.rollout.agents.episode_logs import EpisodeLogs
 from areal_agents.sandbox.remote.hosts import SandboxHosts
 
@@ -45,7 +45,7 @@ _TAIL = 2000  # characters of the output in an error
 
 
 class CliAgent:
-    """Runs a program that a seam describes, once for each episode."""
+    """Runs the program of a command-line agent once for each episode."""
 
     capacity: int | None = None
     must_reward = False
@@ -66,19 +66,19 @@ class CliAgent:
 
         Raises:
             ConfigError: it has several prompts, and the package of the protocol is not installed.
-            AgentError: the seam is not valid or has no such mode, its program is missing or too old, or a
-                path of `readable` does not exist.
+            AgentError: its definition is not valid or has no such mode, its program is missing or too old, or
+                a path of `readable` does not exist.
         """
         self._config = config
-        self._seam = load_seam(config.cli)
-        if config.max_turns is not None and self._seam.turn_limit is None:
+        self._definition = load_definition(config.cli)
+        if config.max_turns is not None and self._definition.turn_limit is None:
             raise AgentError(
                 f"agent.max_turns: {config.cli} has no option for it; set rollout.limits.max_turns instead"
             )
-        if not self._seam.takes_one_prompt and not config.prompts:
+        if not self._definition.takes_one_prompt and not config.prompts:
             raise AgentError(f"{config.cli} speaks only the Agent Client Protocol; give it prompts: [...]")
         if config.prompts:
-            check_acp(self._seam, config)
+            check_acp(self._definition, config)
         try:
             config.spec()
         except ValueError as error:
@@ -86,10 +86,10 @@ class CliAgent:
         if config.isolation == "docker":
             # The image has its own machine: neither PATH nor the locale of this one holds there.
             self._inherited: Mapping[str, str] = {}
-            self._program = find_program_in_image(self._seam, config.executable, config.image)
+            self._program = find_program_in_image(self._definition, config.executable, config.image)
         else:
             self._inherited = inherited
-            self._program = find_program(self._seam, config.executable, inherited)
+            self._program = find_program(self._definition, config.executable, inherited)
         self._logs = EpisodeLogs(logs)
         self._sandboxes = SandboxedPrograms(config.isolation, hosts) if config.isolation != "none" else None
         self._folders: dict[str, Path] = {}  # of the episodes that were not released
@@ -222,7 +222,7 @@ class CliAgent:
 
     def _launch(self, prompt: str | None, ep: Episode, home: Path, work: Path) -> Launch:
         return prepare(
-            self._seam,
+            self._definition,
             ep,
             prompt=prompt,
             model=self._config.model,
@@ -235,7 +235,7 @@ class CliAgent:
 
     def _check(self, status: int, tail: str, printed: str, ep: Episode) -> None:
         """Raise AgentError unless the program succeeded, or ended because of its own limit of turns."""
-        limit = self._seam.turn_limit if self._config.max_turns is not None else None
+        limit = self._definition.turn_limit if self._config.max_turns is not None else None
         at_limit = limit is not None and status in limit.statuses
         if status == 0 or (limit and at_limit and (limit.says in tail or limit.says in printed)):
             return
@@ -250,12 +250,12 @@ class CliAgent:
             await self._sandboxes.close()
 
 
-def check_acp(seam: Seam, config: CliAgentConfig) -> None:
+def check_acp(definition: CliDefinition, config: CliAgentConfig) -> None:
     """Raise ConfigError or AgentError if an agent cannot be driven in the Agent Client Protocol."""
     require("acp", "an agent that is prompted turn by turn")
-    if seam.acp is None:
+    if definition.acp is None:
         raise AgentError(
-            f"the seam {config.cli} has no [acp]: it takes one prompt, not several (docs/agents.md)"
+            f"the definition of {config.cli} has no [acp]: it takes one prompt, not several (docs/agents.md)"
         )
     if config.max_turns is not None:
         raise AgentError("agent.max_turns is for one prompt; set rollout.limits.max_turns instead")

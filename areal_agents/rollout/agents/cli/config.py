@@ -20,7 +20,8 @@ class CliAgentConfig(Settings):
     """A command-line agent, such as {cli: codex, prompt: "{task.instruction}", workdir: "{task.folder}"}."""
 
     cli: str = Field(
-        min_length=1, description="Name of a seam, such as codex, or the path of a seam's .toml file."
+        min_length=1,
+        description="Name of an agent, such as codex, or the path of a definition's .toml file.",
     )
     prompt: str = Field(
         default="{task.instruction}",
@@ -44,7 +45,7 @@ class CliAgentConfig(Settings):
         "task. Empty: an empty folder.",
     )
     executable: str = Field(
-        default="", description="The program; empty: the seam's program, where PATH has it."
+        default="", description="The program; empty: the one that the definition names, where PATH has it."
     )
     model: str = Field(
         default="policy",

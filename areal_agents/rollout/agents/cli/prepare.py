@@ -1,4 +1,4 @@
-"""Turns a seam and an episode into a command line, an environment, and files in a fresh home folder.
+"""Makes a command line, an environment and files in a fresh home folder of a definition and an episode.
 
 The agent's environment is made from nothing: of this process's variables only those that concern the machine
 are kept, so no key and no setting of the host reaches the agent. The episode's key is in its variables and in
@@ -17,7 +17,7 @@ from typing import Any
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agents.cli.seam import Seam, filled
+from areal_agents.rollout.agents.cli.definition import CliDefinition, filled
 
 _KEPT = frozenset(
     {
@@ -55,7 +55,7 @@ class Launch:
 
 
 def prepare(
-    seam: Seam,
+    definition: CliDefinition,
     ep: Episode,
     *,
     prompt: str | None,
@@ -66,13 +66,12 @@ def prepare(
     workdir: Path,
     inherited: Mapping[str, str],
 ) -> Launch:
-    """Return how a seam's agent is started in an episode.
+    """Return how an agent is started in an episode.
 
     Args:
-        prompt: what it is told; None: it is started in the mode of its Agent Client Protocol, which the seam
-            has.
+        prompt: what it is told; None: it is started in its mode of the Agent Client Protocol.
         context: the context of the model in tokens.
-        max_turns: the most turns, if the seam has an option for it; None: no limit of its own.
+        max_turns: the most turns, if it has an option for them; None: no limit of its own.
         home: the agent's own home folder.
         workdir: the folder in which it works.
         inherited: the variables of this process.
@@ -92,17 +91,17 @@ def prepare(
         "workdir": str(workdir),
     }
     if prompt is None:
-        assert seam.acp is not None
-        arguments = seam.acp.arguments
+        assert definition.acp is not None
+        arguments = definition.acp.arguments
     else:
-        limit = seam.turn_limit.arguments if seam.turn_limit and max_turns is not None else ()
-        arguments = (*limit, *seam.arguments)
-    environment = {name: filled(value, values) for name, value in seam.environment.items()}
+        limit = definition.turn_limit.arguments if definition.turn_limit and max_turns is not None else ()
+        arguments = (*limit, *definition.arguments)
+    environment = {name: filled(value, values) for name, value in definition.environment.items()}
     return Launch(
         arguments=tuple(filled(argument, values) for argument in arguments),
         environment={**bypassing_proxies(clean_environment(inherited, home), ep.base_url), **environment},
-        files={name: filled(text, values) for name, text in seam.files.items()},
-        stdin=filled(seam.stdin, values) if prompt is not None else "",
+        files={name: filled(text, values) for name, text in definition.files.items()},
+        stdin=filled(definition.stdin, values) if prompt is not None else "",
     )
 
 

@@ -1,7 +1,7 @@
-"""A seam: how a command-line agent is found, called, and pointed at the proxy, as data.
+"""The definition of a command-line agent: how it is found, called, and pointed at the proxy, as data.
 
-The seams of this folder's seams/ ship with the package; a user's own is a file of the same form. A seam is
-validated whole when it is read, so that a run does not start with one that cannot work.
+The files of definitions/ ship with the package; a user's own file has the same form. A definition is
+validated as a whole when it is read, so that a run does not start with one that cannot work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from areal_agents.core.settings import Settings
 from areal_agents.errors import AgentError
 
-SEAMS = Path(__file__).parent / "seams"
+DEFINITIONS = Path(__file__).parent / "definitions"
 PLACEHOLDERS = frozenset(
     {
         "anthropic_base_url",
@@ -57,13 +57,13 @@ class AcpMode(Settings):
     )
 
 
-class Seam(Settings):
-    """How one command-line agent is run. Texts may contain the placeholders that `PLACEHOLDERS` names."""
+class CliDefinition(Settings):
+    """How one command-line agent is run. Strings may contain the placeholders that `PLACEHOLDERS` names."""
 
     program: str = Field(min_length=1, description="The name of the program, as PATH has it.")
     install: str = Field(min_length=1, description="The command that installs it.")
     least_version: str = Field(
-        pattern=_VERSION, description="The oldest version that the seam is for; an older one is refused."
+        pattern=_VERSION, description="The oldest version that this is for; an older one is refused."
     )
     version_arguments: tuple[str, ...] = Field(
         default=("--version",), description="Arguments with which the program prints its version."
@@ -101,8 +101,8 @@ class Seam(Settings):
         return files
 
     @model_validator(mode="after")
-    def _check_placeholders(self) -> Seam:
-        for where, text in self._texts():
+    def _check_placeholders(self) -> CliDefinition:
+        for where, text in self._strings():
             if unknown := sorted(set(_PLACEHOLDER.findall(text)) - PLACEHOLDERS):
                 known = ", ".join(sorted(PLACEHOLDERS))
                 raise ValueError(f"{where}: there is no placeholder {{{unknown[0]}}}; known: {known}")
@@ -112,13 +112,13 @@ class Seam(Settings):
                 raise ValueError(f"{where}: {{max_turns}} belongs into turn_limit.arguments")
         if self.acp is not None and not self.takes_one_prompt:
             return self
-        told = [where for where, text in self._texts() if "{prompt}" in text]
+        told = [where for where, text in self._strings() if "{prompt}" in text]
         if len(told) != 1 or told[0] not in ("arguments", "stdin"):
             raise ValueError(f"{{prompt}} must be in arguments or in stdin, once, got it in {told or 'none'}")
         return self
 
-    def _texts(self) -> Iterator[tuple[str, str]]:
-        """Yield every text that is filled in, with its field."""
+    def _strings(self) -> Iterator[tuple[str, str]]:
+        """Yield every string that may have placeholders, with its field."""
         for argument in self.arguments:
             yield "arguments", argument
         for argument in self.acp.arguments if self.acp else ():
@@ -133,35 +133,35 @@ class Seam(Settings):
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """Return a string of a seam with its placeholders replaced. Values are not searched for placeholders."""
+    """Return a string with its placeholders replaced. Values are not searched for placeholders."""
     return _PLACEHOLDER.sub(lambda found: values[found[1]], text)
 
 
-def known_seams() -> list[str]:
-    """Return the names of the seams that ship with the package."""
-    return sorted(file.stem for file in SEAMS.glob("*.toml"))
+def known_definitions() -> list[str]:
+    """Return the names of the agents whose definitions ship with the package."""
+    return sorted(file.stem for file in DEFINITIONS.glob("*.toml"))
 
 
-def load_seam(name: str) -> Seam:
-    """Return a seam of the package by its name, or that of a file.
+def load_definition(name: str) -> CliDefinition:
+    """Return the definition of an agent that the package knows by its name, or the one in a .toml file.
 
     Raises:
-        AgentError: there is no such seam, or it is not valid; the message names the file and the field.
+        AgentError: there is none, or it is not valid; the message names the file and the field.
     """
     is_file = name.endswith(".toml") or "/" in name
-    file = Path(name).expanduser() if is_file else SEAMS / f"{name}.toml"
+    file = Path(name).expanduser() if is_file else DEFINITIONS / f"{name}.toml"
     try:
-        return Seam.model_validate(tomllib.loads(file.read_text()))
+        return CliDefinition.model_validate(tomllib.loads(file.read_text()))
     except FileNotFoundError:
         raise AgentError(
-            f"there is no seam {name!r} of a command-line agent; known: {', '.join(known_seams())}; or give "
-            "the path of a .toml file (docs/agents.md)"
+            f"there is no definition of a command-line agent {name!r}; known: "
+            f"{', '.join(known_definitions())}; or give the path of a .toml file (docs/agents.md)"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise AgentError(f"the seam {file} cannot be read: {error}") from error
+        raise AgentError(f"the definition {file} cannot be read: {error}") from error
     except ValidationError as error:
         faults = "; ".join(_fault(fault["loc"], fault["msg"]) for fault in error.errors())
-        raise AgentError(f"the seam {file} is not valid: {faults}") from error
+        raise AgentError(f"the definition {file} is not valid: {faults}") from error
 
 
 def _fault(location: tuple[int | str, ...], message: str) -> str:
