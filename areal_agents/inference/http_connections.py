@@ -10,18 +10,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import socket
 import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import cast
+from typing import Any, cast
 from urllib.parse import quote, unquote, urlsplit
 
 import httptools
+from aiohappyeyeballs import start_connection
 
 # Below the 5 s after which SGLang closes idle connections, so that no call uses a connection being closed.
 KEEP_ALIVE_S = 3.0
+_NEXT_ADDRESS_S = (
+    0.25  # until a host's next address is tried beside an address that has not answered (RFC 8305)
+)
 _MOST_HEAD_BYTES = 64 * 2**10
 _MOST_UNREAD_BYTES = 256 * 2**10  # of an answer that is read in parts; more is left to the operating system
 
@@ -63,6 +68,7 @@ class HttpConnections:
         self._is_tls = parts.scheme == "https"
         self._host = parts.hostname
         self._port = parts.port or (443 if self._is_tls else 80)
+        self._addresses = _numeric(self._host, self._port)
         self._path = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~").encode()
         self._connect_timeout_s = connect_timeout_s
         sent = {
@@ -190,17 +196,25 @@ class HttpConnections:
     async def _opened(self) -> _Connection:
         if self._is_tls and self._context is None:
             self._context = ssl.create_default_context()
+        name = self._host if self._is_tls else None
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
+                connected = await self._connected()
                 _, connection = await loop.create_connection(
-                    _Connection, self._host, self._port, ssl=self._context
+                    _Connection, sock=connected, ssl=self._context, server_hostname=name
                 )
         except TimeoutError as error:
             raise ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from error
         except (OSError, UnicodeError) as error:  # UnicodeError: the host is no name
             raise NotConnected(str(error)) from error
         return connection
+
+    async def _connected(self) -> socket.socket:
+        """Return a socket connected to the first of the host's addresses that accepts a connection."""
+        loop = asyncio.get_running_loop()
+        addresses = self._addresses or await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        return await start_connection(addresses, happy_eyeballs_delay=_NEXT_ADDRESS_S)
 
 
 class StreamedAnswer:
@@ -411,6 +425,13 @@ class _Connection(asyncio.Protocol):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _numeric(host: str, port: int) -> list[Any]:
+    """Return the address of a host that is given as a number, as `getaddrinfo` does; none for a name."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    return []
 
 
 def _checked(value: str) -> str:

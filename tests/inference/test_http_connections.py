@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -309,6 +310,7 @@ async def test_a_server_that_does_not_answer_is_left_in_time_and_its_connection_
 
 async def test_a_stream_that_stalls_ends_at_its_limit() -> None:
     async def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
         writer.write(OK + b"Transfer-Encoding: chunked\r\n\r\n4\r\ntext\r\n")
         with contextlib.suppress(ConnectionError):
             await reader.read()
@@ -344,6 +346,7 @@ async def test_a_reader_that_is_slow_holds_the_server_back() -> None:
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
         writer.write(OK + b"\r\n")
         for _ in range(2_000):
             writer.write(b"x" * 50_000)
@@ -389,6 +392,44 @@ async def test_a_port_without_a_server_is_an_os_error() -> None:
         pass
     with pytest.raises(NotConnected):
         await post(HttpConnections(url, {}, connect_timeout_s=5))
+
+
+@pytest.mark.parametrize("name", [None, "tls"])
+async def test_an_address_that_does_not_answer_does_not_delay_the_next_address_of_the_host(
+    name: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tls = made_tls_files(tmp_path / "tls")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tls.certificate, tls.key)
+    served = Server(sized(b"text"))
+    server = await asyncio.start_server(served, "127.0.0.1", 0, ssl=context if name else None)
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
+        for _ in range(
+            4
+        ):  # the queue of its connections is full, so the system answers no further connection
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        addresses = [silent.getsockname(), server.sockets[0].getsockname()]
+        found = [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", each) for each in addresses]
+        monkeypatch.setattr(
+            http_connections, "_numeric", lambda host, port: found
+        )  # in place of a name server
+        stack.enter_context(trusting(tls))
+        connections = HttpConnections(
+            "https://127.0.0.1" if name else "http://host", {}, connect_timeout_s=60
+        )
+        assert await asyncio.wait_for(post(connections), 30) == (200, b"text")
+        connections.close()
+        server.close()
+
+
+async def test_a_host_that_is_given_by_its_name_is_looked_up() -> None:
+    async with serving(Server(sized(b"text"))) as url:
+        connections = HttpConnections(url.replace("127.0.0.1", "localhost"), {}, connect_timeout_s=5)
+        assert await post(connections) == (200, b"text")
+        connections.close()
 
 
 async def test_a_host_that_is_no_name_is_an_os_error() -> None:
