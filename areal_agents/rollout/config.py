@@ -300,6 +300,7 @@ class RewardConfig(Settings):
         return self
 
 
+_MOST_WEIGHT = 1e9  # sums and products of weights are finite
 _OF_ONE_SOURCE = ("path", "environment", "subset", "split", "id", "epochs")
 
 
@@ -318,16 +319,28 @@ class DifficultyConfig(Settings):
         description="The solve rate at which learnable tasks are sampled most often.",
     )
     new: float = Field(
-        default=0.5, ge=0, description="Weight of the tasks that have no group yet, in the order of uniform."
+        default=0.5,
+        ge=0,
+        le=_MOST_WEIGHT,
+        description="Weight of the tasks that have no group yet, in the order of uniform.",
     )
     learnable: float = Field(
-        default=0.35, ge=0, description="Weight of the tasks that some episodes of the latest group solved."
+        default=0.35,
+        ge=0,
+        le=_MOST_WEIGHT,
+        description="Weight of the tasks that some episodes of the latest group solved.",
     )
     unsolved: float = Field(
-        default=0.1, ge=0, description="Weight of the tasks that no episode of the latest group solved."
+        default=0.1,
+        ge=0,
+        le=_MOST_WEIGHT,
+        description="Weight of the tasks that no episode of the latest group solved.",
     )
     solved: float = Field(
-        default=0.05, ge=0, description="Weight of the tasks that every episode of the latest group solved."
+        default=0.05,
+        ge=0,
+        le=_MOST_WEIGHT,
+        description="Weight of the tasks that every episode of the latest group solved.",
     )
 
     @model_validator(mode="after")
@@ -374,7 +387,9 @@ class MixedEnvironmentConfig(EnvironmentConfig):
         pattern=r"^(\w[\w.-]*)?$",
         description="The name under which metrics show it; empty: taken from the line, such as countdown.",
     )
-    weight: float = Field(default=1.0, gt=0, description="Its share of the groups, relative to the others.")
+    weight: float = Field(
+        default=1.0, gt=0, le=_MOST_WEIGHT, description="Its share of the groups, relative to the others."
+    )
     sampler: Literal["uniform", "difficulty"] = Field(
         default="uniform", description="The order of its tasks, as for data."
     )
@@ -390,7 +405,9 @@ class SourceConfig(TasksConfig):
         pattern=r"^\w[\w.-]*$",
         description="The name, which tasks have as `data_source` and under which metrics show the source.",
     )
-    weight: float = Field(default=1.0, gt=0, description="Its share of the groups, relative to the others.")
+    weight: float = Field(
+        default=1.0, gt=0, le=_MOST_WEIGHT, description="Its share of the groups, relative to the others."
+    )
     sampler: Literal["uniform", "difficulty"] = Field(
         default="uniform", description="The order of its tasks, as for data."
     )

@@ -188,6 +188,8 @@ def test_one_source_may_be_sampled_by_difficulty(tmp_path: Path) -> None:
         ({"sources": [{"name": "a", "path": "x"}] * 2}, "the names of sources must differ, got a, a"),
         ({"sources": [{"name": "a"}]}, "the source a needs a path or an environment"),
         ({"sources": [{"name": "a", "path": "x", "weight": 0}]}, "greater than 0"),
+        ({"sources": [{"name": "a", "path": "x", "weight": 1e308}]}, "less than or equal to 1000000000"),
+        ({"path": "x", "sampler": "difficulty", "difficulty": {"solved": 1e308}}, "equal to 1000000000"),
         ({"sources": [{"name": "a/b", "path": "x"}]}, "name"),
         ({"sources": [{"name": "..", "path": "x"}]}, "name"),
         ({"sources": [{"name": "a", "path": "x"}], "epochs": 2}, "epochs is a setting of each source"),
