@@ -67,8 +67,8 @@ def random_episode(
 ) -> RecordedEpisode:
     """A random forest; token ids count up from `start`, so that every sampled token has a unique id.
 
-    A call begins at a random moment after its parent was recorded, so calls overlap. With `dense` turns and
-    branches have rewards, and every fourth turn is constrained.
+    A call begins at a random moment after its parent was recorded, so calls overlap. With `dense`, half of
+    the turns and all branches have rewards, and a quarter of the turns are constrained, on average.
     """
     counter = iter(range(start, start + 10**6))
     made: list[Turn] = []
@@ -97,7 +97,7 @@ def random_episode(
 
 
 def random_groups(seed: int, *, groups: int = 3, size: int = 3, dense: bool = True) -> list[RolloutGroup]:
-    """Groups of random episodes; no two sampled tokens of them have one id."""
+    """Groups of random episodes, in which every sampled token has a unique id."""
     rng = random.Random(seed)
     return [
         group(
@@ -114,7 +114,7 @@ def random_groups(seed: int, *, groups: int = 3, size: int = 3, dense: bool = Tr
 
 
 def began(recorded: RecordedEpisode) -> list[int]:
-    """Per turn the number of turns that were recorded when its call began, from the turns themselves."""
+    """For each turn, the number of turns that were recorded when its call began, computed from the turns."""
     ids = [t.id for t in recorded.turns]
     return [
         (0 if t.parent is None else ids.index(t.parent) + 1)
@@ -125,7 +125,7 @@ def began(recorded: RecordedEpisode) -> list[int]:
 
 
 def defined_depths(recorded: RecordedEpisode) -> list[int]:
-    """Per turn 1 + the greatest depth among the turns that were recorded when its call began."""
+    """For each turn, 1 + the greatest depth among the turns that were recorded when its call began."""
     depths: list[int] = []
     for k in began(recorded):
         depths.append(1 + max([0, *depths[:k]]))
@@ -133,8 +133,8 @@ def defined_depths(recorded: RecordedEpisode) -> list[int]:
 
 
 def defined_to_go(recorded: RecordedEpisode, k: int, *, discount: float) -> float:
-    """D(k) of an unshaped episode, read off its definition: the episode reward, and the rewards of the turns
-    without the first k, each discounted once per level of depth below that of a call that begins now."""
+    """D(k) of an unshaped episode by its definition: the episode reward, plus the rewards of the turns after
+    the first k, each discounted once per level of depth below that of a call that begins after k turns."""
     ids, depths = [t.id for t in recorded.turns], defined_depths(recorded)
     here = 1 + max([0, *depths[:k]])
     total = 0.0

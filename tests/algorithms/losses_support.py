@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Tokens:
-    """N tokens of a few sequences of different length, cut into turns; ids neither sorted nor contiguous."""
+    """Tokens of seven sequences of random length, cut into turns; ids are neither sorted nor contiguous."""
 
     def __init__(self, seed: int, *, drift: float = 0.3, staleness: float = 1.0) -> None:
         rng = np.random.default_rng(seed)
@@ -31,7 +31,7 @@ class Tokens:
         self.per_sequence = np.repeat(rng.normal(size=7), lengths)
         self.loss_weights = rng.uniform(0.01, 0.1, n)
         self.entropy = rng.uniform(0, 2, n)
-        begins = rng.random(n) < 0.4  # a turn, beside where a sequence does
+        begins = rng.random(n) < 0.4  # a turn begins here, and with each sequence
         begins |= np.diff(self.sequence_ids, prepend=-1) != 0
         self.turn_ids = rng.permutation(90)[np.cumsum(begins) - 1]
 
@@ -56,7 +56,7 @@ def evaluate(
 ) -> tuple[float, Array, dict[str, float]]:
     """The loss of `policy_loss`, its gradient in `current`, and its statistics.
 
-    Weights are 1 and all tokens are one sequence unless given otherwise.
+    By default all weights are 1, and all tokens belong to one sequence.
     """
     theta = torch.as_tensor(current, dtype=dtype).requires_grad_(True)
     arrays.setdefault("loss_weights", np.ones(len(theta)))

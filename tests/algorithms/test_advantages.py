@@ -1,4 +1,4 @@
-"""Advantages against values worked out by hand, and against their definitions."""
+"""Advantages, compared with values computed by hand and with their definitions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chain(own: Sequence[float], whole: float | None = None) -> EpisodeRewards:
 
 
 def ended(score: float, *, turns: int = 1) -> EpisodeRewards:
-    """An episode that was given a score at its end, and nothing else."""
+    """An episode whose only reward is a score at its end."""
     made = [turn(f"{i}", f"{i - 1}" if i else None) for i in range(turns)]
     return EpisodeRewards(
         "g", np.zeros(turns), score, rewards_of(episode(made)).recorded_before, np.zeros(turns, bool), True
@@ -39,18 +39,18 @@ def ended(score: float, *, turns: int = 1) -> EpisodeRewards:
 
 
 def advantages(groups, credit=None, **options):  # type: ignore[no-untyped-def]
-    """Per group and episode the advantages of its turns, as lists."""
+    """The advantages of the turns of each episode, by group, as lists."""
     comparisons = compare(groups, credit or EpisodeCredit(), **options)
     return [[values.tolist() for values in comparison.advantages()] for comparison in comparisons]
 
 
 def plain(scores, **options):  # type: ignore[no-untyped-def]
-    """The advantages of episodes of one turn, whose return is their score."""
+    """The advantages of episodes of one turn, whose return is the score."""
     made = advantages([[ended(score) for score in group] for group in scores], **options)
     return [[values[0] for values in group] for group in made]
 
 
-def test_grpo_with_the_sample_deviation() -> None:
+def test_grpo_divides_by_the_sample_deviation() -> None:
     got = plain([[0.0, 1.0, 1.0]])[0]
     std = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
     assert got == pytest.approx([-2 / 3 / (std + 1e-5), 1 / 3 / (std + 1e-5), 1 / 3 / (std + 1e-5)])
@@ -61,7 +61,7 @@ def test_the_population_deviation_divides_by_n() -> None:
     assert got == pytest.approx([-1 / (1 + 1e-5), 1 / (1 + 1e-5)])
 
 
-def test_statistics_are_over_episodes_however_many_turns_they_have() -> None:
+def test_statistics_count_each_episode_once_whatever_its_number_of_turns() -> None:
     few = advantages([[ended(0.0), ended(1.0)]])[0]
     many = advantages([[ended(0.0), ended(1.0, turns=4)]])[0]
     assert many[0] == few[0] and many[1] == few[1] * 4
@@ -77,7 +77,7 @@ def test_statistics_are_over_episodes_however_many_turns_they_have() -> None:
         ("batch", "batch", [[-3 / 2.943920, -1 / 2.943920], [0.0, 4 / 2.943920]]),
     ],
 )
-def test_mean_and_deviation_are_chosen_apart(mean, std, expected) -> None:  # type: ignore[no-untyped-def]
+def test_mean_and_deviation_are_independent(mean, std, expected) -> None:  # type: ignore[no-untyped-def]
     scores = [[0.0, 2.0], [3.0, 7.0]]  # sample deviation of the batch: sqrt(26 / 3)
     for got, wanted in zip(plain(scores, mean=mean, std=std), expected, strict=True):
         assert got == pytest.approx(wanted, rel=1e-4, abs=1e-9)
@@ -105,33 +105,33 @@ def test_scores_that_are_not_finite_or_missing_are_refused(bad: list[list[float]
         advantages([[ended(score, turns=2) for score in scores] for scores in bad])
 
 
-def test_an_episode_without_turns_counts_all_the_same() -> None:
+def test_an_episode_without_turns_counts_in_the_statistics() -> None:
     assert advantages([[ended(0.0, turns=0), ended(3.0)]], std="none") == [[[], [1.5]]]
 
 
-STEPS = [[0.5] * 4, [0.5] * 4, [0.5] * 4, [0.0] * 4]  # three perfect episodes and one that did nothing
+STEPS = [[0.5] * 4, [0.5] * 4, [0.5] * 4, [0.0] * 4]  # three perfect episodes and one without any success
 
 
-def test_rewards_to_go_are_compared_with_those_that_the_others_still_had_to_go() -> None:
-    """The mean over the group of D(k) is 1.5, 1.125, 0.75 and 0.375, three quarters of a perfect D(k)."""
+def test_rewards_to_go_are_compared_at_the_same_k_in_every_episode() -> None:
+    """The group's mean of D(k) is 1.5, 1.125, 0.75 and 0.375, three quarters of D(k) of a perfect episode."""
     got = advantages([[chain(own) for own in STEPS]], RewardToGo(), std="none")[0]
     assert got == [[0.5, 0.375, 0.25, 0.125]] * 3 + [[-1.5, -1.125, -0.75, -0.375]]
-    # with a deviation all is divided by that of the scores 2, 2, 2 and 0, which is 1
+    # with a deviation, advantages are divided by that of the scores 2, 2, 2 and 0, which is 1
     divided = advantages([[chain(own) for own in STEPS]], RewardToGo())[0]
     assert divided == [pytest.approx([a / (1 + 1e-5) for a in values]) for values in got]
 
 
-def test_an_episode_that_has_ended_is_compared_with_by_its_episode_reward() -> None:
+def test_an_episode_that_has_ended_contributes_its_episode_reward_to_the_baseline() -> None:
     short, long = chain([1.0], 5.0), chain([1.0, 2.0, 4.0], 3.0)
     (got,) = advantages([[short, long]], RewardToGo(), std="none")
-    # D of the long at k = 0, 1, 2 is 10, 9, 7; that of the short 6, then its episode reward, 5
+    # D(k) of the long episode is 10, 9 and 7; that of the short one is 6, and then its episode reward, 5
     assert got == [[6 - 8.0], [10 - 8.0, 9 - 7.0, 7 - 6.0]]
     (alone,) = advantages([[short, long]], RewardToGo(), std="none", leave_one_out=True)
     assert alone == [[6 - 10.0], [10 - 6.0, 9 - 5.0, 7 - 5.0]]
 
 
-def test_a_reward_of_a_first_turn_moves_no_later_turn() -> None:
-    """The later turns cannot have caused it, in either episode."""
+def test_a_reward_of_a_first_turn_does_not_change_the_advantages_of_later_turns() -> None:
+    """The later turns cannot have caused this reward, in either episode."""
     (low,) = advantages([[chain([0.0, 1.0, 0.0]), chain([0.0, 0.0, 0.0])]], RewardToGo(), std="none")
     (high,) = advantages([[chain([9.0, 1.0, 0.0]), chain([0.0, 0.0, 0.0])]], RewardToGo(), std="none")
     assert [values[1:] for values in high] == [values[1:] for values in low]
@@ -146,7 +146,7 @@ def test_a_reward_of_a_first_turn_moves_no_later_turn() -> None:
     st.booleans(),
     st.sampled_from([None, 0.5, 1.0]),
 )
-def test_advantages_are_those_of_the_definition(
+def test_advantages_equal_their_definition(
     seed: int, mean: str, std: str, leave_one_out: bool, discount: float | None
 ) -> None:
     """(D_i(k) − mean_j D_j(k))/(std of the scores + 1e-5) on forests, turn by turn, in plain Python."""
@@ -173,22 +173,22 @@ def test_advantages_are_those_of_the_definition(
             assert values == pytest.approx([expected(own, k, group) for k in began(own)], abs=1e-9)
 
 
-def test_what_tokens_pay_comes_off_baselines_and_scores() -> None:
+def test_reductions_are_subtracted_from_baselines_and_scores() -> None:
     groups = [[ended(1.0), ended(3.0)], [ended(5.0)]]
     (first, second) = compare(
         groups, EpisodeCredit(), mean="batch", std="group", reductions=[[0.5, 1.0], [2.0]]
     )
-    # the mean is that of 0.5, 2 and 3; the deviation of the first group that of 0.5 and 2, and of the second,
-    # which has one episode, that of all three
+    # The mean is over 0.5, 2 and 3. The deviation is over 0.5 and 2 for the first group, and over all three
+    # for the second group, which has one episode.
     assert [b.tolist() for b in first.baselines] == [[5.5 / 3]] * 2 and second.baselines[0] == 5.5 / 3
     assert second.scale == pytest.approx(1 / (statistics.stdev([0.5, 2, 3]) + 1e-5))
     assert [r.tolist() for r in first.returns] == [[1.0], [3.0]]
     assert first.scale == pytest.approx(1 / (1.5 / math.sqrt(2) + 1e-5))
 
 
-def test_normalised_steps_are_those_of_deepseekmath() -> None:
-    """arXiv 2402.03300, section 4.1.3: the mean over all sixteen steps is 0.375, their sample deviation
-    sqrt(0.05)."""
+def test_normalised_steps_equal_those_of_deepseekmath() -> None:
+    """arXiv 2402.03300, section 4.1.3: the mean over all sixteen steps is 0.375, and their sample deviation
+    is sqrt(0.05)."""
     (got,) = step_advantages(
         [[chain(own) for own in STEPS]], mean="group", std="group", std_estimator="sample"
     )
@@ -210,7 +210,7 @@ def test_normalised_steps_are_those_of_deepseekmath() -> None:
     st.sampled_from(["group", "batch", "none"]),
     st.sampled_from(["group", "batch", "none"]),
 )
-def test_normalised_steps_on_forests(seed: int, mean: str, std: str) -> None:
+def test_normalised_steps_on_forests_equal_their_definition(seed: int, mean: str, std: str) -> None:
     groups = [[r.episode for r in g.rollouts] for g in random_groups(seed, groups=2)]
 
     def steps(recorded: RecordedEpisode) -> list[tuple[float, float]]:
@@ -237,7 +237,7 @@ def test_normalised_steps_on_forests(seed: int, mean: str, std: str) -> None:
             assert values.tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_steps_of_equal_reward_have_nothing_to_tell() -> None:
+def test_steps_of_equal_reward_have_advantage_zero() -> None:
     (got,) = step_advantages(
         [[chain([0.5, 0.5]), chain([0.5])]], mean="group", std="group", std_estimator="sample"
     )
@@ -250,13 +250,13 @@ def test_an_episode_without_a_reward_has_no_step() -> None:
     assert [values.tolist() for values in got] == [[0.0], [0.0, 0.5]]
 
 
-def test_a_random_episode_alone_is_its_own_baseline() -> None:
+def test_a_single_episode_is_its_own_baseline() -> None:
     alone = rewards_of(random_episode(random.Random(0), dense=True))
     assert advantages([[alone]], RewardToGo(), std="none") == [[[0.0] * 8]]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_leave_one_out_is_the_formula_of_rloo(seed: int) -> None:
+def test_leave_one_out_equals_the_formula_of_rloo(seed: int) -> None:
     """arXiv 2402.14740: r_i less the mean of the other k - 1 rewards."""
     rng = np.random.default_rng(seed)
     scores = [rng.normal(size=rng.integers(2, 7)).tolist() for _ in range(3)]
@@ -265,14 +265,14 @@ def test_leave_one_out_is_the_formula_of_rloo(seed: int) -> None:
         for place, advantage in enumerate(of_group):
             others = rewards[:place] + rewards[place + 1 :]
             assert advantage == pytest.approx(rewards[place] - sum(others) / len(others), abs=1e-12)
-            k = len(rewards)  # and k/(k - 1) times the deviation from the whole group's mean
+            k = len(rewards)  # this is k/(k - 1) times the deviation from the mean of the whole group
             assert advantage == pytest.approx(k / (k - 1) * (rewards[place] - sum(rewards) / k), abs=1e-12)
 
 
-def test_leave_one_out_of_the_batch_and_of_a_group_of_one() -> None:
+def test_leave_one_out_over_the_batch_and_in_a_group_of_one() -> None:
     got = plain([[1.0], [3.0, 8.0]], mean="batch", std="none", leave_one_out=True)
     assert got == [[1 - 5.5], [3 - 4.5, 8 - 2.0]]
-    # A group of one takes the statistics of the batch in place of its own.
+    # A group of one uses the statistics of the batch instead of its own.
     assert plain([[1.0], [3.0, 8.0]], std="none", leave_one_out=True) == [[1 - 5.5], [3 - 8.0, 8 - 3.0]]
     assert plain([[1.0]], std="none", leave_one_out=True) == [[0.0]]
 
@@ -285,7 +285,7 @@ def test_a_group_of_one_is_compared_with_the_batch() -> None:
         assert alone == pytest.approx(over_batch[0]) and other == pytest.approx(over_batch[2])
         assert group == pytest.approx(plain([[3.0, 8.0]], std=std)[0])
     assert plain([[4.0]]) == [[0.0]]
-    assert plain([[4.0], [4.0]]) == [[0.0], [0.0]]  # no different score in the batch
+    assert plain([[4.0], [4.0]]) == [[0.0], [0.0]]  # all scores of the batch are equal
 
 
 def test_whitening_is_over_tokens() -> None:

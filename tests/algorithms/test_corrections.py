@@ -1,4 +1,4 @@
-"""The off-policy weight at each level, truncated and masked, against plain Python in float64."""
+"""The off-policy weight at each level, truncated and masked, compared with plain Python in float64."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def oracle(
 @pytest.mark.parametrize("veto", [None, 0.1])
 @pytest.mark.parametrize("action, floor", [("truncate", 0.0), ("mask", 0.0), ("mask", 0.5)])
 @pytest.mark.parametrize("level", ["token", "turn", "turn_geometric", "sequence", "geometric"])
-def test_weights_and_what_was_done(
+def test_weights_and_statistics_equal_the_oracle(
     level: str, action: str, floor: float, veto: float | None, seed: int
 ) -> None:
     t = Tokens(seed)
@@ -61,7 +61,7 @@ def test_weights_and_what_was_done(
         t.proximal, proximal=t.proximal, behavior=t.behavior, advantages=t.advantages,
         loss_weights=t.loss_weights, sequence_ids=t.sequence_ids, turn_ids=t.turn_ids, algorithm=algorithm,
     )  # fmt: skip
-    # at ratio 1 the gradient shows the weight: rejected tokens have none, the others keep their c
+    # at ratio 1 the gradient is proportional to the weight; it is 0 at rejected tokens
     assert gradient == pytest.approx(-t.loss_weights * want.pop("weights") * t.advantages, rel=1e-9)
     assert {name: statistics[name] for name in want} == pytest.approx(want)
     assert statistics["tokens"] == len(t) and statistics["sequences"] == 7
@@ -105,7 +105,7 @@ def test_a_long_product_stays_finite() -> None:
         assert correction.weight.tolist() == pytest.approx([math.exp(sign * 20)] * 1000)
 
 
-def test_a_turn_is_weighted_by_itself_and_vetoed_with_its_sequence() -> None:
+def test_a_turn_has_its_own_weight_and_is_vetoed_with_its_sequence() -> None:
     sequences, turns = Sequences.of(torch.tensor([7, 7, 7, 3])), Sequences.of(torch.tensor([0, 0, 1, 2]))
     log_weight = torch.tensor([0.5, 4.0, 0.01, 3.0]).log()
     by_turn = correct(log_weight, sequences, turns=turns, level="turn")
@@ -130,7 +130,7 @@ def test_sums_and_means_by_sequence() -> None:
     values = torch.tensor([1.0, 2.0, 4.0, 8.0])
     assert len(sequences) == 3 and sequences.lengths.tolist() == [1, 0, 1]
     assert sequences.sums(values).tolist() == [2, 0, 1]
-    assert sequences.means(values).tolist() == [2, 0, 1]  # 0 where no token counts
+    assert sequences.means(values).tolist() == [2, 0, 1]  # 0 for a sequence without kept tokens
     assert sequences.any(values > 3).tolist() == [False, False, False]
     assert sequences.spread(torch.tensor([20.0, 50.0, 90.0])).tolist() == [90, 20, 90, 50]
 
@@ -145,7 +145,7 @@ def test_log_ratios_are_float32_clamped_and_masked_before_the_exponential() -> N
     assert nothing.tolist() == [0.0]
 
 
-def test_bounds_that_make_no_sense_say_what_was_got() -> None:
+def test_invalid_bounds_are_refused_with_their_values() -> None:
     sequences = Sequences.of(torch.zeros(1).long())
     with pytest.raises(ValueError, match="got floor 0.5, action truncate and cap 5.0"):
         correct(torch.zeros(1), sequences, floor=0.5)

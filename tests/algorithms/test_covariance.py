@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov (arXiv 2505.22617) against loops over tokens in float64."""
+"""Clip-Cov and KL-Cov (arXiv 2505.22617) compared with loops over tokens in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def given(t: Tokens) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_covariances_equal_the_loop_and_average_to_the_covariance(seed: int) -> None:
+def test_token_covariances_equal_the_loop_and_average_to_the_covariance(seed: int) -> None:
     t = Tokens(seed)
     found = covariances(*tensors(t)).tolist()
     assert found == pytest.approx(by_hand(t), rel=1e-12)
@@ -48,7 +48,7 @@ def test_covariances_equal_the_loop_and_average_to_the_covariance(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_clip_cov_samples_its_share_from_the_bounds(seed: int) -> None:
+def test_clip_cov_drops_its_share_of_the_tokens_within_the_bounds(seed: int) -> None:
     t = Tokens(seed)
     inside = {i for i, value in enumerate(by_hand(t)) if 0.1 <= value <= 1.5}
     keep = clip_cov_keep(*tensors(t), **CONSTANTS, rng=np.random.default_rng(seed))
@@ -56,14 +56,14 @@ def test_clip_cov_samples_its_share_from_the_bounds(seed: int) -> None:
     assert dropped <= inside and len(dropped) == min(int(0.2 * len(t)), len(inside)) > 0
 
 
-def test_every_candidate_of_clip_cov_is_as_likely_as_the_others() -> None:
+def test_clip_cov_drops_every_candidate_with_the_same_probability() -> None:
     t = Tokens(3)
     inside = [i for i, value in enumerate(by_hand(t)) if 0.1 <= value <= 1.5]
     rng, counts, draws = np.random.default_rng(0), np.zeros(len(t)), 3000
     for _ in range(draws):
         counts += ~clip_cov_keep(*tensors(t), **CONSTANTS, rng=rng).numpy()
     expected = min(int(0.2 * len(t)), len(inside)) / len(inside)
-    assert len(inside) * expected < len(inside)  # so there is something to choose
+    assert len(inside) * expected < len(inside)  # so not every candidate is dropped
     error = 5 * math.sqrt(expected * (1 - expected) / draws)
     assert counts[inside] / draws == pytest.approx(expected, abs=error)
 
@@ -77,12 +77,12 @@ def test_clip_cov_is_the_same_for_the_same_state_of_the_generator() -> None:
 
     assert draw(7) == draw(7) != draw(8)
     first, second, _ = draw(7)
-    assert first != second  # each minibatch continues the random generator
+    assert first != second  # each minibatch advances the random generator
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [1e-6, 0.1, 1.0])
-def test_kl_cov_chooses_the_largest(seed: int, share: float) -> None:
+def test_kl_cov_chooses_the_largest_covariances(seed: int, share: float) -> None:
     t = Tokens(seed)
     chosen = np.flatnonzero(kl_cov_chosen(*tensors(t), share=share).numpy())
     ranked = sorted(range(len(t)), key=lambda i: -by_hand(t)[i])
@@ -90,9 +90,9 @@ def test_kl_cov_chooses_the_largest(seed: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_loss_of_kl_cov(seed: int) -> None:
-    """−w (u A − β |log u|) for the chosen, −w u A for the others: the paper's objective with its behavior
-    policy in two steps."""
+def test_the_loss_of_kl_cov_equals_the_paper(seed: int) -> None:
+    """The loss is −w (u A − β |log u|) for the chosen tokens and −w u A for others: the paper's objective,
+    with the ratio to the behavior policy factored into w and u."""
     t = Tokens(seed)
     region = KlCov(kl_cov_share=0.2, kl_cov_coefficient=0.7)
     choice = region.choose(torch.tensor(t.behavior), *tensors(t), rng=np.random.default_rng(0))
@@ -117,7 +117,7 @@ def test_the_loss_of_kl_cov(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_of_clip_cov(seed: int) -> None:
+def test_the_loss_of_clip_cov_leaves_out_the_dropped_tokens(seed: int) -> None:
     t = Tokens(seed)
     region = ClipCov(clip_cov_share=0.2, clip_cov_low=0.1, clip_cov_high=1.5)
     choice = region.choose(torch.tensor(t.behavior), *tensors(t), rng=np.random.default_rng(2))
@@ -138,19 +138,19 @@ def test_the_loss_of_clip_cov(seed: int) -> None:
     assert statistics["clipped_low"] == statistics["clipped_high"] == 0
 
 
-def test_no_tokens() -> None:
+def test_a_minibatch_without_tokens_is_accepted() -> None:
     nothing = torch.zeros(0)
     assert clip_cov_keep(nothing, nothing, **CONSTANTS, rng=np.random.default_rng(0)).shape == (0,)
     assert kl_cov_chosen(nothing, nothing, share=0.5).shape == (0,)
 
 
-def test_nothing_in_the_bounds_drops_nothing() -> None:
+def test_no_token_is_dropped_if_no_covariance_is_within_the_bounds() -> None:
     t = Tokens(0)
     bounds = {"share": 0.5, "low": 1e6, "high": 2e6}
     assert clip_cov_keep(*tensors(t), **bounds, rng=np.random.default_rng(0)).all()
 
 
-def test_the_presets_and_what_is_refused() -> None:
+def test_settings_of_the_presets_and_refused_combinations() -> None:
     made = AlgorithmConfig(preset="clip_cov").trust_region
     assert made == ClipCov(clip_cov_share=2e-4, clip_cov_low=1.0, clip_cov_high=5.0)
     assert AlgorithmConfig(preset="kl_cov").trust_region == KlCov(kl_cov_share=2e-3, kl_cov_coefficient=1.0)

@@ -1,4 +1,4 @@
-"""The return of a turn, against values worked out by hand and against the definition."""
+"""The return of a turn, compared with values computed by hand and with its definition."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def to_go(recorded: RecordedEpisode, *, turn_discount: float = 1.0) -> dict[str,
     return dict(zip((t.id for t in recorded.turns), values.tolist(), strict=True))
 
 
-def test_rewards_are_on_their_turns_in_recording_order() -> None:
+def test_rewards_are_assigned_to_their_turns_in_recording_order() -> None:
     rewards = rewards_of(REWARDED)
     assert rewards.turns.tolist() == [1.0, 2.0, 0.0, 8.0, 4.0, 7.0] and rewards.episode == 10.0
     assert rewards.rewarded.tolist() == [True, True, False, True, True, True]
     assert rewards.has_episode_reward and rewards.score == REWARDED.score == 32.0
     assert rewards.by_name == {"return": 10.0, "step": 14.0, "branch": 8.0}
-    # what was recorded before a call began, and how deep that makes it
+    # the number of turns that were recorded before each call began, and the depth that follows from it
     assert rewards.recorded_before == (0, 1, 0, 1, 2, 3)
     assert rewards.depths.tolist() == [1, 2, 1, 2, 3, 3]
 
 
-def test_what_a_call_began_after_is_noted_on_its_turn() -> None:
+def test_recorded_before_follows_from_the_parent_unless_the_turn_has_it() -> None:
     turns = [turn("a", recorded_before=0), turn("x", recorded_before=0), turn("b", "a", recorded_before=2)]
     assert rewards_of(episode(turns)).recorded_before == (0, 0, 2)
     assert rewards_of(episode([replace(t, recorded_before=None) for t in turns])).recorded_before == (0, 0, 1)
 
 
-def test_an_episode_reward_of_zero_was_given_and_none_was_not() -> None:
+def test_an_episode_reward_of_zero_differs_from_no_episode_reward() -> None:
     assert rewards_of(episode([turn("a")], 0.0)).has_episode_reward
     assert not rewards_of(episode([turn("a")], by_turn={"a": 1.0})).has_episode_reward
 
@@ -62,17 +62,17 @@ def test_the_score_is_the_return_of_every_turn_of_every_root() -> None:
 
 
 def test_rewards_to_go_by_hand() -> None:
-    # a and r began before everything: 10 + 1 + 2/2 + 0 + 8/2 + 4/4 + 7/4
-    # b and c began when a was recorded, at depth 2: 10 + 2 + 0 + 8 + 4/2 + 7/2
-    # d when a and b were, s when r was too, at depth 3: 10 + 0 + 8 + 4 + 7
+    # a and r began before any turn was recorded: 10 + 1 + 2/2 + 0 + 8/2 + 4/4 + 7/4
+    # b and c began after a was recorded, at depth 2: 10 + 2 + 0 + 8 + 4/2 + 7/2
+    # d began after a and b were recorded, and s also after r, at depth 3: 10 + 0 + 8 + 4 + 7
     assert to_go(REWARDED, turn_discount=0.5) == {
         "a": 18.75, "b": 25.5, "r": 18.75, "c": 25.5, "d": 29.0, "s": 29.0,
     }  # fmt: skip
-    # without a discount it is the score less what was given before: a's 1, or a's and b's 3
+    # without a discount, it is the score less the rewards recorded before: 1 of a, or 3 of a and b
     assert to_go(REWARDED) == {"a": 32.0, "b": 31.0, "r": 32.0, "c": 31.0, "d": 29.0, "s": 29.0}
 
 
-def test_an_episode_that_has_ended_has_its_episode_reward_to_go() -> None:
+def test_the_reward_to_go_after_the_end_of_an_episode_is_its_episode_reward() -> None:
     rewards = rewards_of(REWARDED)
     assert rewards_to_go(rewards, [5, 6, 7, 99], turn_discount=0.5).tolist() == [17.0, 10.0, 10.0, 10.0]
     nothing = rewards_of(episode([], 3.0))
@@ -83,8 +83,8 @@ def test_the_episode_reward_goes_undiscounted_to_every_turn() -> None:
     assert to_go(episode(FOREST, 2.0), turn_discount=0.5) == dict.fromkeys("abrcds", 2.0)
 
 
-def test_a_call_of_another_conversation_earns_what_comes_after_it_began() -> None:
-    """It may have caused it: an orchestrator's call begins before its sub-agent's, on another root."""
+def test_a_turn_earns_rewards_of_other_conversations_recorded_after_its_call_began() -> None:
+    """The turn may have caused them: an orchestrator's call begins before that of its sub-agent."""
     turns = [
         turn("plan", recorded_before=0),
         turn("sub", recorded_before=1),
@@ -96,14 +96,14 @@ def test_a_call_of_another_conversation_earns_what_comes_after_it_began() -> Non
     }  # fmt: skip
 
 
-def test_a_turn_earns_nothing_of_what_was_recorded_before_it_began() -> None:
+def test_a_turn_earns_no_rewards_of_turns_recorded_before_its_call_began() -> None:
     turns = [turn("a"), turn("late", recorded_before=1), turn("early", recorded_before=0)]
     assert to_go(episode(turns, by_turn={"a": 1.0})) == {"a": 1.0, "late": 0.0, "early": 1.0}
 
 
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from([0.0, 0.3, 1.0]))
-def test_rewards_to_go_are_those_of_the_definition(seed: int, turns: int, discount: float) -> None:
+def test_rewards_to_go_equal_their_definition(seed: int, turns: int, discount: float) -> None:
     recorded = random_episode(random.Random(seed), turns=turns, dense=True)
     rewards = rewards_of(recorded)
     assert list(rewards.recorded_before) == began(recorded)
@@ -121,7 +121,7 @@ def test_several_rewards_of_one_turn_add_up() -> None:
     assert recorded.score == rewards_of(recorded).score == 1.75
 
 
-def test_rewards_that_are_of_no_episode_are_refused() -> None:
+def test_inconsistent_rewards_of_an_episode_are_refused() -> None:
     with pytest.raises(ValueError, match=r"recorded_before must be from 0 to .*, got \(0, 2\)"):
         EpisodeRewards("g", np.zeros(2), 0.0, (0, 2), np.zeros(2, bool), False)
     with pytest.raises(ValueError, match="one entry per turn, got 2, 2 and 1"):

@@ -1,4 +1,4 @@
-"""Credit on forests: the expected gradient by enumeration, and every advantage against the definition."""
+"""Credit on forests: the expected gradient by enumeration, and every advantage by its definition."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_every_expected_gradient_is_the_right_multiple_of_the_true_one(task: For
 
 
 @pytest.mark.parametrize("credit", ["episode", "reward_to_go"])
-def test_dropping_equal_groups_leaves_the_expected_gradient(
+def test_dropping_equal_groups_does_not_change_the_expected_gradient(
     credit: Literal["episode", "reward_to_go"],
 ) -> None:
     config = AlgorithmConfig(preset="decoupled_ppo", credit=credit, advantage_std="none")  # type: ignore[call-arg]
@@ -102,7 +102,7 @@ def test_dropping_equal_groups_leaves_the_expected_gradient(
 
 
 def test_the_command_prints_the_figures_as_its_last_line(tmp_path) -> None:
-    """The command itself, on the smallest task, so that the table and the JSON object are seen once."""
+    """Run the command on the smallest task, to check its table and its JSON object."""
     code = (
         "from benchmarks.credit import forests, run\n"
         "run.forests = lambda: (forests.new_root(),)\n"
@@ -121,7 +121,8 @@ def test_the_command_prints_the_figures_as_its_last_line(tmp_path) -> None:
 
 
 def by_definition(of: Return | None, discount: Fraction, *, leave_one_out: bool) -> Advantages:
-    """Return less baseline, in rational numbers; `of` None is reward to go, whose baseline is by turn."""
+    """The return less its baseline, in rational numbers. If `of` is None, the return is reward to go, whose
+    baseline depends on the turn."""
 
     to_go = cache(_reward_to_go)
 
@@ -144,7 +145,7 @@ def by_definition(of: Return | None, discount: Fraction, *, leave_one_out: bool)
 
 
 def _reward_to_go(attempt: Attempt, k: int, discount: Fraction) -> Fraction:
-    """D(k) with depths by recursion, apart from that of the command."""
+    """D(k) with depths computed by recursion, independently of the command."""
 
     def depth(place: int) -> int:
         return depth_after(attempt.steps[place].recorded_before)
@@ -173,7 +174,7 @@ def averaged_over_children(attempt: Attempt, place: int) -> Fraction:
 
 
 def averaging(*, leave_one_out: bool) -> Advantages:
-    """The old rule: that return less the group's mean score."""
+    """The old rule: the return of `averaged_over_children` less the group's mean score."""
 
     def advantages(group: Sequence[Attempt]) -> list[list[Fraction]]:
         scores = [score_return(attempt, 0) for attempt in group]
@@ -220,7 +221,7 @@ def test_advantages_by_the_definition_have_the_right_expectation(
 def test_the_oracle_finds_the_fault_of_averaging_over_branches(
     task: ForestTask, mean: Fraction | int, loo: int
 ) -> None:
-    """1 − k/G times the gradient of the averaged reward, which is itself 1/k of the true one."""
+    """The result is 1 − k/G times the gradient of the averaged reward, itself 1/k of the true gradient."""
     outcomes = task.outcomes()
     made = attempts(outcomes, "branch")
     count = len(outcomes[0].steps) - 1
@@ -235,7 +236,7 @@ def test_the_oracle_finds_the_fault_of_averaging_over_branches(
 
 
 @pytest.mark.parametrize("posting", ["turn", "branch"])
-def test_the_oracle_finds_the_fault_of_forgetting_later_roots(posting: Posting) -> None:
+def test_the_oracle_finds_the_fault_of_ignoring_later_roots(posting: Posting) -> None:
     task = new_root()
     outcomes = task.outcomes()
     made = attempts(outcomes, posting)
@@ -253,7 +254,7 @@ def test_the_old_rule_is_right_on_linear_episodes_with_one_reward() -> None:
     assert worst_ratio(found, score_gradients(task, outcomes), Fraction(3, 4)) == Fraction(3, 4)
 
 
-def test_a_gradient_where_none_should_be_is_an_error() -> None:
+def test_a_nonzero_gradient_where_zero_is_expected_is_an_error() -> None:
     task = compaction()
     outcomes = task.outcomes()
     true = score_gradients(task, outcomes)
@@ -266,7 +267,7 @@ def test_a_gradient_where_none_should_be_is_an_error() -> None:
         worst_ratio(found, true, Fraction(3, 4))
 
 
-def test_a_reward_in_hindsight_is_outside_of_reward_to_go() -> None:
+def test_reward_to_go_does_not_cover_a_reward_given_in_hindsight() -> None:
     """The first turn's reward depends on a call that began after that turn was recorded."""
 
     def play(episode: Play) -> None:
@@ -288,19 +289,19 @@ def test_a_reward_in_hindsight_is_outside_of_reward_to_go() -> None:
 
 
 def test_the_subagents_overlap_as_their_actions_decide() -> None:
-    """The recording order, and k, of the episodes that the enumeration of sub-agents must contain."""
+    """The enumeration of sub-agents contains episodes with exactly these recording orders and values of k."""
     seen = {
         tuple((step.recorded_before, step.parent) for step in outcome.steps)
         for outcome in parallel_subagents().outcomes()
     }
     assert seen == {
-        ((0, None), (1, None), (2, None), (3, 0)),  # one after the other
-        ((0, None), (1, None), (2, 1), (1, None), (4, 0)),  # the later turn began beside the second agent's
-        ((0, None), (1, None), (1, None), (3, 2), (4, 0)),  # the second agent's turn was recorded first
+        ((0, None), (1, None), (2, None), (3, 0)),  # one agent after the other
+        ((0, None), (1, None), (2, 1), (1, None), (4, 0)),  # both turns of the first agent come first
+        ((0, None), (1, None), (1, None), (3, 2), (4, 0)),  # the turn of the second agent comes first
     }
 
 
-def test_outcomes_are_enumerated_once_each() -> None:
+def test_each_outcome_is_enumerated_once() -> None:
     for task in forests():
         outcomes = task.outcomes()
         histories = {tuple((s.decision, s.action) for s in o.steps) for o in outcomes}
@@ -315,7 +316,7 @@ def test_outcomes_are_enumerated_once_each() -> None:
     assert [(r.scope, r.step) for r in two_leaves.posted("branch")] == [("branch", 1), ("branch", 2)]
 
 
-# --- Every single advantage against the definition, on random forests.
+# --- Every advantage is compared with its definition, on random forests.
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,7 @@ class Settings:
 
 @st.composite
 def random_turns(draw: st.DrawFn, name: str) -> tuple[Turn, ...]:
-    """Turns with a causal history: a call begins when k turns are recorded, its parent among them."""
+    """Turns with a causal history: a call begins when k turns are recorded, including its parent."""
     turns: list[Turn] = []
     for number in range(draw(st.integers(1, 7))):
         k = draw(st.integers(0, number))
@@ -356,7 +357,7 @@ def random_turns(draw: st.DrawFn, name: str) -> tuple[Turn, ...]:
 
 @st.composite
 def random_group(draw: st.DrawFn, name: str) -> RolloutGroup:
-    """Two to four episodes with rewards of every scope, multiples of 1/4."""
+    """Two to four episodes with rewards of every scope, which are multiples of 1/4."""
     values = st.integers(-12, 12).map(lambda quarters: quarters / 4)
     episodes = []
     for number in range(draw(st.integers(2, 4))):
@@ -372,7 +373,8 @@ def random_group(draw: st.DrawFn, name: str) -> RolloutGroup:
 def definition(known: RolloutGroup, chosen: Settings) -> dict[str, float]:
     """The advantage of every turn of a group by its id, in float64, from the definition of credit.
 
-    A = (return − mean)/(std + 1e-5), the std over the scores of the group, and 0 where they are all equal.
+    A = (return − mean)/(std + 1e-5) with the std over the scores of the group, and 0 if they are all equal;
+    without a std, A = return − mean.
     """
     scores = [sum(reward.value for reward in r.episode.rewards) for r in known.rollouts]
     scale = 1.0
@@ -426,7 +428,7 @@ every_setting = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(groups=st.tuples(random_group("a"), random_group("b")), chosen=every_setting)
-def test_every_advantage_is_that_of_the_definition(
+def test_every_advantage_equals_its_definition(
     groups: tuple[RolloutGroup, RolloutGroup], chosen: Settings
 ) -> None:
     data = build_training_data(groups, chosen.config())

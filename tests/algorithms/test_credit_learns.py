@@ -1,4 +1,4 @@
-"""A policy learns which first action is good although its reward is posted on a later root."""
+"""A policy learns which first action is good, although its reward is posted on a later root."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_rewarded_action_is_learned(shape: str, credit: str, seed: int) -> N
             for g in range(GROUPS)
         ]
         data = build_training_data(groups, config)
-        if data.samples:  # a batch whose episodes are all equal teaches nothing
+        if data.samples:  # a batch whose groups are all equal has no samples
             optimizer.zero_grad()
             loss_of(data, logits, config).backward()
             optimizer.step()
@@ -48,14 +48,14 @@ def test_the_rewarded_action_is_learned(shape: str, credit: str, seed: int) -> N
 
 
 def probability(logits: Tensor) -> float:
-    """Of the good action in the first turn."""
+    """The probability of the good action in the first turn."""
     return float(logits.detach()[0].softmax(0)[GOOD])
 
 
 def play(logits: Tensor, rng: np.random.Generator, shape: str, name: str) -> RecordedEpisode:
     """Two turns; the reward, 1 for the good first action, is posted when the second one is complete.
 
-    The second turn continues the first one, or is a root of its own. Its action makes no difference.
+    The second turn continues the first one or is another root. Its action does not change the reward.
     """
     logprobs = logits.detach().log_softmax(1)
     turns: list[Turn] = []
@@ -70,7 +70,7 @@ def play(logits: Tensor, rng: np.random.Generator, shape: str, name: str) -> Rec
 
 
 def loss_of(data: TrainingData, logits: Tensor, config: AlgorithmConfig) -> Tensor:
-    """The loss of one batch as one micro-batch, on the weights that sampled it."""
+    """The loss of one batch as one micro-batch, under the weights that sampled it."""
     masks = [sample.loss_mask for sample in data.samples]
 
     def joined(name: str) -> Tensor:

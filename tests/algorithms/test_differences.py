@@ -1,4 +1,4 @@
-"""Where engine and trainer differ: by position in the sequence, and by who routed the token."""
+"""Differences between the logprobs of engine and trainer, by position in the sequence and by routing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_differences_are_summed_by_position_and_by_routing() -> None:
         on_policy=torch.tensor([True, True, True, True, True, False]),
         positions=torch.tensor([1, 255, 256, 5000, 20_000, 3]),
         replayed=torch.tensor([True, False, True, False, False, True]),
-        rerouted=torch.tensor([0.25, 0.0, 0.0, 0.0, 0.0, 1.0]),  # the last token is of an older version
+        rerouted=torch.tensor([0.25, 0.0, 0.0, 0.0, 0.0, 1.0]),  # the last token has an older version
     )
     found = statistics.as_dict()
     assert {name: found[f"tokens_at_{name}"] for name in POSITIONS} == {

@@ -1,4 +1,4 @@
-"""DPO's two passes against one differentiation of the loss of the paper."""
+"""DPO in two passes, compared with the gradient of the loss of the paper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loss_of(sums: dict[str, float], reference: dict[str, float], beta: float) ->
 @pytest.mark.parametrize("seed", range(3))
 def test_two_passes_give_the_gradient_of_the_loss(seed: int) -> None:
     t = Tokens(seed)
-    # seven samples of four episodes: an episode's tokens lie in several samples
+    # seven samples of four episodes: most episodes have tokens in two samples
     episodes = np.array(
         [dict(zip(np.unique(t.sequence_ids), "abcdabc", strict=True))[i] for i in t.sequence_ids]
     )
@@ -46,7 +46,7 @@ def test_two_passes_give_the_gradient_of_the_loss(seed: int) -> None:
     assert gradient == pytest.approx(slope(oracle, t.current), rel=1e-5, abs=1e-9)
 
 
-def test_by_hand() -> None:
+def test_coefficients_by_hand() -> None:
     zero = dict.fromkeys("abcd", 0.0)
     equal = dpo_coefficients(zero, zero, PAIRS, beta=0.3)
     assert equal.loss == pytest.approx(math.log(2)) and equal.accuracy == 0 and equal.margin == 0
@@ -62,7 +62,7 @@ def test_extreme_sums_stay_finite() -> None:
     assert wrong.loss == pytest.approx(2e5) and wrong.by_episode == pytest.approx({"a": -0.1, "b": 0.1})
 
 
-def test_bad_arguments_say_what_was_got() -> None:
+def test_invalid_arguments_are_named_in_the_error() -> None:
     with pytest.raises(ValueError, match=r"both logprob sums, missing: \['b'\]"):
         dpo_coefficients({"a": 0.0}, {"a": 0.0, "b": 0.0}, [("a", "b")], beta=0.1)
     with pytest.raises(ValueError, match="got 0 pairs"):

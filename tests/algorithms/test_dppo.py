@@ -1,4 +1,4 @@
-"""DPPO against the objective of its paper (arXiv 2602.04879), written token by token in float64."""
+"""DPPO, compared with the objective of its paper (arXiv 2602.04879) token by token in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def divergence(kind: str, pi: float, mu: float) -> float:
 
 
 def tokens(seed: int) -> Tokens:
-    """Likely tokens too, whose probability can move by more than a threshold."""
+    """Random tokens, some of which are likely enough to change their probability by more than a threshold."""
     t = Tokens(seed, staleness=0.4)
     rng = np.random.default_rng(seed)
     t.proximal = rng.uniform(-2, -0.3, len(t))
@@ -45,7 +45,9 @@ def given(t: Tokens) -> dict[str, Any]:
     ("kind", "low", "high", "coefficient"),
     [("tv", 0.2, 0.2, 1e-3), ("tv", 0.05, 0.15, 0.0), ("kl", 0.05, 0.02, 0.3)],
 )
-def test_equals_the_paper(seed: int, kind: str, low: float, high: float, coefficient: float) -> None:
+def test_loss_and_gradient_equal_the_paper(
+    seed: int, kind: str, low: float, high: float, coefficient: float
+) -> None:
     t = tokens(seed)
     masked_low, masked_high = np.zeros(len(t), bool), np.zeros(len(t), bool)
     for i, advantage in enumerate(t.advantages):
@@ -81,7 +83,7 @@ def test_a_mask_does_not_depend_on_the_proximal_policy() -> None:
         assert statistics[name] == statistics_again[name] > 0
 
 
-def test_the_weight_is_bounded_by_the_correction() -> None:
+def test_the_weight_is_capped_by_the_correction() -> None:
     t = tokens(6)
     low, _, _ = evaluate(t.current, algorithm=config(weight_cap=1.0), **given(t))
     weights = np.minimum(np.exp(t.proximal - t.behavior), 1.0)
@@ -91,7 +93,7 @@ def test_the_weight_is_bounded_by_the_correction() -> None:
     assert low == pytest.approx((t.loss_weights * (penalty - weights * mask * ratio * t.advantages)).sum())
 
 
-def test_a_rare_token_may_multiply_its_probability_and_a_likely_one_may_not_lose_it() -> None:
+def test_a_rare_token_may_become_much_likelier_and_a_likely_one_not_much_rarer() -> None:
     """The point of the paper: PPO's clip does the opposite."""
     behavior = torch.tensor([1e-5, 0.99]).log()
     current = torch.tensor([1e-3, 0.75]).log()
@@ -105,7 +107,7 @@ def test_a_rare_token_may_multiply_its_probability_and_a_likely_one_may_not_lose
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_certain_tokens_are_finite(kind: Any) -> None:
+def test_the_gradient_at_tokens_of_probability_one_is_finite(kind: Any) -> None:
     behavior = torch.tensor([0.0, 0.0, -1.0])
     current = torch.tensor([0.0, -1.0, 0.0], requires_grad=True)
     made = dppo(
@@ -118,7 +120,7 @@ def test_certain_tokens_are_finite(kind: Any) -> None:
     assert (made.clipped_low | made.clipped_high).tolist() == [False, True, True]
 
 
-def test_a_token_out_of_the_minibatch_counts_for_nothing() -> None:
+def test_a_token_that_is_not_kept_has_no_loss_and_no_gradient() -> None:
     t = tokens(7)
     keep = np.arange(len(t)) % 3 > 0
     loss, gradient, _ = evaluate(t.current, algorithm=config(), keep=keep, **given(t))
@@ -128,7 +130,7 @@ def test_a_token_out_of_the_minibatch_counts_for_nothing() -> None:
     assert gradient[keep] == pytest.approx(want_gradient) and (gradient[~keep] == 0).all()
 
 
-def test_the_preset_and_what_is_refused() -> None:
+def test_settings_of_the_preset_and_refused_values() -> None:
     made = AlgorithmConfig(preset="dppo")
     assert made.policy_loss.kind == "dppo" and made.estimator.advantage_std == "none"
     assert (made.policy_loss.dppo_low, made.policy_loss.dppo_high) == (0.2, 0.2)

@@ -1,4 +1,4 @@
-"""Counted FLOPs against torch's own counter on a real model, and against numbers by hand."""
+"""Counts of FLOPs, compared with torch's counter on a real model and with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def test_a_dense_model_costs_what_torch_counts() -> None:
         model(torch.arange(40)[None], use_cache=False)
     shape = ModelShape.from_config(config.to_dict())
     want = shape.flops(rows=40, pairs=40 * 40, predictions=40)  # eager attention computes every pair
-    assert counter.get_total_flops() == pytest.approx(want, rel=1e-3)  # the rotary angles are a product too
+    assert counter.get_total_flops() == pytest.approx(want, rel=1e-3)  # torch also counts the rotary angles
 
 
-def test_a_mixture_of_experts_costs_what_one_token_passes_through() -> None:
+def test_a_mixture_of_experts_costs_only_the_experts_that_a_token_uses() -> None:
     shape = ModelShape.from_config(
         {
             "num_hidden_layers": 4,
@@ -51,7 +51,7 @@ def test_a_mixture_of_experts_costs_what_one_token_passes_through() -> None:
     assert (shape.per_pair, shape.per_prediction) == (4 * 4 * 2 * 4, 2 * 8 * 10)
 
 
-def test_a_shared_prefix_is_counted_once_and_attended_to_by_all() -> None:
+def test_a_shared_prefix_is_counted_once_and_attended_to_by_all_samples() -> None:
     shape = ModelShape(layers=1, hidden=4, heads=1, kv_heads=1, head_dim=4, intermediate=4, vocab=8)
     prompt = list(range(40))
     samples = [sample([*prompt, 100 + i, 200 + i, 300], [41, 42]) for i in range(3)]
@@ -62,7 +62,7 @@ def test_a_shared_prefix_is_counted_once_and_attended_to_by_all() -> None:
     assert flat.forward_flops(shape) == 3 * shape.flops(rows=42, pairs=42 * 43 // 2, predictions=2)
 
 
-def test_a_text_config_inside_another_is_found_and_a_missing_size_named() -> None:
+def test_a_nested_text_config_is_found_and_a_missing_size_is_named() -> None:
     text = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
     assert ModelShape.from_config({"text_config": text}) == ModelShape.from_config(text)
     with pytest.raises(ValueError, match="lacks num_attention_heads, vocab_size"):

@@ -1,4 +1,4 @@
-"""GDPO against an oracle in plain Python, written from the paper."""
+"""GDPO, compared with an oracle in plain Python that follows the paper."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def config(**given: Any) -> AlgorithmConfig:
 
 
 def member(id: str, rewards: ByName, *, tokens: int = 2) -> RecordedEpisode:
-    """An episode with the rewards of each name as one of the episode, or spread over a turn and a branch."""
+    """An episode with episode rewards, except for "format", which is spread over turns and a branch."""
     turns = [turn(f"{id}-a", sampled=range(3, 3 + tokens)), turn(f"{id}-b", f"{id}-a")]
     given = []
     for name, value in rewards.items():
@@ -50,7 +50,7 @@ def trained(batch: list[list[ByName]], **given: Any) -> TrainingData:
 
 
 def advantages(data: TrainingData) -> list[float]:
-    """Of each episode the advantage that all its trained tokens share."""
+    """For each episode, the advantage that all its trained tokens share."""
     found = []
     for sample in data.samples:
         (value,) = set(sample.advantages[sample.loss_mask].tolist())
@@ -80,7 +80,7 @@ def oracle(
 
 
 def random_batch(seed: int) -> list[list[ByName]]:
-    """Groups of several sizes, in which some episodes lack a name and some names are equal."""
+    """Groups of different sizes, in which some episodes lack a reward and some rewards are equal."""
     rng = random.Random(seed)
     return [
         [
@@ -93,7 +93,7 @@ def random_batch(seed: int) -> list[list[ByName]]:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("normalize", [True, False])
-def test_advantages_are_those_of_the_paper(seed: int, normalize: bool) -> None:
+def test_advantages_equal_those_of_the_paper(seed: int, normalize: bool) -> None:
     batch = random_batch(seed)
     weights = {"correct": 2.0, "format": 0.5, "brief": 0.0} if seed % 2 else {}
     found = trained(batch, reward_weights=weights, normalize_batch=normalize)
@@ -106,8 +106,8 @@ def test_the_population_deviation_can_be_requested() -> None:
     assert advantages(found) == pytest.approx(oracle(batch, {}, normalize=True, population=True), abs=1e-6)
 
 
-def test_combinations_that_sum_to_one_score_stay_apart() -> None:
-    # The paper's example: (0, 1) and (0, 2) are one advantage under GRPO, two under GDPO.
+def test_different_combinations_of_rewards_have_different_advantages() -> None:
+    # The paper's example: (0, 1) and (0, 2) have equal advantages under GRPO, and different ones under GDPO.
     near, far = (
         trained(batch, normalize_batch=False)
         for batch in ([[{"correct": 0}, {"correct": 1}]], [[{}, {"correct": 1, "format": 1}]])
@@ -118,21 +118,21 @@ def test_combinations_that_sum_to_one_score_stay_apart() -> None:
 
 def test_a_group_is_equal_if_all_its_sums_are_zero() -> None:
     solved = [{"correct": 0.1, "format": 0.7}] * 7
-    apart = [{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}]  # of one score
+    apart = [{"correct": 1.0, "format": 0.0}, {"correct": 0.0, "format": 1.0}]  # equal scores
     assert trained([solved, random_batch(1)[0]], drop_equal_groups=True).report.equal_groups == ("g0",)
     made = trained([apart], reward_weights={"correct": 2.0, "format": 1.0}, drop_equal_groups=True)
     assert made.report.equal_groups == () and len(made.samples) == 2
     assert trained([apart], drop_equal_groups=True).report.equal_groups == ("g0",)
 
 
-def test_an_equal_group_counts_in_the_batch_and_stays_at_zero() -> None:
+def test_an_equal_group_counts_in_the_batch_and_keeps_zero_advantages() -> None:
     batch = [[{"correct": 0.1}] * 7, [{"correct": 0.0}, {"correct": 1.0}, {"correct": 1.0}]]
     found = advantages(trained(batch))
     assert found[:7] == [0.0] * 7
     assert found == pytest.approx(oracle(batch, {}, normalize=True), abs=1e-6)
 
 
-def test_the_length_penalty_is_a_reward_of_its_own_name() -> None:
+def test_the_length_penalty_is_a_reward_with_its_own_name() -> None:
     members = [member("short", {"correct": 1.0}), member("long", {"correct": 1.0}, tokens=6)]
     penalty = {"length_penalty": "linear", "overlong_limit": 8, "overlong_buffer": 4}  # −0 at 4, −1 at 8
     data = build_training_data([group(members)], config(normalize_batch=False, **penalty))
@@ -146,7 +146,7 @@ def test_the_length_penalty_is_a_reward_of_its_own_name() -> None:
     assert advantages(data) == pytest.approx([0.25 / std, -0.25 / std])
 
 
-def test_a_reward_without_a_weight_beside_weights_is_refused_and_the_group_named() -> None:
+def test_a_reward_without_a_weight_is_refused_if_others_have_one_and_the_group_named() -> None:
     weights = {"correct": 1.0, "brief": 2.0}
     with pytest.raises(TrainingError) as caught:
         trained([[{"correct": 1.0, "format": 1.0}, {"corect": 1.0}]], reward_weights=weights)
@@ -176,13 +176,13 @@ def test_a_reward_without_a_weight_beside_weights_is_refused_and_the_group_named
         ),
     ],
 )  # fmt: skip
-def test_what_does_nothing_beside_it_is_refused(given: dict[str, Any], reason: str) -> None:
+def test_settings_that_gdpo_cannot_use_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(**given)
     assert reason in str(caught.value)
 
 
-def test_weights_come_through_a_config_file_and_the_command_line(
+def test_weights_can_be_set_in_a_config_file_and_on_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

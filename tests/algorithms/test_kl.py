@@ -1,4 +1,4 @@
-"""The three estimators: their values, and whose gradient each of them is."""
+"""The three KL estimators: their values, and the quantity whose gradient each of them estimates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def formula(estimator: str, logprob: float, reference: float) -> float:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_values_and_derivatives(estimator: KlEstimator) -> None:
+def test_values_and_derivatives_equal_the_formulas(estimator: KlEstimator) -> None:
     t = Tokens(0)
     theta = torch.tensor(t.current, requires_grad=True)
     kl = kl_estimate(theta, torch.tensor(t.reference), estimator=estimator)
@@ -34,7 +34,7 @@ def test_values_and_derivatives(estimator: KlEstimator) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_equal_policies_have_none_and_extreme_ones_a_finite_one(estimator: KlEstimator) -> None:
+def test_the_kl_of_equal_policies_is_zero_and_that_of_extreme_ones_is_finite(estimator: KlEstimator) -> None:
     same = torch.tensor([-1.0, -7.0], requires_grad=True)
     kl = kl_estimate(same, same.detach(), estimator=estimator)
     assert kl.tolist() == [0, 0]
@@ -44,8 +44,8 @@ def test_equal_policies_have_none_and_extreme_ones_a_finite_one(estimator: KlEst
     assert torch.isfinite(kl).all() and far.grad is not None and torch.isfinite(far.grad).all()
 
 
-def test_what_each_is_the_gradient_of() -> None:
-    """Exact expectations over a small vocabulary, in place of samples."""
+def test_each_estimator_has_the_expected_gradient() -> None:
+    """Expectations are exact, over a small vocabulary, instead of over samples."""
     rng = np.random.default_rng(0)
     logits, reference_logits = rng.normal(size=(2, 9))
     reference = torch.log_softmax(torch.tensor(reference_logits), -1)
@@ -73,13 +73,13 @@ def test_what_each_is_the_gradient_of() -> None:
     assert expected_gradient("k2", in_reward=False) == pytest.approx(reverse, abs=1e-7)
     assert expected_gradient("k3", in_reward=False) == pytest.approx(forward, abs=1e-7)
     assert expected_gradient("k1", in_reward=False) == pytest.approx(np.zeros(9), abs=1e-12)
-    # the two that are said to be of other quantities
+    # k2 and k3 in the reward estimate other quantities
     for estimator in ("k2", "k3"):
         assert np.abs(expected_gradient(estimator, in_reward=True) - reverse).max() > 1e-3  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])  # k1 is refused there
-def test_in_the_loss_it_is_added_with_its_coefficient(estimator: KlEstimator) -> None:
+@pytest.mark.parametrize("estimator", ["k2", "k3"])  # k1 is refused in the loss
+def test_kl_in_the_loss_is_added_with_its_coefficient(estimator: KlEstimator) -> None:
     t = Tokens(1)
     arrays = {"proximal": t.proximal, "behavior": t.proximal, "advantages": t.advantages,
               "loss_weights": t.loss_weights}  # fmt: skip
@@ -99,7 +99,7 @@ def test_in_the_loss_it_is_added_with_its_coefficient(estimator: KlEstimator) ->
     assert statistics["kl_reference"] == pytest.approx(sum(each))
 
 
-def test_in_the_reward_it_leaves_the_loss_alone_and_is_reported() -> None:
+def test_kl_in_the_reward_does_not_change_the_loss_and_is_reported() -> None:
     t = Tokens(1)
     arrays = {"proximal": t.proximal, "behavior": t.behavior, "advantages": t.advantages}
     algorithm = AlgorithmConfig(kl_in="reward", kl_estimator="k1", kl_coefficient=0.3)

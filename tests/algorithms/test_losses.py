@@ -1,4 +1,4 @@
-"""The composed loss: decoupled PPO by default, and what holds of every composition."""
+"""The composed loss: decoupled PPO by default, and properties of every composition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from areal_agents.algorithms.losses.statistics import LossStatistics
 
-# Every loss, correction, KL and bonus appears once.
+# Every loss, correction, KL and bonus appears at least once.
 COMPOSITIONS = {
     "decoupled_ppo": {},
     "ppo": {"dual_clip": 3.0, "clip_high": 0.28, "entropy_coefficient": 0.01},
@@ -69,8 +69,8 @@ def test_the_default_is_equation_5_of_the_paper(seed: int) -> None:
     assert single_gradient == pytest.approx(gradient, rel=1e-4, abs=1e-7)
 
 
-def test_the_gradient_of_a_token_mean_is_that_of_the_sum_divided_bit_for_bit() -> None:
-    """Equation 5 as one expression in float32: sum first, division by the token count after."""
+def test_the_gradient_of_a_token_mean_equals_that_of_the_divided_sum_bit_for_bit() -> None:
+    """The reference is equation 5 as one expression in float32: the sum, divided by the token count."""
     t = Tokens(0, staleness=1.5)
     theta, proximal, behavior, advantages = (
         torch.tensor(a, dtype=torch.float32) for a in (t.current, t.proximal, t.behavior, t.advantages)
@@ -110,7 +110,7 @@ def test_the_weight_is_always_applied_and_truncated_at_its_cap() -> None:
     assert statistics["weight_raw"] == pytest.approx(math.e + math.e**3)
 
 
-def test_a_rejected_token_is_out_of_every_term_and_in_the_denominator() -> None:
+def test_a_rejected_token_is_in_no_term_of_the_loss_but_in_the_denominator() -> None:
     same = [-1.0, -1.0]
     loss, gradient, statistics = evaluate(
         same, proximal=same, behavior=[-1.0, -4.0], advantages=[1.0, 1.0], loss_weights=[0.5, 0.5],
@@ -157,7 +157,7 @@ def test_statistics_by_hand() -> None:
     assert statistics["tokens"] == 2 and statistics["sequences"] == 1 and statistics["dropped_tokens"] == 0
 
 
-def test_masked_tokens_count_for_nothing_whatever_they_hold() -> None:
+def test_masked_tokens_contribute_nothing_even_if_they_are_not_finite() -> None:
     bad = [-1.0, math.inf, math.nan]
     for name in COMPOSITIONS:
         loss, gradient, statistics = evaluate(
@@ -173,8 +173,8 @@ def test_masked_tokens_count_for_nothing_whatever_they_hold() -> None:
         assert statistics["tokens"] == 1 and all(math.isfinite(value) for value in statistics.values())
 
 
-def test_what_is_not_trained_is_in_the_ratio_of_its_sequence_and_in_nothing_else() -> None:
-    """Whatever its weight, its advantage and its bonus: w = sqrt(2 · 8), and the loss that of the second."""
+def test_an_untrained_token_counts_only_in_the_ratio_of_its_sequence() -> None:
+    """w = sqrt(2 · 8), and the loss is that of the second token, whatever the advantage of the first."""
     algorithm = AlgorithmConfig(
         correction_level="geometric", kl_in="loss", kl_coefficient=0.5, entropy_coefficient=0.1
     )
@@ -205,7 +205,7 @@ def test_extreme_ratios_stay_finite(name: str) -> None:
 @pytest.mark.parametrize("name", COMPOSITIONS)
 @given(seed=st.integers(0, 10**6), cuts=st.sets(st.integers(0, 7), max_size=3))
 @settings(derandomize=True, deadline=None, max_examples=15)
-def test_parts_cut_between_sequences_add_up(name: str, seed: int, cuts: set[int]) -> None:
+def test_micro_batches_cut_between_sequences_add_up(name: str, seed: int, cuts: set[int]) -> None:
     t = Tokens(seed)
     bounds = [0, *sorted(cuts), 7]
     groups = t.sequences()
@@ -230,7 +230,7 @@ def test_parts_cut_between_sequences_add_up(name: str, seed: int, cuts: set[int]
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_no_token_is_no_loss_with_a_gradient_of_zero(name: str) -> None:
+def test_the_loss_without_tokens_is_zero_and_differentiable(name: str) -> None:
     loss, gradient, statistics = evaluate(
         [], proximal=[], behavior=[], advantages=[], reference=[], entropy=[], keep=[], on_policy=[],
         algorithm=settings_of(name),
@@ -239,7 +239,7 @@ def test_no_token_is_no_loss_with_a_gradient_of_zero(name: str) -> None:
     assert statistics == LossStatistics.zero().as_dict()
 
 
-def test_bad_arguments_say_what_was_got() -> None:
+def test_invalid_arguments_are_named_in_the_error() -> None:
     with pytest.raises(ValueError, match=r"one shape, got \[\(1,\), \(2,\)\]"):
         evaluate([-1.0], proximal=[-1.0, -1.0], behavior=[-1.0], advantages=[1.0])
     one = {"proximal": [-1.0], "behavior": [-1.0], "advantages": [1.0]}

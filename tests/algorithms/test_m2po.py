@@ -1,4 +1,4 @@
-"""M2PO's mask against algorithm 1 of the paper, written as the loop that it is there."""
+"""The mask of M2PO, compared with algorithm 1 of the paper, written as a loop."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def algorithm_1(behavior, proximal, advantages, threshold: float) -> list[bool]:
 
 @pytest.mark.parametrize("threshold", [0.001, 0.04, 0.3, 100.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_equals_the_loop(seed: int, threshold: float) -> None:
+def test_the_mask_equals_the_loop(seed: int, threshold: float) -> None:
     t = Tokens(seed)
     tensors = [torch.tensor(a) for a in (t.behavior, t.proximal, t.advantages)]
     keep = m2po_keep(*tensors, threshold=threshold)
     assert keep.tolist() == algorithm_1(t.behavior, t.proximal, t.advantages, threshold)
 
 
-def test_only_tokens_that_a_clip_could_act_on_are_left_out() -> None:
+def test_only_tokens_that_a_clip_could_affect_are_dropped() -> None:
     behavior, advantages = torch.zeros(5), torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
     keep = m2po_keep(behavior, torch.tensor([3.0, -3.0, 3.0, -3.0, 3.0]), advantages, threshold=0.04)
     assert keep.tolist() == [False, True, True, False, True]
-    # log-ratios 0.3, 0.2 and 0.1: their mean square is 0.0467, without the first 0.025
+    # the mean square of the log-ratios 0.3, 0.2 and 0.1 is 0.0467, and without the first 0.025
     keep = m2po_keep(torch.zeros(3), torch.tensor([0.3, 0.2, 0.1]), torch.ones(3), threshold=0.04)
     assert keep.tolist() == [False, True, True]
 
 
-def test_none_given_none_dropped() -> None:
+def test_no_tokens_are_accepted_and_a_threshold_of_zero_is_refused() -> None:
     nothing = torch.zeros(0)
     assert m2po_keep(nothing, nothing, nothing, threshold=0.04).shape == (0,)
     with pytest.raises(ValueError, match="must be positive, got 0"):
         m2po_keep(nothing, nothing, nothing, threshold=0)
 
 
-def test_a_token_left_out_counts_for_nothing_but_the_denominator() -> None:
+def test_a_dropped_token_counts_only_in_the_denominator() -> None:
     t = Tokens(3)
     keep = m2po_keep(
         *(torch.tensor(a) for a in (t.behavior, t.proximal, t.advantages)), threshold=0.3
@@ -61,7 +61,7 @@ def test_a_token_left_out_counts_for_nothing_but_the_denominator() -> None:
     assert loss == pytest.approx(kept_loss) and (gradient[~keep] == 0).all()
     assert gradient[keep] == pytest.approx(kept_gradient)
     assert statistics == pytest.approx(kept | {"dropped_tokens": (~keep).sum()})
-    # and it may hold anything
+    # its values may even be infinite or NaN
     broken = np.where(keep, t.current, math.nan)
     again, gradient_again, _ = evaluate(
         broken, keep=keep, **(arrays | {"behavior": np.where(keep, t.behavior, math.inf)})

@@ -1,4 +1,4 @@
-"""MaxRL: advantages against the formula, and their expected gradient against the expansion of log p."""
+"""MaxRL: advantages by the formula, and their expected gradient by the expansion of log p."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config(**given: Any) -> AlgorithmConfig:
 
 
 def trained(scores: list[float], **given: Any) -> TrainingData:
-    """A group of episodes with two turns each."""
+    """The training data of one group, whose episodes have two turns each."""
     members = [
         episode([turn(f"{i}a"), turn(f"{i}b", f"{i}a")], score, id=f"e{i}") for i, score in enumerate(scores)
     ]
@@ -28,7 +28,7 @@ def trained(scores: list[float], **given: Any) -> TrainingData:
 
 
 def advantages(scores: list[float], **given: Any) -> list[float]:
-    """Of each episode the advantage that all its trained tokens share."""
+    """For each episode, the advantage that all its trained tokens share."""
     found = []
     for sample in trained(scores, **given).samples:
         (value,) = set(sample.advantages[sample.loss_mask].tolist())
@@ -36,7 +36,7 @@ def advantages(scores: list[float], **given: Any) -> list[float]:
     return found
 
 
-def test_a_score_is_compared_with_the_mean_and_divided_by_it() -> None:
+def test_the_advantage_is_the_score_less_the_mean_divided_by_the_mean() -> None:
     assert advantages([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0]
     assert advantages([3.0, 1.0]) == [0.5, -0.5]
     assert advantages([0.0, 0.0, 0.0]) == [0.0, 0.0, 0.0]
@@ -57,7 +57,7 @@ def test_the_expected_gradient_is_that_of_the_truncated_log_likelihood(p: float,
     assert expected / size == pytest.approx(truncated, rel=1e-6)  # advantages are stored as float32
 
 
-def test_a_negative_score_is_refused_and_the_group_named() -> None:
+def test_a_negative_score_is_refused_and_the_group_is_named() -> None:
     with pytest.raises(TrainingError, match=r"group g has an episode with the score -0\.5.*0 or more"):
         trained([1.0, -0.5])
     assert advantages([1.0, -0.5], reward_bias=0.5) == [1.0, -1.0]
@@ -67,7 +67,7 @@ def test_a_negative_score_is_refused_and_the_group_named() -> None:
     assert [float(s.advantages[-1]) for s in data.samples] == [-1.0, 1.0]
 
 
-def test_groups_of_equal_scores_are_equal() -> None:
+def test_groups_of_equal_scores_are_dropped() -> None:
     made = trained([1.0, 1.0], drop_equal_groups=True)
     assert made.samples == () and made.report.equal_groups == ("g",)
     assert trained([1.0, 0.0], drop_equal_groups=True).report.equal_groups == ()
@@ -94,11 +94,11 @@ def test_groups_of_equal_scores_are_equal() -> None:
         ),
     ],
 )
-def test_what_does_nothing_beside_it_is_refused(given: dict[str, Any], reason: str) -> None:
+def test_settings_that_maxrl_cannot_use_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(**given)
     assert reason in str(caught.value)
 
 
-def test_a_scale_and_a_clip_act_on_the_scores() -> None:
+def test_scale_and_clip_are_applied_to_the_scores() -> None:
     assert advantages([0.2, 0.6], reward_scale=2.0, reward_clip=0.8) == pytest.approx([-1 / 3, 1 / 3])

@@ -1,4 +1,4 @@
-"""The coefficients of each mode by hand, and that they make the means that their names say."""
+"""The loss weights of each mode, compared with values computed by hand and with the means that they give."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ MODES: list[tuple[NormalizationMode, int | None]] = [
         ("constant", 10, 1 / 20, 1 / 20),
     ],
 )
-def test_by_hand(mode: NormalizationMode, constant: int | None, first: float, second: float) -> None:
+def test_weights_by_hand(mode: NormalizationMode, constant: int | None, first: float, second: float) -> None:
     got = loss_weights(SAMPLES, mode=mode, constant=constant)
-    assert [len(weights) for weights in got] == [3, 1, 0]  # an episode without a trained token is no sequence
+    assert [len(weights) for weights in got] == [3, 1, 0]  # an episode without trained tokens does not count
     assert got[0].tolist() == pytest.approx([first] * 3) and got[1].tolist() == pytest.approx([second])
     assert all(weights.dtype == np.float32 for weights in got)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(0, 2**32 - 1))
 @settings(derandomize=True, deadline=None, max_examples=40)
-def test_they_make_the_means(lengths: list[int], seed: int) -> None:
+def test_weighted_sums_equal_the_means(lengths: list[int], seed: int) -> None:
     samples = [sample(range(n + 1), range(1, n + 1), episode_id=f"e{i}") for i, n in enumerate(lengths)]
     losses = [np.random.default_rng(seed + i).normal(size=n) for i, n in enumerate(lengths)]
     means = {
@@ -62,7 +62,7 @@ def test_they_make_the_means(lengths: list[int], seed: int) -> None:
 def total(
     samples: Sequence[object], losses: dict[int, float], mode: NormalizationMode, constant: int | None
 ) -> float:
-    """Σ_t c_t x_t, with x_t found by the token's id."""
+    """Σ_t c_t x_t, where x_t is looked up by token id."""
     weights = loss_weights(samples, mode=mode, constant=constant)  # type: ignore[arg-type]
     return sum(
         float(np.dot(c, [losses[int(i)] for i in s.token_ids[s.loss_mask]]))  # type: ignore[attr-defined]
@@ -76,10 +76,10 @@ def total(
     seed=st.integers(0, 10**6),
 )
 @settings(derandomize=True, deadline=None, max_examples=25)
-def test_an_episode_in_several_samples_weighs_as_one(
+def test_an_episode_in_several_samples_has_the_weight_of_one_sequence(
     mode: NormalizationMode, constant: int | None, lengths: list[list[int]], seed: int
 ) -> None:
-    """The same tokens, cut into the samples of several roots in any order, and in one sample each."""
+    """Compare the same tokens, cut into samples in random order and with one sample per episode."""
     rng, start = np.random.default_rng(seed), 1
     whole, cut, losses = [], [], {}
     for index, parts in enumerate(lengths):
@@ -96,10 +96,10 @@ def test_an_episode_in_several_samples_weighs_as_one(
 
 
 @pytest.mark.parametrize("mode, constant", MODES)
-def test_splitting_an_episode_into_roots_leaves_its_share_of_the_gradient(
+def test_splitting_an_episode_into_roots_does_not_change_its_share_of_the_gradient(
     mode: NormalizationMode, constant: int | None
 ) -> None:
-    """Four turns in one conversation, or each in one of its own, beside the same other episode."""
+    """Four turns are in one conversation or each in its own, with the same second episode in the group."""
     fields = {"loss_normalization": mode, "advantage_std": "none"}
     config = AlgorithmConfig(**fields | ({"loss_constant": constant} if constant else {}))  # type: ignore[arg-type]
 
@@ -120,8 +120,8 @@ def test_splitting_an_episode_into_roots_leaves_its_share_of_the_gradient(
         assert apart == pytest.approx({"long": 0.25, "short": -0.25})
 
 
-def test_a_long_episode_and_three_short_ones_weigh_the_same() -> None:
-    """An episode of four roots once had four of seven shares."""
+def test_a_long_episode_and_three_short_ones_have_equal_weights() -> None:
+    """Counted by root, the long episode would have four of seven shares."""
     samples = [sample([0, 1], [1], episode_id="long")] * 4
     samples += [sample([0, 1], [1], episode_id=f"short {i}") for i in range(3)]
     weights = loss_weights(samples, mode="sequence_mean")
@@ -130,7 +130,7 @@ def test_a_long_episode_and_three_short_ones_weigh_the_same() -> None:
 
 
 @pytest.mark.parametrize("mode, constant", MODES)
-def test_a_token_that_another_sample_trains_is_scored_at_no_weight(
+def test_a_token_that_another_sample_trains_has_weight_zero(
     mode: NormalizationMode, constant: int | None
 ) -> None:
     first, branch = sample(range(6), [2, 3, 5], episode_id="a"), sample(range(5), [4], episode_id="a")
@@ -141,11 +141,13 @@ def test_a_token_that_another_sample_trains_is_scored_at_no_weight(
     assert scored[1].tolist() == [0.0, 0.0, *plain[1].tolist()]
 
 
-def test_no_sample_is_no_coefficient() -> None:
+def test_no_samples_have_no_weights() -> None:
     assert loss_weights([], mode="token") == []
 
 
 @pytest.mark.parametrize("mode, constant", [("constant", None), ("constant", 0), ("token", 8)])
-def test_a_constant_that_does_not_fit_the_mode(mode: NormalizationMode, constant: int | None) -> None:
+def test_a_constant_that_does_not_fit_the_mode_is_refused(
+    mode: NormalizationMode, constant: int | None
+) -> None:
     with pytest.raises(ValueError, match=f"got {constant} with mode {mode}"):
         loss_weights(SAMPLES, mode=mode, constant=constant)

@@ -1,4 +1,4 @@
-"""Observations (ECHO, arXiv 2605.24517): which tokens they are, their weights, what they stay out of."""
+"""Observations (ECHO, arXiv 2605.24517): which tokens they are, their weights, and what ignores them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def config(**given: Any) -> AlgorithmConfig:
 
 
 def leading(trained: RecordedEpisode, rule: AlgorithmConfig) -> set[str]:
-    """The turns on the way to a trained token, by the parents."""
+    """The ids of the turns on a path from a root to a trained token."""
     by_id = {t.id: t for t in trained.turns}
     found = set()
     for last in rule.trained_turns.of(trained):
@@ -43,8 +43,8 @@ def leading(trained: RecordedEpisode, rule: AlgorithmConfig) -> set[str]:
 
 @pytest.mark.parametrize("labels", [(), ("side",)])
 @pytest.mark.parametrize("seed", range(10))
-def test_every_observation_that_leads_to_a_trained_token_is_taken_once(seed: int, labels: Any) -> None:
-    """Token ids tell all tokens of these episodes apart."""
+def test_every_observation_that_leads_to_a_trained_token_is_included_once(seed: int, labels: Any) -> None:
+    """All tokens of these episodes have different ids."""
     algorithm = config(exclude_labels=labels)
     rng = np.random.default_rng(seed)
     for made in random_groups(seed):
@@ -66,7 +66,7 @@ def test_every_observation_that_leads_to_a_trained_token_is_taken_once(seed: int
 
 
 def branching() -> RecordedEpisode:
-    """a: 10 | 11 12, then b: 20 21 | 22, which c: 30 | 31 and d: 40 | 41 continue."""
+    """Turn a (10 | 11 12) is continued by b (20 21 | 22), and b by c (30 | 31) and d (40 | 41)."""
     return episode(
         [
             turn("a", prompt=[10], sampled=[11, 12]),
@@ -78,11 +78,11 @@ def branching() -> RecordedEpisode:
     )
 
 
-def test_branches_by_hand() -> None:
+def test_observations_of_a_branching_episode_by_hand() -> None:
     first, second = episode_samples(branching(), np.ones(4), group_id="g", config=config())
     assert first.token_ids.tolist() == [10, 11, 12, 20, 21, 22, 30, 31]
     assert first.token_ids[first.observed].tolist() == [20, 21, 30]  # not the prompt of the root
-    assert second.token_ids[second.observed].tolist() == [40]  # b's are the first sample's
+    assert second.token_ids[second.observed].tolist() == [40]  # those of b are in the first sample
     assert second.temperatures[second.observed].tolist() == [1.0]
     assert (second.versions[second.observed] == -1).all()
     assert second.advantages[second.observed].tolist() == [0]
@@ -91,7 +91,7 @@ def test_branches_by_hand() -> None:
         assert made.observation_mask is None and not made.observed.any()
 
 
-def test_the_weights_are_those_of_a_mean_and_leave_the_policy_alone() -> None:
+def test_observation_weights_give_a_mean_and_are_zero_at_tokens_of_the_policy() -> None:
     samples = episode_samples(branching(), np.ones(4), group_id="g", config=config())
     weights = observation_weights(samples)
     assert [len(w) for w in weights] == [int(s.scored_mask.sum()) for s in samples]
@@ -107,7 +107,7 @@ def test_the_weights_are_those_of_a_mean_and_leave_the_policy_alone() -> None:
     assert [w.tolist() for w in observation_weights([sample([9, 1, 2], [1, 2])])] == [[0, 0]]
 
 
-def test_packing_tells_observations_apart() -> None:
+def test_packing_distinguishes_observations_from_trained_tokens() -> None:
     samples = episode_samples(branching(), np.ones(4), group_id="g", config=config())
     for share in (True, False):
         (batch,) = pack(samples, token_budget=100, share_prefixes=share)
@@ -127,12 +127,12 @@ def with_observations(made: TrainingSample, at: list[int]) -> TrainingSample:
     return replace(made, observation_mask=mask)
 
 
-def test_the_bound_on_staleness_does_not_ask_observations() -> None:
+def test_the_bound_on_staleness_does_not_apply_to_observations() -> None:
     made = with_observations(sample([9, 1, 2, 3, 4, 5], [1, 3, 5], versions=[-1, 5, -1, 5, -1, 2]), [2, 4])
     (kept,), report = mask_stale([made], version=5, max_staleness=0)
     assert report.masked_tokens == 1 and report.staleness.tolist() == [0, 0]
     assert np.flatnonzero(kept.loss_mask).tolist() == [1, 3]
-    assert np.flatnonzero(kept.observed).tolist() == [2]  # that at 4 led to the stale token only
+    assert np.flatnonzero(kept.observed).tolist() == [2]  # the observation at 4 led only to the stale token
     pack([kept], token_budget=8)
     (same,), _ = mask_stale([made], version=5, max_staleness=3)
     assert same is made
@@ -140,7 +140,7 @@ def test_the_bound_on_staleness_does_not_ask_observations() -> None:
 
 
 @pytest.mark.parametrize("given", [{"preset": "ppo"}, {"preset": "reinforce_pp"}, {"preset": "lite_ppo"}])
-def test_credit_is_that_of_the_policys_tokens_alone(given: dict) -> None:
+def test_observations_do_not_change_the_credit_of_the_policys_tokens(given: dict) -> None:
     played = random_groups(3, dense=True)
     algorithms = [config(**given, observation_coefficient=c) for c in (0.0, 0.5)]
     rng, credits = np.random.default_rng(0), []
@@ -168,7 +168,7 @@ def test_credit_is_that_of_the_policys_tokens_alone(given: dict) -> None:
     assert credits[0] == pytest.approx(credits[1])
 
 
-def test_a_demonstration_in_front_moves_observations_along() -> None:
+def test_a_prepended_demonstration_shifts_observations_with_their_tokens() -> None:
     made = episode_samples(branching(), np.ones(4), group_id="g", config=config())
     prefixed = with_demonstrations(made, {"e": np.array([7, 8, 9], np.int32)})
     for before, after in zip(made, prefixed, strict=True):
@@ -191,7 +191,7 @@ def test_masks_that_contradict_each_other_are_refused() -> None:
         replace(with_observations(made, [2]), images=(image,))
 
 
-def test_the_setting() -> None:
+def test_the_observation_coefficient_is_zero_by_default_and_must_not_be_negative() -> None:
     assert AlgorithmConfig().observation_coefficient == 0
     assert AlgorithmConfig.model_validate({"preset": "sft", "observation_coefficient": 0.1}).is_supervised
     with pytest.raises(ValidationError, match="observation_coefficient"):

@@ -1,4 +1,4 @@
-"""What is trained does not depend on which of several calls or groups was done first."""
+"""The training data does not depend on which of several concurrent calls or groups finished first."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def group(group_id: str, shuffled: random.Random, scores: tuple[float, ...] = (0
             next_one = next(t for t in waiting if t.parent is None or t.parent in {r.id for r in recorded})
             waiting.remove(next_one)
             recorded.append(next_one)
-        # in floating point the sum of these depends on their order
+        # the sum of these rewards in floating point depends on their order
         rewards = (
             Reward("episode", "", "return", score),
             Reward("turn", ids[1], "style", 0.1),
@@ -85,14 +85,15 @@ def trained(groups: list[RolloutGroup]) -> list[tuple]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_samples_are_the_same_however_they_were_recorded(seed: int) -> None:
+def test_samples_do_not_depend_on_the_recording_order(seed: int) -> None:
     first = trained([group("a", random.Random(0)), group("b", random.Random(1))])
     other = trained([group("b", random.Random(seed + 2)), group("a", random.Random(-seed))])
     assert first == other and len(first) == 2 * 2 * 3
 
 
-def test_credit_depends_on_the_order_of_recording_where_it_is_asked_to() -> None:
-    """The same turns, recorded in two orders: a reward is earned by what began before it was recorded."""
+def test_only_credit_by_reward_to_go_depends_on_the_recording_order() -> None:
+    """The same turns are recorded in two orders; a reward is earned by calls that began before its turn was
+    recorded."""
     first, second = turn("a", None, [1], [5]), turn("b", None, [2], [6])
 
     def advantages(turns: list[Turn], credit: str) -> dict[int, float]:
@@ -110,11 +111,11 @@ def test_credit_depends_on_the_order_of_recording_where_it_is_asked_to() -> None
     assert advantages([first, second], "episode") == advantages([second, first], "episode")
 
 
-def test_a_conversation_without_branches_stays_in_its_order() -> None:
+def test_a_conversation_without_branches_keeps_its_order() -> None:
     turns = [turn("z", None, [9], [1]), turn("y", "z", [5], [1]), turn("a", "y", [1], [0])]
     assert [t.id for t in ordered_turns(turns)] == ["z", "y", "a"]
 
 
-def test_equal_samples_are_told_apart_by_their_seeds() -> None:
+def test_equal_turns_are_ordered_by_their_seeds() -> None:
     turns = [turn("a", None, [1], [2], seed=5), turn("b", None, [1], [2], seed=3), turn("c", None, [1], [2])]
     assert [t.id for t in ordered_turns(turns)] == ["c", "b", "a"]

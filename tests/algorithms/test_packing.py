@@ -57,14 +57,14 @@ def test_packing_keeps_every_trained_token(
     assert entries == Counter(expected)
 
 
-def test_a_groups_prompt_is_in_a_micro_batch_once() -> None:
+def test_the_prompt_of_a_group_is_in_a_micro_batch_once() -> None:
     prompt = list(range(100))
     samples = [sample([*prompt, 200 + i, 300], [100, 101]) for i in range(8)]
     (batch,) = pack(samples, token_budget=1000)
     assert len(batch.input_ids) == 108 and batch.sample_tokens == 808 and batch.scored_tokens == 16
     (flat,) = pack(samples, token_budget=1000, share_prefixes=False)
     assert len(flat.input_ids) == 808
-    # the eight first sampled tokens are predicted by the one last row of the prompt
+    # the last row of the prompt predicts the first sampled token of all eight samples
     assert sorted(batch.predictor_rows.tolist()).count(99) == 8
 
 
@@ -87,7 +87,7 @@ def test_arrays_follow_their_tokens() -> None:
     assert batch.temperatures.tolist() == pytest.approx([0.5, 0.7]) and batch.advantages.tolist() == [10, 20]
 
 
-def test_fewer_samples_than_ranks_fill_up_with_batches_that_train_nothing() -> None:
+def test_ranks_without_samples_get_micro_batches_that_train_nothing() -> None:
     packed = pack([sample([1, 2, 3], [2])], token_budget=16, ranks=3)
     assert [b.scored_tokens for b in packed] == [1, 0, 0]
     assert [len(b.input_ids) for b in packed] == [2, 1, 1]
@@ -107,7 +107,7 @@ def test_a_sample_beyond_the_budget_is_named() -> None:
     assert len(pack([long], token_budget=49)) == 1
 
 
-# of Qwen3-1.7B
+# The shape of Qwen3-1.7B.
 SHAPE = ModelShape(
     layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, intermediate=6144, vocab=151_936
 )
@@ -144,26 +144,26 @@ def tokens_of(samples: list[TrainingSample], **options: object) -> list[int]:
 
 
 def test_groups_that_fit_are_not_cut() -> None:
-    # 12 groups of 100 + 4 · 30 tokens, two of them to a micro-batch
+    # 12 groups of 100 + 4 · 30 tokens, two of them per micro-batch
     assert tokens_of(groups(12, 4, 100, 30), token_budget=450) == [440] * 6
 
 
 def test_a_group_beyond_the_budget_is_cut_into_as_few_parts_as_fit() -> None:
-    # six responses of 30 fit beside a prompt of 100: 20 take four micro-batches, of equal size
+    # six responses of 30 fit with a prompt of 100, so 20 of them need four micro-batches, of equal size
     assert tokens_of(groups(1, 20, 100, 30), token_budget=300) == [250] * 4
 
 
-def test_parts_of_a_group_meet_where_its_prompt_is() -> None:
-    # eight responses fit beside a prompt: each of four groups of sixteen is in two micro-batches
+def test_parts_of_a_group_are_packed_with_one_copy_of_its_prompt() -> None:
+    # eight responses fit with a prompt, so each of four groups of sixteen is in two micro-batches
     assert tokens_of(groups(4, 16, 100, 30), token_budget=340) == [340] * 8
 
 
-def test_a_group_is_cut_where_a_rank_would_wait() -> None:
+def test_a_group_is_cut_if_a_rank_would_otherwise_be_idle() -> None:
     assert tokens_of(groups(1, 8, 100, 30), token_budget=1000, ranks=2) == [220, 220]
     assert tokens_of(groups(2, 8, 100, 30), token_budget=1000, ranks=2) == [340, 340]
 
 
-def test_groups_under_one_system_prompt_stay_groups() -> None:
+def test_groups_that_share_a_system_prompt_are_not_cut() -> None:
     system = list(range(2_000_000, 2_000_050))
     samples = [
         sample([*system, *s.token_ids.tolist()], 50 + np.flatnonzero(s.loss_mask), group_id=s.group_id)
@@ -173,7 +173,7 @@ def test_groups_under_one_system_prompt_stay_groups() -> None:
 
 
 def test_gaps_are_filled_with_parts_of_groups() -> None:
-    # two groups of 340 do not fit whole beside each other, three do in two micro-batches with a cut
+    # two groups of 340 do not fit into one micro-batch; three fit into two if one of them is cut
     sizes = tokens_of(groups(3, 8, 100, 30), token_budget=600)
     assert len(sizes) == 2 and sum(sizes) == 3 * 340 + 100
 
@@ -198,12 +198,12 @@ def test_long_samples_are_packed_quickly() -> None:
     assert time.process_time() - start < 1.0
 
 
-def test_no_samples_is_an_error() -> None:
+def test_packing_no_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
         pack([], token_budget=10)
 
 
-def test_minibatches_keep_groups_whole_and_lose_nothing() -> None:
+def test_minibatches_keep_groups_whole_and_contain_every_sample() -> None:
     samples = [sample([1, 2], [1], group_id=f"g{i // 3}", episode_id=str(i)) for i in range(12)]
     parts = split_minibatches(samples, 2, seed=1)
     assert [len(part) for part in parts] == [6, 6]
@@ -215,7 +215,7 @@ def test_minibatches_keep_groups_whole_and_lose_nothing() -> None:
     ]
 
 
-def test_fewer_groups_than_minibatches_are_dealt_by_sample() -> None:
+def test_fewer_groups_than_minibatches_are_split_by_sample() -> None:
     samples = [sample([1, 2], [1], episode_id=str(i)) for i in range(3)]
     assert sorted(len(part) for part in split_minibatches(samples, 4, seed=0)) == [1, 1, 1]
     assert [len(part) for part in split_minibatches(samples, 1, seed=0)] == [3]

@@ -1,4 +1,4 @@
-"""Settings as parts: flat and nested forms, what is refused, and the way through config files."""
+"""Settings as parts: flat and nested forms, refused settings, and settings in config files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def filled(preset: dict[str, Any] | None = None, **given: Any) -> dict[str, Any]
     return fill(Scene, given, preset or {})
 
 
-def test_what_can_be_given() -> None:
+def test_settings_of_a_part_and_alternatives_of_a_field_are_listed() -> None:
     assert dict(settings_of(Look)) == {
         "colour": "", "shape": "", "radius": "shape: round", "side": "shape: square", "size": "shape: square",
     }  # fmt: skip
@@ -65,7 +65,7 @@ def test_what_can_be_given() -> None:
     assert alternatives(Scene.model_fields["title"]) == {}
 
 
-def test_nothing_given_is_the_standard() -> None:
+def test_without_settings_the_defaults_apply() -> None:
     tree = filled()
     assert Scene.model_validate(tree) == Scene()
     assert tree == {"look": {"shape": {"kind": "round"}}, "frame": {"kind": "none"}}
@@ -83,19 +83,19 @@ def test_nothing_given_is_the_standard() -> None:
         {"shape": Round(radius=2.0)},
     ],
 )
-def test_flat_and_nested_are_the_same(given: dict[str, Any]) -> None:
+def test_flat_and_nested_settings_are_equivalent(given: dict[str, Any]) -> None:
     assert Scene.model_validate(filled(**given)) == Scene(look=Look(shape=Round(radius=2.0)))
 
 
-def test_a_setting_chooses_its_part_only_where_there_would_be_none() -> None:
+def test_a_setting_selects_its_part_only_if_no_other_part_is_selected() -> None:
     assert filled(width=3.0)["frame"] == {"kind": "border", "width": 3.0}
     with pytest.raises(ValueError, match="width: 3.0 needs frame: border"):
         filled(width=3.0, frame="none")
     with pytest.raises(ValueError, match="side: 3.0 needs shape: square"):
-        filled(side=3.0)  # a shape is there already, and it is round
+        filled(side=3.0)  # a shape is selected by default, and it is round
 
 
-def test_what_is_given_wins_over_the_preset_and_another_kind_over_all_of_it() -> None:
+def test_settings_override_the_preset_and_another_kind_drops_the_presets_part() -> None:
     preset = {"shape": "square", "side": 4.0, "size": 2, "colour": "blue"}
     assert filled(preset)["look"] == {"colour": "blue", "shape": {"kind": "square", "side": 4.0, "size": 2}}
     assert filled(preset, size=9)["look"]["shape"] == {"kind": "square", "side": 4.0, "size": 9}
@@ -121,7 +121,7 @@ def test_what_is_given_wins_over_the_preset_and_another_kind_over_all_of_it() ->
         ({"frame": "none", "width": 1.0, "colr": 1}, ["width: 1.0 needs", "did you mean 'colour'"]),
     ],
 )
-def test_what_cannot_be_placed_is_refused_all_at_once(given: dict[str, Any], faults: list[str]) -> None:
+def test_all_misplaced_settings_are_refused_at_once(given: dict[str, Any], faults: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         filled(**given)
     assert all(fault in str(caught.value) for fault in faults), caught.value
@@ -158,7 +158,9 @@ def test_differing_settings_are_flat() -> None:
         ({"correction": "mask", "weight_floor": 0.5}, {"correction": {"kind": "mask", "weight_floor": 0.5}}),
     ],
 )
-def test_an_algorithm_flat_and_nested_is_the_same(flat: dict[str, Any], nested: dict[str, Any]) -> None:
+def test_flat_and_nested_settings_of_an_algorithm_are_equivalent(
+    flat: dict[str, Any], nested: dict[str, Any]
+) -> None:
     made = AlgorithmConfig.model_validate(flat)
     assert made == AlgorithmConfig.model_validate(nested)
     assert made != AlgorithmConfig(preset=flat.get("preset", "decoupled_ppo"))
@@ -264,14 +266,16 @@ def test_overrides_reach_into_parts(
         ),
     ],
 )
-def test_faults_are_named_as_a_config_file_has_them(minimal: Path, algorithm: Any, message: str) -> None:
+def test_errors_name_settings_by_their_path_in_the_config_file(
+    minimal: Path, algorithm: Any, message: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(with_algorithm(minimal, algorithm))
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_saved_run_has_the_same_algorithm(minimal: Path, tmp_path: Path, preset: str) -> None:
+def test_a_saved_config_has_the_same_algorithm(minimal: Path, tmp_path: Path, preset: str) -> None:
     needed = [f"trainer.teacher_model={minimal.parent / 'model'}"] if preset == "distillation" else []
     config = load_config(with_algorithm(minimal, preset), ["trainer.steps=7", *needed])
     save_config(config, tmp_path / "saved.yaml")
@@ -295,7 +299,7 @@ def test_own_turn_rewards_take_no_discount_from_a_preset_in_any_form(settings: d
 
 
 def test_settings_are_read_without_torch() -> None:
-    """The proxy and the rollout process read them, and have no use for it."""
+    """The proxy and the rollout process read the settings, but do not use torch."""
     code = (
         "import sys; from areal_agents.algorithms.config import AlgorithmConfig; "
         "[AlgorithmConfig(preset=name) for name in ('gspo', 'dapo', 'ppo', 'dpo', 'm2po')]; "

@@ -1,4 +1,4 @@
-"""Each policy loss against the equation of its paper in float64, values and derivatives.
+"""The value and gradient of each policy loss, compared with the equation of its paper in float64.
 
 An oracle is a function of the current logprobs; sg(x) is written as the value at the point where the
 derivative is taken, so that central differences see it as a constant.
@@ -26,7 +26,7 @@ ON_POLICY_WEIGHT = {"weight_cap": 1e6}  # nothing is capped: w is checked in tes
 
 
 def check(t: Tokens, oracle, algorithm: AlgorithmConfig, advantages: Array | None = None) -> dict[str, float]:  # type: ignore[no-untyped-def]
-    """Loss and gradient of tokens whose behavior is the proximal policy against the oracle."""
+    """Compare loss and gradient with the oracle, with the proximal policy as behavior policy."""
     advantages = t.advantages if advantages is None else advantages
     loss, gradient, statistics = evaluate(
         t.current, proximal=t.proximal, behavior=t.proximal, advantages=advantages,
@@ -80,7 +80,7 @@ def test_gspo_differentiates_the_ratio_of_the_sequence(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gspo_leaves_each_token_its_own_advantage(seed: int) -> None:
+def test_gspo_uses_the_advantage_of_each_token(seed: int) -> None:
     t = Tokens(seed, drift=0.2)
 
     def oracle(theta: Array) -> float:  # eq. 13 and 14 of arXiv 2507.18071
@@ -153,7 +153,7 @@ def test_sapo(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_likelihood_ignores_who_wrote_the_tokens(name: str) -> None:
+def test_likelihood_ignores_the_behavior_policy(name: str) -> None:
     t = Tokens(0)
     loss, gradient, statistics = evaluate(
         t.current, proximal=t.proximal, behavior=t.behavior - 30, advantages=t.advantages,
@@ -177,7 +177,7 @@ def test_on_policy_every_gradient_is_the_policy_gradient(name: str) -> None:
     assert statistics["kl_k1"] == statistics["kl_k3"] == 0
 
 
-def test_the_parts_take_plain_values_and_pass_gradcheck() -> None:
+def test_the_loss_functions_pass_gradcheck() -> None:
     t = Tokens(2)
     log_ratio = torch.tensor(t.current - t.proximal, requires_grad=True)
     logprobs = torch.tensor(t.current, requires_grad=True)
@@ -193,7 +193,7 @@ def test_the_parts_take_plain_values_and_pass_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda x: likelihood(x, advantages).values, logprobs)
 
 
-def test_gspo_at_a_ratio_by_hand() -> None:
+def test_gspo_by_hand() -> None:
     log_ratio = torch.tensor([0.1, 0.3, -0.2], dtype=torch.float64, requires_grad=True)
     sequences = Sequences.of(torch.tensor([4, 4, 2]))
     losses = gspo(log_ratio, torch.tensor([1.0, 1.0, 2.0]).double(), sequences, clip_low=0.5, clip_high=0.1)

@@ -1,4 +1,4 @@
-"""Presets: what they set, what overrides them, what is refused, and that the documentation agrees."""
+"""Presets: their settings, overrides, refused settings, and agreement with the documentation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def documented() -> dict[str, tuple[dict[str, Any], str]]:
     return found
 
 
-def test_the_documentation_lists_what_each_preset_sets_and_its_paper() -> None:
+def test_the_documentation_lists_the_settings_and_the_paper_of_each_preset() -> None:
     table = documented()
     assert list(table) == list(PRESETS)
     for name, (settings, paper) in table.items():
@@ -50,7 +50,7 @@ def test_the_documentation_lists_what_each_preset_sets_and_its_paper() -> None:
 
 
 def kinds(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Every part with every kind that it can be, those within parts included."""
+    """Every part with each of its kinds, including parts within parts."""
     for name, field in model.model_fields.items():
         for kind, part in alternatives(field).items():
             if kind:
@@ -66,7 +66,7 @@ def test_the_documentation_names_every_setting_and_every_kind_of_part() -> None:
     assert {f"{name}: {kind}" for name, kind in kinds(AlgorithmConfig)} - named == set()
 
 
-def test_the_documentation_names_nothing_that_is_not_there() -> None:
+def test_the_documentation_names_only_settings_that_exist() -> None:
     known = {name for name, _ in settings_of(AlgorithmConfig)} | {"rewards"}
     pairs = {f"{name}: {kind}" for name, kind in kinds(AlgorithmConfig)}
     choices = {name for name, _ in kinds(AlgorithmConfig)}
@@ -79,7 +79,7 @@ def test_the_documentation_names_nothing_that_is_not_there() -> None:
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without the parts that they belong to; the name of a part has its kind."""
+    """The settings without their parts; the name of a part is mapped to its kind."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -90,7 +90,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# Settings of parts that decoupled PPO does not choose, and that no preset sets.
+# The defaults of settings of parts that decoupled PPO does not use.
 ELSEWHERE = {
     "distill_top_k": 64,
     "dppo_divergence": "tv",
@@ -114,7 +114,7 @@ def test_a_preset_sets_its_parts_and_nothing_else(name: str) -> None:
     assert made == config(preset=name) == AlgorithmConfig(preset=name)
     got, given = flat(made.model_dump()), dict(PRESETS[name])
     assert {setting: got[setting] for setting in given} == given
-    if name in ("sft", "dpo"):  # what a loss without advantages and a behavior policy brings with it
+    if name in ("sft", "dpo"):  # follows from a loss without advantages
         given |= {"estimator": "none", "correction": "none"}
     if made.teacher is not None:
         given |= {"estimator": "none", "correction": "none", "drop_equal_groups": False}
@@ -124,12 +124,12 @@ def test_a_preset_sets_its_parts_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_config_survives_being_written_out_in_full(name: str) -> None:
+def test_a_config_loads_unchanged_from_its_full_dump(name: str) -> None:
     made = config(preset=name)
     assert AlgorithmConfig.model_validate(made.model_dump(mode="json")) == made
 
 
-def test_the_default_is_decoupled_ppo_as_it_was() -> None:
+def test_the_default_is_decoupled_ppo_with_these_settings() -> None:
     made = flat(AlgorithmConfig().model_dump())
     assert made == {
         "preset": "decoupled_ppo", "estimator": "group", "credit": "episode", "advantage_mean": "group",
@@ -144,7 +144,7 @@ def test_the_default_is_decoupled_ppo_as_it_was() -> None:
     }  # fmt: skip
 
 
-def test_what_is_given_wins() -> None:
+def test_given_settings_override_the_preset() -> None:
     shorter = flat(config(preset="dapo", clip_high=0.3, overlong_limit=5000).model_dump())
     assert (shorter["clip_high"], shorter["overlong_limit"], shorter["overlong_buffer"]) == (0.3, 5000, 4096)
     assert flat(config(preset="gspo", clip_low=0.1).model_dump())["clip_low"] == 0.1
@@ -184,7 +184,7 @@ def test_what_is_given_wins() -> None:
         ({"preset": "ppo", "policy_loss": "sft"}, {"estimator": "none"}, ["advantage_mean", "value_clip"]),
     ],
 )
-def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, gone: list[str]) -> None:
+def test_settings_of_a_replaced_part_are_dropped(given: dict, chosen: dict, gone: list[str]) -> None:
     made = flat(config(**given).model_dump())
     assert {name: made[name] for name in chosen} == chosen
     assert not set(gone) & made.keys()
@@ -224,7 +224,7 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ),
         ({"preset": "sft", "veto": 1e-4}, "veto: 0.0001 needs correction: truncate or correction: mask"),
         ({"proximal": "behavior", "weight_cap": 2.0}, "weight_cap: 2.0 needs correction: truncate"),
-        # a part without what it needs
+        # a part without a required setting
         ({"kl_in": "loss"}, "kl_in.loss.kl_coefficient\n  Field required"),
         ({"preset": "grpo", "kl_in": "reward"}, "kl_in.reward.kl_coefficient\n  Field required"),
         ({"preset": "grpo", "kl_coefficient": 0.0}, "greater than 0"),
@@ -244,7 +244,7 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ({"veto": 2e-9}, "greater than 0.00000000206"),
         ({"reward_scale": float("nan")}, "finite"),
         ({"credit": "reward_to_go", "turn_discount": 1.5}, "less than or equal to 1"),
-        # parts that do not go together
+        # parts that cannot be combined
         ({"advantage_mean": "none", "leave_one_out": True}, "leave_one_out: true needs"),
         ({"credit": "step_normalized", "leave_one_out": True}, "whose mean is over steps"),
         ({"credit": "step_normalized", "kl_in": "reward", "kl_coefficient": 0.1}, "use kl_in: loss"),
@@ -292,7 +292,7 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ({"drop_equal_groups": False, "refill_equal_groups": True}, "because otherwise no group is missing"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(given: dict, reason: str) -> None:
+def test_invalid_settings_are_refused_with_the_reason(given: dict, reason: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(**given)
     assert reason in str(caught.value)
@@ -311,12 +311,12 @@ def test_what_makes_no_sense_is_refused_with_the_reason(given: dict, reason: str
         {"reward_bias": -0.5, "preset": "ppo"},
     ],
 )
-def test_shaping_that_does_something_is_allowed(given: dict) -> None:
+def test_shaping_that_has_an_effect_is_allowed(given: dict) -> None:
     made = flat(config(**given).model_dump())
     assert {name: made[name] for name in given} == given
 
 
-def test_a_value_clip_that_does_nothing_is_warned_about() -> None:
+def test_a_value_clip_without_effect_causes_a_warning() -> None:
     with pytest.warns(UserWarning, match="value_clip has no effect with algorithm.minibatches: 1"):
         config(preset="ppo", minibatches=1)
     with warnings.catch_warnings():
@@ -325,7 +325,7 @@ def test_a_value_clip_that_does_nothing_is_warned_about() -> None:
         config(preset="ppo", minibatches=1, value_clip=None)
 
 
-def test_every_reason_is_given_at_once() -> None:
+def test_all_reasons_are_given_at_once() -> None:
     with pytest.raises(ValidationError, match=r"gae_lambda.*dpo_beta"):
         config(gae_lambda=0.9, dpo_beta=0.2)
 
@@ -341,7 +341,7 @@ def test_every_reason_is_given_at_once() -> None:
         ("dpo", False, True, False, True),
     ],
 )
-def test_what_a_preset_needs(
+def test_a_preset_needs_the_right_models_and_credit(
     name: str, critic: bool, reference: bool, token_credit: bool, supervised: bool
 ) -> None:
     made = config(preset=name)
@@ -350,7 +350,7 @@ def test_what_a_preset_needs(
 
 
 def test_the_steps_to_add_a_loss_work_as_documented(tmp_path: Path) -> None:
-    """Followed on a copy of the package: the new loss is chosen by its name and passes its oracle."""
+    """Follow the steps on a copy of the package: the new loss is selected by name and equals its oracle."""
     steps = DOCS.read_text().split("## Adding a loss")[1].split("\n## ")[0]
     blocks = [
         textwrap.dedent(block)

@@ -1,4 +1,4 @@
-"""Samples from groups: the right tokens, each once, with the right advantage."""
+"""Samples of groups contain each trained token once, with the right advantage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_sampled_token_is_trained_exactly_once(seed: int, turns: int) -> No
     expected = Counter(int(token) for t in recorded.turns for token in t.completion.token_ids)
     assert trained == expected
     by_token = {int(token): i for i, t in enumerate(recorded.turns) for token in t.completion.token_ids}
-    for s in samples:  # every token carries its own turn's advantage and index
+    for s in samples:  # every token has the advantage and the index of its turn
         assert s.advantages[s.loss_mask].tolist() == [by_token[int(i)] for i in s.token_ids[s.loss_mask]]
         assert (s.advantages[~s.loss_mask] == 0).all()
         assert s.turn_index.tolist() == [by_token.get(int(i), -1) for i in s.token_ids]
@@ -46,7 +46,7 @@ def test_each_sampled_token_is_trained_exactly_once(seed: int, turns: int) -> No
 
 @settings(derandomize=True, max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12))
-def test_a_sample_is_the_start_of_what_the_model_saw(seed: int, turns: int) -> None:
+def test_a_sample_is_the_beginning_of_a_root_to_leaf_path(seed: int, turns: int) -> None:
     recorded = random_episode(random.Random(seed), turns=turns)
     samples = episode_samples(recorded, np.ones(turns), group_id="g", config=GRPO)
     paths = [path.token_ids for path in recorded.forest.trajectories()]
@@ -66,7 +66,7 @@ NOT_BY_PATH = [{}, {"policy_loss": "gspo", "gspo_level": "turn"}, {"correction_l
 
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from(BY_PATH))
-def test_where_paths_are_looked_at_a_branch_scores_the_trained_tokens_that_it_shares(
+def test_a_branch_scores_the_trained_tokens_that_it_shares_if_the_loss_uses_paths(
     seed: int, turns: int, parts: dict
 ) -> None:
     recorded = random_episode(random.Random(seed), turns=turns, dense=True)
@@ -76,7 +76,7 @@ def test_where_paths_are_looked_at_a_branch_scores_the_trained_tokens_that_it_sh
     sampled = {int(i) for t in recorded.turns for i in t.completion.token_ids}
     for s, other in zip(by_path, plain, strict=True):
         assert s.token_ids.tolist() == other.token_ids.tolist()
-        assert s.loss_mask.tolist() == other.loss_mask.tolist()  # trained once all the same
+        assert s.loss_mask.tolist() == other.loss_mask.tolist()  # still trained only once
         assert other.prefix_mask is None
         expected = [int(i) for i in s.token_ids if int(i) in sampled - constrained]
         assert s.token_ids[s.scored_mask].tolist() == expected
@@ -84,13 +84,13 @@ def test_where_paths_are_looked_at_a_branch_scores_the_trained_tokens_that_it_sh
 
 
 @pytest.mark.parametrize("parts", NOT_BY_PATH)
-def test_where_no_path_is_looked_at_a_branch_scores_its_own_tokens(parts: dict) -> None:
+def test_a_branch_scores_only_its_own_tokens_if_the_loss_uses_no_paths(parts: dict) -> None:
     recorded = random_episode(random.Random(3), turns=9)
     samples = episode_samples(recorded, np.ones(9), group_id="g", config=AlgorithmConfig(**parts))
     assert len(samples) > 2 and all(s.prefix_mask is None for s in samples)
 
 
-def test_a_branch_shares_its_first_turn_with_another_and_trains_its_own() -> None:
+def test_a_branch_contains_a_shared_first_turn_and_trains_only_its_own_turn() -> None:
     forked = episode(
         [turn("a", prompt=[1], sampled=[2]), turn("b", "a", prompt=[3], sampled=[4]),
          turn("c", "a", prompt=[5], sampled=[6])],
@@ -99,7 +99,7 @@ def test_a_branch_shares_its_first_turn_with_another_and_trains_its_own() -> Non
     other = episode([turn("d", prompt=[1], sampled=[7])], 0.0, id="f")
     config = AlgorithmConfig(advantage_std="none", credit="reward_to_go")
     samples, report = built([group([forked, other])], config)
-    # D(0) = 1 for a, and 0 of the other episode; D(1) = 1 for b and c, which both began after a, and 0
+    # D(0) is 1 for a; D(1) is 1 for b and c, which both began after a; both are 0 for the other episode
     assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3, 4], [1, 2, 5, 6], [1, 7]]
     assert [s.loss_mask.tolist() for s in samples] == [
         [False, True, False, True], [False, False, False, True], [False, True],
@@ -108,7 +108,7 @@ def test_a_branch_shares_its_first_turn_with_another_and_trains_its_own() -> Non
     assert (report.turns, report.branches, report.solved_some) == (4, 3, 1)
 
 
-def test_equal_groups_are_left_out_when_asked_and_counted() -> None:
+def test_equal_groups_are_counted_and_dropped_unless_configured_otherwise() -> None:
     groups = [
         group([episode([turn("a")], 1.0, id="a"), episode([turn("b")], 1.0, id="b")], id="all"),
         group([episode([turn("c")], 0.0, id="c"), episode([turn("d")], 0.0, id="d")], id="none"),
@@ -124,7 +124,7 @@ def test_equal_groups_are_left_out_when_asked_and_counted() -> None:
     assert all((s.advantages == 0).all() for s in kept if s.group_id != "some")
 
 
-def test_constrained_turns_are_recorded_but_not_trained_unless_asked() -> None:
+def test_constrained_turns_are_not_trained_unless_configured() -> None:
     def turns() -> list:
         return [
             turn("a", prompt=[1], sampled=[2, 3], constrained=True),
@@ -153,11 +153,11 @@ def test_the_report_counts_versions_and_forks() -> None:
     fork = Fork("a", "edited", 1)
     recorded = episode([turn("a", versions=[3, 4]), turn("b", versions=[4, 5], forked_from=fork)], 1.0)
     _, report = built([group([recorded, episode([turn("c")], 0.0, id="f")])], GRPO)
-    assert report.versions_per_rollout == 2.0  # three and one
+    assert report.versions_per_rollout == 2.0  # three versions and one
     assert report.forks == {"edited": 1}
 
 
-def test_versions_and_temperatures_travel_with_their_tokens() -> None:
+def test_versions_and_temperatures_stay_with_their_tokens() -> None:
     hot = turn("a", prompt=[1, 1], sampled=[2, 3], versions=[6, 7], temperature=0.7)
     samples, _ = built([group([episode([hot], 1.0), episode([turn("b")], 0.0, id="f")])], GRPO)
     assert samples[0].versions.tolist() == [-1, -1, 6, 7]
@@ -175,7 +175,7 @@ ESTIMATORS = [
 @settings(derandomize=True, max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from(ESTIMATORS))
 def test_turns_and_forks_without_a_reward_change_no_advantage(seed: int, parts: dict) -> None:
-    """Every episode of the second batch has turns, forks and roots that the first one's does not have."""
+    """The second batch has the scores of the first, but its episodes have random turns, forks and roots."""
     rng = random.Random(seed)
     scores = [[rng.choice([0.0, 0.5, 1.0]) for _ in range(3)] for _ in range(2)]
     config = AlgorithmConfig(drop_equal_groups=False, **parts)
@@ -223,12 +223,12 @@ def test_rewards_are_scaled_shifted_and_clipped() -> None:
     assert data.rewards["e"].turns.tolist() == [1.0, -5.0, 2.0]
     assert data.rewards["e"].episode == 4.0  # 2 · (3 − 1)
     assert data.group_scores["g"].tolist() == [2.0]
-    assert data.report.rewards == (-4.5,)  # as they were given
+    assert data.report.rewards == (-4.5,)  # as recorded
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(1, 0.0), (2, 0.0), (3, -0.5), (6, -2.0), (10, -4.0)])
 def test_the_length_penalty_grows_along_the_buffer(tokens: int, penalty: float) -> None:
-    """min(−(len − (8 − 4))/4 · 2, 0), the length over all turns of the episode: here 2 more."""
+    """The penalty is min(−(len − (8 − 4))/4 · 2, 0), where len counts the tokens of both turns."""
     turns = [turn("a", sampled=[1, 2]), turn("b", "a", sampled=[3] * tokens)]
     config = AlgorithmConfig(
         length_penalty="linear", overlong_limit=8, overlong_buffer=4, overlong_factor=2.0
@@ -238,7 +238,7 @@ def test_the_length_penalty_grows_along_the_buffer(tokens: int, penalty: float) 
     assert data.report.overlong == (penalty < 0) and data.report.episode_tokens == (2 + tokens,)
 
 
-def test_equal_answers_of_different_lengths_are_still_an_equal_group() -> None:
+def test_equal_rewards_for_answers_of_different_lengths_are_an_equal_group() -> None:
     config = AlgorithmConfig.model_validate({"preset": "dapo", "overlong_limit": 4, "overlong_buffer": 4})
     lengths = group([episode([turn("a", sampled=[1] * n)], 1.0, id=f"e{n}") for n in (1, 2, 3)])
     data = build_training_data([lengths], config)
@@ -248,7 +248,7 @@ def test_equal_answers_of_different_lengths_are_still_an_equal_group() -> None:
     assert advantages == sorted(advantages, reverse=True) and advantages[0] > 0
 
 
-def test_scores_that_the_clip_makes_equal_are_equal() -> None:
+def test_scores_that_are_equal_after_clipping_are_an_equal_group() -> None:
     config = AlgorithmConfig(reward_clip=1.0)
     groups = [
         group([episode([], 2.0, id="a"), episode([], 3.0, id="b")], id="equal"),
@@ -275,16 +275,16 @@ def stepwise(own: list[list[float]], *, id: str = "g") -> RolloutGroup:
 @pytest.mark.parametrize(
     ("settings", "equal"),
     [
-        ({}, ("score",)),  # the score is all that is compared
-        ({"credit": "reward_to_go"}, ("score",)),  # the deviation is of equal scores, so all are 0
+        ({}, ("score",)),  # only scores are compared
+        ({"credit": "reward_to_go"}, ("score",)),  # equal scores have deviation 0, so all are 0
         ({"credit": "reward_to_go", "advantage_std": "none"}, ()),
         ({"credit": "step_normalized"}, ()),
     ],
 )
-def test_a_group_of_one_score_is_equal_only_if_its_turns_have_nothing_to_tell(
+def test_a_group_of_equal_scores_is_equal_only_if_all_its_advantages_are_zero(
     settings: dict, equal: tuple[str, ...]
 ) -> None:
-    """Both episodes earned 1, the one with its first turn and the other with its second."""
+    """Both episodes of the first group earned 1, one with its first turn and the other with its second."""
     groups = [stepwise([[1.0, 0.0], [0.0, 1.0]], id="score"), stepwise([[0.5, 0.5]] * 2, id="turns")]
     samples, report = built(groups, AlgorithmConfig(**settings))
     assert report.equal_groups == (*equal, "turns") and report.dropped_groups == len(equal) + 1
@@ -314,21 +314,21 @@ def scored(*scores: float, id: str = "g", **fields: object) -> RolloutGroup:
     [
         ((0.0, 1.0, 0.5), None, [1]),
         ((1.0, 0.0, 1.0), None, [0, 2]),
-        ((1.0, 1.0), None, []),  # perhaps equally bad
+        ((1.0, 1.0), None, []),  # both episodes may be equally bad
         ((0.2,), None, [0]),  # a demonstration
         ((0.0, 1.0, 0.5), 0.5, [1, 2]),
         ((1.0, 1.0), 0.5, [0, 1]),
         ((0.2,), 0.5, []),
     ],
 )
-def test_sft_trains_on_the_best(scores, min_score, chosen) -> None:  # type: ignore[no-untyped-def]
+def test_sft_trains_on_the_best_episodes(scores, min_score, chosen) -> None:  # type: ignore[no-untyped-def]
     config = AlgorithmConfig(preset="sft", sft_min_score=min_score)
     data = build_training_data([scored(*scores)], config)
     assert [s.episode_id for s in data.samples] == [f"g{place}" for place in chosen]
     assert all((s.advantages[s.loss_mask] == 1).all() for s in data.samples)
 
 
-def test_supervised_training_needs_no_sampling_distribution() -> None:
+def test_supervised_training_includes_greedy_and_constrained_turns() -> None:
     greedy = scored(0.0, 1.0, temperature=0.0, constrained=True)
     (trained,) = build_training_data([greedy], AlgorithmConfig(preset="sft")).samples
     assert trained.loss_mask.tolist() == [False, False, True, True] and (trained.temperatures == 1).all()
@@ -344,14 +344,14 @@ def test_dpo_pairs_the_best_with_the_worst() -> None:
     assert signs == {"a1": {1.0}, "a3": {-1.0}, "c1": {1.0}, "c0": {-1.0}}
 
 
-def test_dpo_pairs_no_episode_that_has_nothing_to_train() -> None:
+def test_dpo_does_not_pair_an_episode_without_trained_tokens() -> None:
     aborted = episode([turn("x", finish="abort")], 9.0, id="x")
     mixed = [*(rollout.episode for rollout in scored(0.0, 1.0).rollouts), aborted]
     assert build_training_data([group(mixed)], AlgorithmConfig(preset="dpo")).pairs == (("g1", "g0"),)
     assert build_training_data([group([aborted])], AlgorithmConfig(preset="dpo")).pairs == ()
 
 
-def test_samples_of_a_critic_wait_for_its_values() -> None:
+def test_samples_have_zero_advantages_before_the_critic_has_run() -> None:
     data = build_training_data([scored(0.0, 1.0)], AlgorithmConfig(preset="ppo"))
     assert len(data.samples) == 2 and all((s.advantages == 0).all() for s in data.samples)
 
@@ -363,7 +363,7 @@ def broken_reward(value: float) -> Reward:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1e39, 1.1e12])
-def test_a_reward_that_is_no_number_is_named(value: float) -> None:
+def test_a_reward_that_is_not_finite_or_too_large_is_named_in_the_error(value: float) -> None:
     good, bad = scored(0.0, 1.0, id="good"), scored(0.0, 1.0, id="bad")
     object.__setattr__(bad.rollouts[1].episode, "rewards", (broken_reward(value),))
     with pytest.raises(
@@ -373,7 +373,7 @@ def test_a_reward_that_is_no_number_is_named(value: float) -> None:
 
 
 @pytest.mark.parametrize("array", ["logprobs", "versions"])
-def test_a_completion_with_one_number_too_few_is_named(array: str) -> None:
+def test_a_completion_with_an_array_that_is_too_short_is_named_in_the_error(array: str) -> None:
     short = scored(0.0, 1.0)
     completion = short.rollouts[1].episode.turns[0].completion
     object.__setattr__(completion, array, getattr(completion, array)[:-1])
@@ -381,18 +381,18 @@ def test_a_completion_with_one_number_too_few_is_named(array: str) -> None:
         build_training_data([short], GRPO)
 
 
-def test_what_is_twice_in_a_batch_is_named() -> None:
+def test_a_group_or_episode_that_is_in_a_batch_twice_is_named_in_the_error() -> None:
     with pytest.raises(TrainingError, match="group g: group g is in the batch twice"):
         build_training_data([scored(0.0, 1.0), scored(0.0, 1.0)], GRPO)
     with pytest.raises(TrainingError, match="group h: episode g0 is in the batch twice"):
         build_training_data([scored(0.0, 1.0), group([episode([turn("a")], 0.0, id="g0")], id="h")], GRPO)
 
 
-def test_leave_one_out_needs_another() -> None:
+def test_leave_one_out_needs_another_episode() -> None:
     with pytest.raises(TrainingError, match="group g has one episode"):
         build_training_data([scored(1.0)], AlgorithmConfig(preset="rloo"))
 
 
-def test_no_groups_are_refused() -> None:
+def test_a_batch_without_groups_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one group"):
         build_training_data([], GRPO)

@@ -1,4 +1,4 @@
-"""The sequential test of two means: against a scalar oracle, and by simulation."""
+"""The sequential test of two means, compared with a scalar oracle and simulated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_agents.algorithms.sequential import compare, confidence_sequence
 
 
 def oracle(values: list[float], alpha: float) -> list[tuple[float, float]]:
-    """Theorem 2 of Waudby-Smith and Ramdas, one observation after the other, in exact sums."""
+    """Theorem 2 of Waudby-Smith and Ramdas, one observation at a time, with exact sums."""
     bets: list[float] = []
     spreads: list[float] = []
     squares: list[float] = []
@@ -32,13 +32,13 @@ def oracle(values: list[float], alpha: float) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
-def test_the_bounds_are_those_of_the_theorem(alpha: float) -> None:
+def test_the_bounds_equal_those_of_the_theorem(alpha: float) -> None:
     values = np.random.default_rng(0).beta(0.4, 0.9, 200).tolist()
     lower, upper = confidence_sequence(values, alpha=alpha)
     np.testing.assert_allclose(np.c_[lower, upper], oracle(values, alpha), rtol=1e-12)
 
 
-def test_a_changed_scale_changes_the_bounds_alone() -> None:
+def test_rescaled_scores_rescale_the_bounds() -> None:
     rng = np.random.default_rng(1)
     candidate, stable = rng.random(50), rng.random(300)
     unit = compare(candidate, stable, low=0, high=1, alpha=0.1)
@@ -47,13 +47,13 @@ def test_a_changed_scale_changes_the_bounds_alone() -> None:
     assert scaled.most == pytest.approx(4 * unit.most)
 
 
-def test_without_scores_nothing_is_known() -> None:
+def test_without_scores_the_bounds_are_the_whole_range() -> None:
     nothing = compare([], [], low=0, high=1, alpha=0.05)
     assert (nothing.least, nothing.most, nothing.verdict()) == (-1, 1, "go_on")
 
 
 def verdicts(candidate: float, stable: float, *, share: float, runs: int, alpha: float) -> dict[str, int]:
-    """Count the verdicts of `runs` comparisons of 2000 thumbs, looked at after every one of them."""
+    """Count the verdicts of `runs` comparisons of 2000 thumbs each, evaluated after every thumb."""
     rng = np.random.default_rng(7)
     counts = {"promote": 0, "roll_back": 0, "go_on": 0}
     for _ in range(runs):
@@ -78,7 +78,7 @@ def verdicts(candidate: float, stable: float, *, share: float, runs: int, alpha:
 def test_an_equal_candidate_is_rarely_promoted_under_continuous_monitoring() -> None:
     alpha, runs = 0.1, 300
     counts = verdicts(0.5, 0.5, share=0.3, runs=runs, alpha=alpha)
-    # Three standard errors above alpha would still be a fault of the test with probability 0.001.
+    # At a false positive rate of alpha, a count above three standard errors has probability 0.001.
     most = runs * alpha + 3 * math.sqrt(runs * alpha * (1 - alpha))
     assert counts["promote"] <= most
     assert counts["roll_back"] <= most
@@ -97,7 +97,7 @@ def test_values_outside_the_range_are_refused() -> None:
 
 
 def test_a_drift_that_both_sides_share_gives_no_verdict() -> None:
-    """Users become easier to please in the middle of a comparison of equals."""
+    """Users become easier to please in the middle of a comparison of two equal versions."""
     rng = np.random.default_rng(3)
     stable = np.r_[rng.random(9000) < 0.4, rng.random(9000) < 0.6].astype(float)
     candidate = np.r_[rng.random(1000) < 0.4, rng.random(1000) < 0.6].astype(float)

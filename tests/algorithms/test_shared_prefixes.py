@@ -1,7 +1,7 @@
-"""Ratios of whole root-to-leaf paths where branches share turns, against a float64 oracle.
+"""Ratios of whole root-to-leaf paths whose branches share turns, compared with a float64 oracle.
 
-A token that several branches share is trained in the first of them. The ratio of every branch is of its whole
-path all the same: of all trained tokens from the root to the leaf, whoever trains them.
+A token that several branches share is trained only in the first of them. The ratio of every branch is still
+that of its whole path: of all trained tokens from the root to the leaf, including those trained elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARTS = {
 
 @dataclass
 class Numbers:
-    """The logprobs of every token, found by its id: no two sampled tokens have the same."""
+    """The logprobs of every token, indexed by token id; every sampled token has a unique id."""
 
     current: np.ndarray
     proximal: np.ndarray
@@ -58,7 +58,7 @@ class Numbers:
 
 
 def forest(seed: int, *, versions: bool = False) -> list[RecordedEpisode]:
-    """Two episodes of one group with different rewards on their turns, ids counting up from 1."""
+    """Two episodes of one group with different rewards on their turns; token ids count up from 1."""
     rng = random.Random(seed)
     made = []
     for index in range(2):
@@ -75,7 +75,7 @@ def forest(seed: int, *, versions: bool = False) -> list[RecordedEpisode]:
 
 
 def paths(recorded: RecordedEpisode, *, newest: int, bound: int) -> list[list[int]]:
-    """The trained tokens of each root-to-leaf path by id, those beyond the bound left out."""
+    """The ids of the trained tokens of each root-to-leaf path, without tokens beyond the bound."""
     by_id = {t.id: t for t in recorded.turns}
     continued = {t.parent for t in recorded.turns}
     found = []
@@ -107,7 +107,7 @@ def oracle(
     config: AlgorithmConfig,
     bound: int,
 ) -> tuple[float, dict[int, float], dict[str, float]]:
-    """The loss, its gradient by token, and statistics, one path after the other."""
+    """The loss, its gradient by token id, and statistics, computed path by path."""
     per_episode = [paths(e, newest=3, bound=bound) for e in episodes]
     lengths = [len({i for path in of for i in path}) for of in per_episode]
     present = sum(length > 0 for length in lengths)
@@ -210,8 +210,8 @@ def test_every_branch_has_the_ratio_of_its_whole_path(
     assert {name: seen[name] for name in statistics} == pytest.approx(statistics, rel=1e-6)
 
 
-def test_by_hand() -> None:
-    """Behavior logprobs of −1, proximal of −1 + log w: the shared turn has w = 2, the branches 3 and 0.5."""
+def test_ratios_of_two_branches_by_hand() -> None:
+    """Behavior logprobs are −1 and proximal ones −1 + log w: w is 2 for the shared turn, then 3 and 0.5."""
     turns = [
         turn("a", prompt=[1], sampled=[2]), turn("b", "a", prompt=[3], sampled=[4]),
         turn("c", "a", prompt=[5], sampled=[6]),
@@ -225,13 +225,13 @@ def test_by_hand() -> None:
     numbers = Numbers(proximal, proximal, np.full(8, -1.0))
     samples = [with_behavior(s, numbers) for s in data.samples]
     _, gradient, statistics = measured(samples, numbers, config, token_budget=100)
-    # a and b lie on the path whose weight is 6; c's path has 2 · 0.5 = 1, and its own weight alone is 0.5
+    # a and b are on a path of weight 6; the path of c has weight 2 · 0.5 = 1, and c alone 0.5
     assert gradient[[2, 4, 6, 7]] == pytest.approx(np.array([-6, -6, -1, 1]) * 0.5 / 4)
     assert (statistics["tokens"], statistics["sequences"], statistics["weight"]) == (4, 3, 6 + 6 + 1 + 1)
 
 
 def test_a_shared_prefix_goes_through_the_model_once() -> None:
-    """Scoring it in both branches adds entries of the loss, and no row of the model."""
+    """Scoring it in both branches adds entries to the loss, but no rows to the input of the model."""
     turns = [
         turn("a", prompt=range(1, 41), sampled=[50, 51]), turn("b", "a", prompt=[52], sampled=[53]),
         turn("c", "a", prompt=[54], sampled=[55]),
@@ -250,7 +250,7 @@ def test_a_shared_prefix_goes_through_the_model_once() -> None:
     assert by_path.predictor_rows[~by_path.trained].tolist() == [rows[50], rows[51]]
 
 
-def test_a_prefix_that_is_trained_here_or_comes_first_is_refused() -> None:
+def test_an_invalid_prefix_mask_is_refused() -> None:
     config = AlgorithmConfig(policy_loss="gspo")
     turns = [turn("a", prompt=[1], sampled=[2]), turn("b", "a", prompt=[3], sampled=[4]),
              turn("c", "a", prompt=[5], sampled=[6])]  # fmt: skip

@@ -35,8 +35,8 @@ def test_tokens_beyond_the_bound_are_masked_and_counted() -> None:
     assert report.staleness.tolist() == [1, 0, 0]
 
 
-def test_what_is_stale_is_scored_nowhere() -> None:
-    """A token that another branch trains is masked there and here alike: no ratio is left with it."""
+def test_a_stale_token_is_scored_in_no_branch() -> None:
+    """A stale token of a shared prefix is masked in every branch, so no ratio includes it."""
     branch = replace(
         sample([9, 1, 2, 3, 4], [4], versions=[-1, 3, 5, -1, 5]),
         prefix_mask=np.array([False, True, True, False, False]),
@@ -45,21 +45,21 @@ def test_what_is_stale_is_scored_nowhere() -> None:
     assert kept[0].loss_mask.tolist() == [False, False, False, False, True]
     assert kept[0].prefix_mask is not None
     assert kept[0].prefix_mask.tolist() == [False, False, True, False, False]
-    # counted where it is trained, not again here
+    # counted only in the sample that trains it
     assert (report.masked_tokens, report.dropped_samples, report.staleness.tolist()) == (0, 0, [0])
     alone, report = mask_stale([replace(branch, versions=branch.versions - 2)], version=5, max_staleness=1)
     assert alone == [] and (report.masked_tokens, report.dropped_samples) == (1, 1)
 
 
-def test_zero_trains_only_the_current_version() -> None:
+def test_a_bound_of_zero_trains_only_the_current_version() -> None:
     kept, report = mask_stale([sample([9, 1, 2], [1, 2], versions=[-1, 4, 5])], version=5, max_staleness=0)
     assert kept[0].loss_mask.tolist() == [False, False, True]
     assert report.staleness.tolist() == [0]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_report_is_read_off_the_masks_that_are_returned(seed: int) -> None:
-    """So its largest staleness is that of what is trained, and a mask that lets more through shows in it."""
+def test_the_report_is_computed_from_the_returned_masks(seed: int) -> None:
+    """Its largest staleness is that of the trained tokens, so it would reveal a mask that keeps too many."""
     rng = np.random.default_rng(seed)
     version, bound = 9, int(rng.integers(0, 4))
     samples = []
@@ -77,7 +77,7 @@ def test_the_report_is_read_off_the_masks_that_are_returned(seed: int) -> None:
     assert all((s.advantages[~s.loss_mask] == 0).all() and s.loss_mask.any() for s in kept)
 
 
-def test_without_a_bound_everything_stays_whatever_run_its_versions_are_of() -> None:
+def test_without_a_bound_all_tokens_are_kept_even_with_versions_of_another_run() -> None:
     samples = [sample([9, 1, 2], [1, 2], versions=[-1, 0, 40])]
     kept, report = mask_stale(samples, version=3, max_staleness=None)
     assert kept[0] is samples[0] and report.staleness.tolist() == [3, -37]
@@ -86,12 +86,12 @@ def test_without_a_bound_everything_stays_whatever_run_its_versions_are_of() -> 
     assert not is_stale(old, CONFIG, version=100, max_staleness=None, drop=True)
 
 
-def test_nothing_in_nothing_out() -> None:
+def test_no_samples_give_an_empty_report() -> None:
     kept, report = mask_stale([], version=3, max_staleness=1)
     assert kept == [] and report.staleness.size == 0
 
 
-def test_a_version_that_does_not_exist_yet_is_refused_by_name() -> None:
+def test_a_version_that_does_not_exist_yet_is_refused_and_the_episode_named() -> None:
     with pytest.raises(
         TrainingError,
         match="group g, episode e: a trained token is of version 6, but the trainer is at version 5",
@@ -99,7 +99,7 @@ def test_a_version_that_does_not_exist_yet_is_refused_by_name() -> None:
         mask_stale([sample([9, 1], [1], versions=[-1, 6])], version=5, max_staleness=1)
 
 
-def test_a_group_is_stale_if_its_newest_token_is_and_with_drop_if_any_is() -> None:
+def test_a_group_is_stale_if_all_its_tokens_are_or_with_drop_if_any_token_is() -> None:
     old = group([episode([turn("a", versions=[1, 2])]), episode([turn("b", versions=[1, 1])])])
     assert is_stale(old, CONFIG, version=4, max_staleness=1, drop=False)
     assert not is_stale(old, CONFIG, version=4, max_staleness=2, drop=False)
@@ -108,17 +108,17 @@ def test_a_group_is_stale_if_its_newest_token_is_and_with_drop_if_any_is() -> No
     assert not is_stale(group([episode([])]), CONFIG, version=9, max_staleness=0, drop=True)
 
 
-def test_an_old_token_that_is_never_trained_drops_no_group() -> None:
+def test_an_old_untrained_token_does_not_make_a_group_stale() -> None:
     turns = [turn("a", versions=[1, 1], constrained=True), turn("b", versions=[4, 4])]
     assert not is_stale(group([episode(turns)]), CONFIG, version=4, max_staleness=1, drop=True)
 
 
-def test_a_new_token_that_is_never_trained_saves_no_group() -> None:
+def test_a_new_untrained_token_does_not_keep_a_group_from_being_stale() -> None:
     turns = [turn("a", versions=[1, 1]), turn("b", versions=[4, 4], constrained=True)]
     assert is_stale(group([episode(turns)]), CONFIG, version=4, max_staleness=1, drop=False)
 
 
-def test_what_staleness_costs_each_episode() -> None:
+def test_stale_tokens_are_counted_for_each_episode() -> None:
     turns = [turn("a", versions=[1, 3]), turn("b", versions=[1, 1], constrained=True)]
     mixed = group([episode(turns), episode([turn("c", versions=[4, 4])])])
     age = {"version": 4, "max_staleness": 2}
@@ -130,7 +130,7 @@ def test_what_staleness_costs_each_episode() -> None:
     assert [tokens.stale for tokens in lost] == [2, 2]
 
 
-def test_the_stale_share_is_by_length() -> None:
+def test_the_share_of_stale_tokens_is_reported_by_length() -> None:
     episodes = [EpisodeTokens(sampled, trainable=10, stale=sampled // 4) for sampled in range(40, 0, -2)]
     shares = stale_share_by_length(episodes)
     assert list(shares) == [str(decile) for decile in range(1, 11)]
@@ -148,15 +148,17 @@ def test_the_weight_of_a_token_falls_with_its_age() -> None:
     ("versions", "in_time"),
     [
         ([], True),
-        ([4], True),  # trained at 5, when a token of 4 is 1 old
-        ([3], False),  # 2 old then
+        ([4], True),  # trained at version 5 with staleness 1
+        ([3], False),  # would have staleness 2
         ([4, 4], True),
-        ([4, 4, 4], False),  # the third is trained at 6
+        ([4, 4, 4], False),  # the third would be trained at version 6
         ([5, 4, 5, 4], True),
-        ([5, 5, 5, 4], True),  # 4, 5 at version 5, 5, 5 at 6
+        ([5, 5, 5, 4], True),  # 4 and 5 are trained at version 5, and 5 and 5 at version 6
         ([5, 5, 5, 5, 4], False),
     ],
 )
-def test_what_a_batch_may_leave_behind(versions: list[int], in_time: bool) -> None:
+def test_whether_groups_left_out_of_a_batch_can_be_trained_in_time(
+    versions: list[int], in_time: bool
+) -> None:
     assert leaves_in_time(versions, version=4, groups=2, max_staleness=1) is in_time
     assert leaves_in_time(versions, version=4, groups=2, max_staleness=None)

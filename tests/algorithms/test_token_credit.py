@@ -1,4 +1,4 @@
-"""Credit per token against the textbook recursion, sums in recording order, and the papers' formulas."""
+"""Credit per token, compared with the textbook recursion, direct sums, and the formulas of the papers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ RAW = {"preset": "ppo", "advantage_mean": "none", "advantage_std": "none"}
 
 
 def ppo(**fields: object) -> AlgorithmConfig:
-    """PPO with a critic, its advantages not whitened."""
+    """PPO with a critic, without whitening of advantages."""
     return AlgorithmConfig.model_validate({**RAW, **fields})
 
 
 def per_token(data: TrainingData, number: Callable[[int], float]) -> list[np.ndarray]:
-    """Per sample, the number of each of its trained tokens, which have ids of their own."""
+    """Per sample, the value of `number` for the id of each trained token; the ids are unique."""
     return [np.array([number(int(i)) for i in s.token_ids[s.loss_mask]]) for s in data.samples]
 
 
@@ -51,12 +51,12 @@ def by_turn(data: TrainingData, episode_id: str, arrays: list[np.ndarray]) -> di
 
 
 def following(rewards: EpisodeRewards) -> np.ndarray:
-    """[T] the rewards of each turn and of all that were recorded after it, the episode's included."""
+    """[T] the sum of the rewards of each turn and of all turns recorded after it, and the episode reward."""
     return rewards.turns[::-1].cumsum()[::-1] + rewards.episode
 
 
 def own_rewards(rewards: EpisodeRewards) -> list[float]:
-    """Each turn's reward in recording order; the episode's comes with the last."""
+    """The reward of each turn in recording order; that of the last turn includes the episode reward."""
     return [
         float(own) + (rewards.episode if place == len(rewards.turns) - 1 else 0.0)
         for place, own in enumerate(rewards.turns)
@@ -72,15 +72,15 @@ def brute_force(
     decay: float,
     level: str,
 ) -> dict[int, list[float]]:
-    """GAE as its definition says: Σ_l (γλ)^l δ_{i+l} over the states of an episode in recording order.
+    """GAE by its definition: Σ_l (γλ)^l δ_{i+l} over the states of an episode in recording order.
 
-    By token the states are the trained tokens, and the reward of a turn that has none comes with the last
-    token before it, as part of what follows. By turn every turn is a step; one that is not trained is worth
-    what follows it, so its δ is 0.
+    At level "token" the states are the trained tokens. The reward of a turn without trained tokens is
+    received after the last trained token before it. At level "turn" every turn is a state. The value of an
+    untrained turn is its reward plus the discounted value of the next turn, so its δ is 0.
     """
     places: list[int] = []  # the turn of each state
     step_rewards: list[float] = []
-    later: list[float] = []  # what comes after a state, before the next one
+    later: list[float] = []  # rewards between a state and the next one
     known: list[float | None] = []
     for place, own in enumerate(own_rewards(rewards)):
         if level == "turn":
@@ -113,8 +113,8 @@ def brute_force(
 @pytest.mark.parametrize("level", ["token", "turn"])
 @few
 @forests
-def test_gae_is_its_definition_in_recording_order(level: str, seed: int) -> None:
-    """Of episodes with several roots and branches whose calls overlap."""
+def test_gae_equals_its_definition_in_recording_order(level: str, seed: int) -> None:
+    """The episodes have several roots and branches, and their calls overlap."""
     data = build_training_data(random_groups(seed, groups=1), ppo())
     rng = np.random.default_rng(seed)
     discount, decay = rng.uniform(0.5, 1, 2)
@@ -134,8 +134,8 @@ def test_gae_is_its_definition_in_recording_order(level: str, seed: int) -> None
 
 
 def test_gae_of_two_interleaved_conversations_by_hand() -> None:
-    """a, x, b, y as they were recorded: x follows a although it is of another root, and the episode reward
-    comes once, with y."""
+    """The turns were recorded in the order a, x, b, y: x follows a although it is on another root, and the
+    episode reward is received once, with y."""
     turns = [
         turn("a", prompt=[1], sampled=[2]), turn("x", prompt=[3], sampled=[4], recorded_before=1),
         turn("b", "a", prompt=[5], sampled=[6]), turn("y", "x", prompt=[7], sampled=[8], recorded_before=3),
@@ -157,7 +157,7 @@ def test_gae_of_two_interleaved_conversations_by_hand() -> None:
 
 
 def textbook(rewards: list[float], values: list[float], discount: float, decay: float) -> list[float]:
-    """A_t = δ_t + γλ A_{t+1} backwards along one chain, V after the end 0."""
+    """A_t = δ_t + γλ A_{t+1}, computed backwards along a chain; the value after its end is 0."""
     advantages, after, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         after = reward + discount * next_value - value + discount * decay * after
@@ -204,7 +204,7 @@ def test_gae_per_turn_on_a_chain() -> None:
 @pytest.mark.parametrize("level", ["token", "turn"])
 @few
 @forests
-def test_without_discount_and_values_it_is_the_sum_of_what_was_recorded_from_the_turn_on(
+def test_gae_without_discount_and_values_is_the_sum_of_the_rewards_from_the_turn_on(
     level: str, seed: int
 ) -> None:
     config = ppo(gae_level=level)
@@ -217,8 +217,8 @@ def test_without_discount_and_values_it_is_the_sum_of_what_was_recorded_from_the
 
 @few
 @forests
-def test_per_turn_the_discount_is_that_of_rewards_to_go_but_for_the_episode_reward(seed: int) -> None:
-    """Of an episode whose calls follow one another, so that each is one level deeper than the last."""
+def test_gae_per_turn_discounts_rewards_of_turns_as_rewards_to_go_do(seed: int) -> None:
+    """There is no episode reward, and the calls follow one another, so each turn is one level deeper."""
     config = ppo(gae_level="turn", gae_discount=0.6)
     data = build_training_data(random_groups(seed), config)
     bare = {
@@ -236,7 +236,7 @@ def test_per_turn_the_discount_is_that_of_rewards_to_go_but_for_the_episode_rewa
 @pytest.mark.parametrize("level", ["token", "turn"])
 @few
 @forests
-def test_a_critic_that_knows_what_follows_leaves_no_advantage(level: str, seed: int) -> None:
+def test_advantages_are_zero_if_the_critic_predicts_every_return(level: str, seed: int) -> None:
     config = ppo(gae_level=level, gae_lambda=0.8)
     data = build_training_data(random_groups(seed), config)
     values = [following(data.rewards[s.episode_id])[s.turn_index[s.loss_mask]] for s in data.samples]
@@ -258,9 +258,9 @@ def test_advantages_are_whitened_over_the_tokens_of_the_batch_and_targets_are_no
         assert got.tolist() == wanted.tolist()
 
 
-def test_reinforce_plus_plus_by_its_formulas() -> None:
-    """arXiv 2501.03262 eq. 8: A_t = r − β Σ_{i ≥ t} KL(i); eq. 10: less the mean, over the deviation, of
-    the batch, in which here every episode counts once, however long."""
+def test_reinforce_plus_plus_equals_its_formulas() -> None:
+    """arXiv 2501.03262, eq. 8: A_t = r − β Σ_{i ≥ t} KL(i); eq. 10: less the mean of the batch, divided by
+    its deviation. Here every episode counts once in both, whatever its length."""
     rewards, lengths, beta = [[1.0, 0.0], [0.5, 2.0]], [[3, 1], [2, 5]], 0.1
     config = AlgorithmConfig(preset="reinforce_pp", kl_coefficient=beta)
     groups = [
@@ -300,7 +300,7 @@ def test_reinforce_plus_plus_by_its_formulas() -> None:
 )
 @few
 @forests
-def test_a_penalty_of_zero_leaves_the_advantages_of_the_group(parts: dict, seed: int) -> None:
+def test_a_penalty_of_zero_does_not_change_advantages(parts: dict, seed: int) -> None:
     groups = random_groups(seed)
     plain = build_training_data(groups, AlgorithmConfig(**parts))
     config = AlgorithmConfig(**parts, kl_in="reward", kl_coefficient=0.3)
@@ -313,9 +313,9 @@ def test_a_penalty_of_zero_leaves_the_advantages_of_the_group(parts: dict, seed:
 
 @few
 @forests
-def test_penalties_to_go_are_the_sum_of_what_is_sampled_later(seed: int) -> None:
-    """The rest of the turn, and the turns that were recorded after it, each discounted by how much deeper
-    it is: a turn that was recorded before this one was not caused by it."""
+def test_penalties_to_go_are_the_discounted_sum_over_later_tokens(seed: int) -> None:
+    """The sum is over the rest of the turn and over the turns recorded after it, each discounted by its
+    additional depth. A turn recorded before this one cannot have been caused by it."""
     groups = random_groups(seed)
     episodes = {r.episode.id: r.episode for g in groups for r in g.rollouts}
     config = AlgorithmConfig(
@@ -350,7 +350,7 @@ def token_statistics(**fields: object) -> AlgorithmConfig:
 
 
 def test_statistics_over_tokens_count_a_long_episode_more() -> None:
-    """REINFORCE++ by hand: scores 0, with three tokens, and 1, with one; mean 1/4, variance 3/16 · 4/3."""
+    """Score 0 with three tokens and score 1 with one token have mean 1/4 and variance 3/16 · 4/3."""
     groups = [
         group([episode([turn("a", sampled=[1, 2, 3])], 0.0), episode([turn("b", sampled=[4])], 1.0, id="f")])
     ]
@@ -369,8 +369,8 @@ def test_statistics_over_tokens_count_a_long_episode_more() -> None:
 @pytest.mark.parametrize("credit", ["episode", "reward_to_go"])
 @few
 @forests
-def test_statistics_over_tokens_are_equation_10(where: str, credit: str, seed: int) -> None:
-    """arXiv 2501.03262: A_t = return − β Σ_{i ≥ t} KL(i), less the mean and over the deviation of tokens."""
+def test_statistics_over_tokens_equal_equation_10(where: str, credit: str, seed: int) -> None:
+    """arXiv 2501.03262: A_t = return − β Σ_{i ≥ t} KL(i), less the mean, divided by the deviation."""
     config = token_statistics(
         advantage_mean=where, advantage_std=where, credit=credit, kl_in="reward", kl_coefficient=0.1
     )
@@ -403,8 +403,8 @@ def test_statistics_over_tokens_are_equation_10(where: str, credit: str, seed: i
         assert advantages.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_what_another_sample_trains_is_scored_and_has_no_advantage() -> None:
-    """GSPO scores the shared turn in both branches; the critic's value there is of no state of the second."""
+def test_a_token_that_another_sample_trains_is_scored_but_has_no_advantage() -> None:
+    """GSPO scores the shared turn in both branches; in the second branch its tokens are not states."""
     turns = [
         turn("a", prompt=[1], sampled=[2, 3]), turn("b", "a", prompt=[4], sampled=[5]),
         turn("c", "a", prompt=[6], sampled=[7]),
@@ -426,7 +426,7 @@ def test_what_another_sample_trains_is_scored_and_has_no_advantage() -> None:
         assert mine[1].tolist() == [0.0, 0.0, *theirs[1].tolist()]
 
 
-def test_stale_tokens_are_no_states() -> None:
+def test_stale_tokens_are_not_states() -> None:
     turns = [
         turn("a", prompt=[1], sampled=[2, 3, 4], versions=[0, 1, 1]),
         turn("b", "a", prompt=[5], sampled=[6], versions=[0]),
@@ -440,18 +440,18 @@ def test_stale_tokens_are_no_states() -> None:
         replace(data, samples=tuple(samples)), values=[np.array(values)], penalties=None, config=config
     )
     last = 2.0 - 0.7
-    middle = 0.9 * (1.0 + 0.7) - 0.2 + 0.45 * last  # b's reward comes on the way to c
+    middle = 0.9 * (1.0 + 0.7) - 0.2 + 0.45 * last  # the reward of b is received before c
     expected = [0.9 * 0.2 - 0.3 + 0.45 * middle, middle, last]
     assert made.advantages[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_nothing_to_train_is_no_error() -> None:
+def test_a_batch_without_trained_tokens_is_no_error() -> None:
     data = build_training_data([group([episode([], 1.0), episode([], 0.0, id="f")])], ppo())
     made = token_advantages(data, values=[], penalties=None, config=ppo())
     assert made.advantages == [] and made.value_targets == []
 
 
-def test_what_is_missing_or_has_no_use_is_refused() -> None:
+def test_missing_or_unused_values_and_penalties_are_refused() -> None:
     data = build_training_data([group([episode(CHAIN, 1.0)])], ppo())
     zeros = per_token(data, lambda _: 0.0)
     with pytest.raises(ValueError, match="values are required, got None"):
@@ -463,7 +463,7 @@ def test_what_is_missing_or_has_no_use_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.zeros(5), np.array([0, 0, np.nan, 0, 0, 0])])
-def test_a_number_too_few_or_not_finite_is_named(bad: np.ndarray) -> None:
+def test_values_that_are_too_few_or_not_finite_are_named_in_the_error(bad: np.ndarray) -> None:
     data = build_training_data([group([episode(CHAIN, 1.0)])], ppo())
     with pytest.raises(TrainingError, match="group g, episode e: values .* 6 scored tokens, .* 5 finite"):
         token_advantages(data, values=[bad], penalties=None, config=ppo())

@@ -1,4 +1,4 @@
-"""Merged prefixes: the same tokens, at the same positions, seeing the same tokens."""
+"""Sequences with merged prefixes keep their tokens, their positions and what they attend to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def arrays(*sequences: list[int]) -> list[np.ndarray]:
 
 
 def visible(tree: TokenTree) -> np.ndarray:
-    """[T, T] which rows each row attends to, straight from the segments' definition."""
+    """[T, T] bool, which rows each row attends to, by the definition of segments."""
     size = len(tree.token_ids)
     seen = np.zeros((size, size), bool)
     for s in tree.segments:
@@ -31,7 +31,7 @@ def visible(tree: TokenTree) -> np.ndarray:
     return seen
 
 
-def test_a_prompt_and_its_continuations() -> None:
+def test_shared_prefixes_are_stored_once() -> None:
     tree = build_tree(arrays([1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4, 7]), min_saved=1)
     assert tree.token_ids.tolist() == [1, 2, 3, 4, 7, 5, 6]
     assert tree.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4]
@@ -42,10 +42,10 @@ def test_a_prompt_and_its_continuations() -> None:
     assert sum(map(len, tree.rows)) - len(tree.token_ids) == 7
 
 
-def test_small_savings_are_left_and_large_ones_below_them_found() -> None:
+def test_small_savings_are_skipped_and_larger_ones_deeper_in_the_tree_are_found() -> None:
     sequences = arrays([1, 2, *[7] * 20, 3], [1, 2, *[7] * 20, 4], [1, 2, 9])
     tree = build_tree(sequences, min_saved=10)
-    # the pair is merged (22 tokens), the third is not merged with it for the sake of 2 · 2
+    # the first two are merged (22 tokens); merging the third with them would save only 2 · 2 tokens
     assert len(tree.token_ids) == 22 + 1 + 1 + 3
     assert len(build_tree(sequences, min_saved=None).token_ids) == 23 + 23 + 3
 
@@ -55,7 +55,9 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.lists(TOKENS, min_size=1, max_size=8), st.sampled_from([None, 1, 4]))
-def test_every_sequence_reads_and_sees_itself(sequences: list[list[int]], min_saved: int | None) -> None:
+def test_every_sequence_keeps_its_tokens_and_attends_only_to_them(
+    sequences: list[list[int]], min_saved: int | None
+) -> None:
     tree = build_tree(arrays(*sequences), min_saved=min_saved)
     seen = visible(tree)
     for sequence, rows in zip(sequences, tree.rows, strict=True):
@@ -71,7 +73,7 @@ def test_every_sequence_reads_and_sees_itself(sequences: list[list[int]], min_sa
 
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.lists(TOKENS, min_size=1, max_size=8), st.sampled_from([None, 1, 3]), st.data())
-def test_a_part_of_a_forest_reads_and_sees_the_same(
+def test_sequences_of_a_partial_layout_keep_their_tokens_and_attention(
     sequences: list[list[int]], min_saved: int | None, data: st.DataObject
 ) -> None:
     forest = build_forest(arrays(*sequences), min_saved=min_saved)
@@ -86,20 +88,20 @@ def test_a_part_of_a_forest_reads_and_sees_the_same(
     assert len(tree.token_ids) == sum(forest.nodes[n].end - forest.nodes[n].start for n in used)
 
 
-def test_what_nothing_else_continues_is_one_segment() -> None:
+def test_a_path_without_branches_is_one_segment() -> None:
     forest = build_forest(arrays([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]), min_saved=1)
     assert len(forest.layout([0]).segments) == 1
     assert len(forest.layout([0, 1]).segments) == 3  # [1, 2, 3], [4] and [5]
     assert [s.pairs for s in forest.layout([0, 1]).segments] == [6, 4, 4]
 
 
-def test_keys_tell_equal_ids_apart() -> None:
+def test_equal_ids_with_different_keys_are_not_merged() -> None:
     sequences, keys = arrays([1, 7, 7, 2], [1, 7, 7, 2]), arrays([1, 90, 90, 2], [1, 91, 91, 2])
     tree = build_forest(sequences, min_saved=1, keys=keys).layout([0, 1])
     assert tree.token_ids.tolist() == [1, 7, 7, 2, 7, 7, 2]
 
 
-def test_a_thousand_branches_one_below_the_other() -> None:
+def test_a_thousand_nested_branches_are_merged() -> None:
     trunk = np.arange(1100)
     sequences = [np.append(trunk[: i + 1], 5000 + i).astype(np.int32) for i in range(1100)]
     tree = build_tree(sequences, min_saved=1)

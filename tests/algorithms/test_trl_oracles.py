@@ -1,13 +1,13 @@
-"""Advantages, losses and gradients against TRL's published GRPO trainer, on the same model and episodes.
+"""Advantages, losses and gradients, compared with TRL's GRPO trainer on the same model and episodes.
 
 TRL is used through its public interface: a rollout function returns the recorded completions, a reward
-function their rewards, and its `compute_loss` runs a real model. Where its definitions differ from the
-papers' or ours, the test says so and allows for exactly that:
+function their rewards, and its `compute_loss` runs a real model. Where its definitions differ
+from those of the papers or of this package, the test accounts for exactly these differences:
 
-- advantages are divided by std + 1e-4, here by std + 1e-5;
-- there is no weight π_prox/μ without vLLM, so the behavior policy is the proximal one here too;
-- by default the KL is multiplied by the ratio (DeepSeek-V3.2); GRPO's own KL, eq. 4 of its paper, is not;
-- the constant of Dr.GRPO is `max_completion_length`.
+- TRL divides advantages by std + 1e-4, this package by std + 1e-5;
+- without vLLM, TRL has no weight π_prox/μ, so the behavior policy is the proximal policy here too;
+- by default TRL multiplies the KL by the ratio (DeepSeek-V3.2), unlike eq. 4 of the paper on GRPO;
+- TRL's constant of Dr.GRPO is `max_completion_length`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def groups() -> list[RolloutGroup]:
-    """Answers of different lengths, prompts of different lengths, random rewards."""
+    """Completions and prompts of different lengths, with random rewards."""
     recorder = Recorder(SHAPE.vocab, seed=0)
     return [
         recorder.answers(g, prompt=3 + g, lengths=recorder.rng.integers(2, LONGEST + 1, SIZE))
@@ -60,7 +60,7 @@ def load(folder: Path) -> Any:
 
 
 def logprobs_of(model: Any, sample: TrainingSample) -> Tensor:
-    """The definition, sample by sample: no padding, no chunks."""
+    """The logprobs of the trained tokens by their definition, without padding and chunks."""
     ids = torch.from_numpy(sample.token_ids.astype(np.int64))
     logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1)
     chosen = logprobs.gather(1, ids[1:, None])[:, 0]
@@ -70,7 +70,7 @@ def logprobs_of(model: Any, sample: TrainingSample) -> Tensor:
 def trl_side(
     folder: Path, scratch: Path, groups: list[RolloutGroup], **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """TRL's trainer, and the inputs that it makes of the recorded episodes."""
+    """TRL's trainer, and the inputs that it makes from the recorded episodes."""
     from benchmarks.trainer.peers import grpo_trainer
 
     episodes = [rollout.episode for group in groups for rollout in group.rollouts]
@@ -106,7 +106,7 @@ def padded(arrays: list[Tensor]) -> Tensor:
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-    # preset: our settings, TRL's, and the KL coefficient that TRL calls beta
+    # preset: settings of this package, settings of TRL, and the KL coefficient (beta in TRL)
     "grpo": ({}, {"loss_type": "grpo", "use_bias_correction_kl": False}, 0.04),
     "dr_grpo": ({"loss_constant": LONGEST}, {"loss_type": "dr_grpo", "scale_rewards": "none"}, 0.0),
     "dapo": (
@@ -128,7 +128,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize("preset", CASES)
-def test_loss_advantages_and_gradient_are_those_of_trl(
+def test_loss_advantages_and_gradient_equal_those_of_trl(
     preset: str, model_folder: Path, groups: list[RolloutGroup], tmp_path: Path
 ) -> None:
     settings, options, beta = CASES[preset]

@@ -1,4 +1,4 @@
-"""Turn-level advantages with step groups (GiGPO, MT-GRPO) against an oracle in plain Python."""
+"""Turn-level advantages with step groups (GiGPO, MT-GRPO), compared with an oracle in plain Python."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def by_turn(data: TrainingData, episode_id: str) -> list[float]:
 
 
 def said(id: str, parent: str | None, *messages: Message, prompt: tuple[int, ...] = (1, 2)) -> Turn:
-    """A turn whose prompt ends in these messages."""
+    """A turn whose prompt ends with these messages."""
     return Turn(
         id=id,
         parent=parent,
@@ -55,7 +55,7 @@ def said(id: str, parent: str | None, *messages: Message, prompt: tuple[int, ...
     )
 
 
-# The oracle: recursive depths and loops, as the papers' formulas read.
+# The oracle: recursive depths and loops, written like the formulas of the papers.
 
 
 def normalised(values: list[float], *, divided: bool) -> list[float]:
@@ -99,7 +99,7 @@ def oracle(members: list[EpisodeRewards], settings: AlgorithmConfig) -> list[lis
 
 
 def random_rewards(rng: random.Random) -> EpisodeRewards:
-    """An episode of up to six turns, some of them concurrent, in three situations."""
+    """An episode of up to six turns, some of them concurrent, with three different anchors."""
     turns = rng.randint(1, 6)
     return EpisodeRewards(
         "g",
@@ -124,7 +124,7 @@ def random_rewards(rng: random.Random) -> EpisodeRewards:
         {"turn_discount": 0.5, "episode_return": "outcome"},
     ],
 )
-def test_advantages_are_those_of_the_papers(seed: int, given: dict[str, Any]) -> None:
+def test_advantages_equal_those_of_the_papers(seed: int, given: dict[str, Any]) -> None:
     rng, settings = random.Random(seed), config(**given)
     batch = [[random_rewards(rng) for _ in range(rng.randint(2, 5))] for _ in range(3)]
     found = settings.estimator.turn_advantages(batch)  # type: ignore[union-attr]
@@ -134,7 +134,7 @@ def test_advantages_are_those_of_the_papers(seed: int, given: dict[str, Any]) ->
 
 
 def test_a_sparse_reward_is_discounted_by_its_distance_within_a_step_group() -> None:
-    # One episode finds the answer from the hall at once, the other after a detour back to the hall.
+    # One episode finds the answer from the hall at once, the other after a detour that returns to the hall.
     hall, shed = Message("user", "You are in the hall."), Message("user", "You are in the shed.")
     short = RecordedEpisode("short", TASK, (said("s0", None, hall),), "finished", episode([], 1.0).rewards)
     long = RecordedEpisode(
@@ -150,7 +150,7 @@ def test_a_sparse_reward_is_discounted_by_its_distance_within_a_step_group() -> 
 
 
 def test_mt_grpo_adds_the_turn_advantage_to_the_outcome_advantage() -> None:
-    # Equation of the paper for two turns: A_1 = A^O + λ A^T, A_2 = A^O.
+    # The equation of the paper for two turns: A_1 = A^O + λ A^T, A_2 = A^O.
     members = [
         episode([turn(f"{i}a"), turn(f"{i}b", f"{i}a")], outcome, id=f"e{i}", by_turn={f"{i}a": tool})
         for i, (outcome, tool) in enumerate([(1.0, 0.2), (0.0, 0.2), (0.0, 0.0), (1.0, 0.4)])
@@ -163,7 +163,7 @@ def test_mt_grpo_adds_the_turn_advantage_to_the_outcome_advantage() -> None:
         assert by_turn(data, f"e{i}") == pytest.approx(expected, abs=1e-6)
 
 
-def test_without_a_situation_seen_twice_gigpo_is_grpo() -> None:
+def test_gigpo_equals_grpo_if_no_situation_occurs_twice() -> None:
     members = [
         episode([turn(f"{i}a"), turn(f"{i}b", f"{i}a")], score, id=f"e{i}")
         for i, score in enumerate([1.0, 0.0, 0.5])
@@ -180,7 +180,7 @@ def anchors(episode: RecordedEpisode, by: Any) -> tuple[Anchor, ...]:
     return turn_anchors(episode, by)
 
 
-def test_an_observation_is_what_came_after_the_last_reply() -> None:
+def test_an_observation_is_the_messages_after_the_last_reply() -> None:
     system, ask, seen = (
         Message("system", "S"),
         Message("user", "hi"),
@@ -197,7 +197,7 @@ def test_an_observation_is_what_came_after_the_last_reply() -> None:
             said("c", "b", other_id),
             said("fork", None, system, ask, call, seen),  # a root that begins with a history
             said("prefix", "b", ask, Message("assistant", "Sure")),  # continues a reply that the client began
-            said("again", "b", call, seen),  # a reply that the client put in
+            said("again", "b", call, seen),  # a reply that the client inserted
             said("ask", "b", ask),
             said("two", "b", ask, seen),
         ),
@@ -229,7 +229,7 @@ def test_labels_and_positions_are_anchors_too() -> None:
     assert anchors(recorded, "position") == (0, 1, 2)
 
 
-def test_anchors_are_made_only_where_they_are_used() -> None:
+def test_anchors_are_computed_only_if_they_are_used() -> None:
     members = group([episode([turn("a")], 1.0, id="e0"), episode([turn("b")], 0.0, id="e1")])
     plain = build_training_data([members], AlgorithmConfig())
     grouped = build_training_data([members], config(turn_group_by="position"))
@@ -255,14 +255,14 @@ def test_a_group_is_equal_if_all_its_advantages_are_zero() -> None:
 
     assert report([0.1] * 10, [0.7] * 10) == ("g",)
     assert report([0.1] * 10, [0.7] * 10, advantage_std="none") == ("g",)
-    assert report([0.1, 0.2], [0.2, 0.1]) == ()  # of one score, but the turns differ
+    assert report([0.1, 0.2], [0.2, 0.1]) == ()  # equal scores, but the turns differ
     assert report([0.1, 0.2, 0.3], [0.3, 0.2, 0.1], episode_return="outcome") == ("g",)  # the parts cancel
 
 
 @pytest.mark.parametrize("credit", ["reward_to_go", "step_normalized"])
 @pytest.mark.parametrize("size", [3, 7, 10])
-def test_rounding_does_not_tell_equal_episodes_apart(credit: str, size: int) -> None:
-    # The mean of ten times 0.1 is not 0.1, and without a std nothing else makes the difference 0.
+def test_rounding_does_not_make_equal_episodes_different(credit: str, size: int) -> None:
+    # In floating point the mean of ten times 0.1 is not 0.1, and without a std nothing hides the difference.
     settings = AlgorithmConfig.model_validate({"credit": credit, "advantage_std": "none"})
     for reward in (0.1, 0.7, 1 / 3):
         recorded = [
@@ -274,7 +274,7 @@ def test_rounding_does_not_tell_equal_episodes_apart(credit: str, size: int) -> 
         assert apart.report.equal_groups == () and len(apart.samples) == size + 1
 
 
-def test_reward_to_go_without_a_std_is_equal_only_if_all_advantages_are_zero() -> None:
+def test_a_group_under_reward_to_go_is_equal_only_if_all_advantages_are_zero() -> None:
     settings = AlgorithmConfig.model_validate({"credit": "reward_to_go", "advantage_std": "none"})
 
     def made(first: list[float], second: list[float]) -> tuple[str, ...]:
@@ -289,17 +289,17 @@ def test_reward_to_go_without_a_std_is_equal_only_if_all_advantages_are_zero() -
         return build_training_data([group(members)], settings).report.equal_groups
 
     assert made([0.5, 0.5], [0.5, 0.5]) == ("g",)
-    assert made([1.0, 0.0], [0.0, 1.0]) == ()  # one score, but the second turns differ
+    assert made([1.0, 0.0], [0.0, 1.0]) == ()  # equal scores, but the second turns differ
 
 
-def test_a_bias_matters_only_where_the_episode_reward_is_discounted() -> None:
+def test_a_reward_bias_is_refused_unless_the_episode_reward_is_discounted() -> None:
     assert config(reward_bias=0.5, turn_discount=0.9).rewards.reward_bias == 0.5
     for given in ({}, {"turn_return": "own"}):
         with pytest.raises(ValidationError, match="reward_bias: 0.5 is subtracted again"):
             config(reward_bias=0.5, **given)
 
 
-def test_a_preset_whose_turn_return_is_changed_loses_its_discount() -> None:
+def test_changing_the_turn_return_of_a_preset_drops_its_discount() -> None:
     credit = AlgorithmConfig(preset="gigpo", turn_return="own").estimator.credit  # type: ignore[union-attr]
     assert credit.turn_return == OwnReturn()
 
@@ -323,7 +323,7 @@ def test_a_preset_whose_turn_return_is_changed_loses_its_discount() -> None:
         ({"estimator": "gae"}, "credit: turn_groups needs estimator: group"),
     ],
 )
-def test_what_is_not_defined_beside_it_is_refused(given: dict[str, Any], reason: str) -> None:
+def test_settings_that_turn_groups_cannot_use_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(**given)
     assert reason in str(caught.value)

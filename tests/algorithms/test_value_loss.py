@@ -1,4 +1,4 @@
-"""The critic's loss against its formula in float64."""
+"""The critic's loss, compared with its formula in float64."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_loss_and_gradient_equal_the_formula(clip: float | None, seed: int) -> N
     assert clipped == (near > plain).sum() and (clipped > 0) == (clip is not None)
 
 
-def test_by_hand() -> None:
-    # moved past the clip towards the target: no gradient; away from it: the plain gradient
+def test_the_clip_by_hand() -> None:
+    # a value beyond the clip has no gradient if it moved towards the target, else the plain gradient
     loss, gradient, clipped = run([1.0, 1.0], [0.0, 0.0], [2.0, -1.0], [1.0, 0.5], 0.2)
     assert loss == pytest.approx((1.8**2 + 0.5 * 2**2) / 2)
     assert gradient.tolist() == pytest.approx([0.0, 1.0]) and clipped == 1
 
 
-def test_parts_add_up_and_nothing_is_zero() -> None:
+def test_micro_batches_add_up_and_the_loss_of_no_tokens_is_zero() -> None:
     arrays = numbers(0)
     whole = run(*arrays, 0.2)
     parts = [run(*(a[at] for a in arrays), 0.2) for at in (slice(0, 7), slice(7, 40))]
@@ -65,7 +65,7 @@ def test_half_precision_values_are_squared_in_float32() -> None:
     assert loss == 45000.0 and gradient.tolist() == [300.0]
 
 
-def test_bad_arguments_say_what_was_got() -> None:
+def test_invalid_arguments_are_named_in_the_error() -> None:
     with pytest.raises(ValueError, match="one shape"):
         run([1.0], [1.0, 2.0], [1.0], [1.0], None)
     with pytest.raises(ValueError, match="must be positive, got 0"):

@@ -1,4 +1,4 @@
-"""Training, evaluating and serving from Python, on the quick-start model."""
+"""Training, evaluating and serving from Python, with the quick-start model."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ async def agent(task: dict, ep: aa.Episode) -> float:
     return len(reply.choices[0].message.content or "") % 2 + BONUS
 
 
-def test_a_run_from_its_start_to_its_episodes(tmp_path: Path) -> None:
+def test_a_run_trains_a_model_and_returns_its_episodes(tmp_path: Path) -> None:
     bonus = 0.5
 
-    async def inner(task: dict, ep: aa.Episode) -> float:  # pickled by value, with what it refers to
+    async def inner(task: dict, ep: aa.Episode) -> float:  # pickled by value, with the objects it refers to
         return await agent(task, ep) + bonus
 
     run = aa.train(
@@ -69,7 +69,7 @@ def test_a_run_from_its_start_to_its_episodes(tmp_path: Path) -> None:
         run.policy()
 
 
-def test_a_broken_agent_is_the_message_of_the_error(tmp_path: Path) -> None:
+def test_the_error_of_a_broken_agent_is_reported(tmp_path: Path) -> None:
     def broken(task: dict, ep: aa.Episode) -> float:
         raise KeyError("no such tool")
 
@@ -96,13 +96,13 @@ def test_a_stopped_run_leaves_no_process(tmp_path: Path) -> None:
         assert reply.choices[0].finish_reason in ("stop", "length", "tool_calls")
     finally:
         run.stop()
-    run.stop()  # a second time changes nothing
+    run.stop()  # stopping again changes nothing
     assert run.state == "stopped" and not _processes_of(tmp_path)
     with pytest.raises(RunFailed, match="the run was stopped"):
         run.wait()
 
 
-def test_the_processes_end_with_a_caller_that_is_killed(tmp_path: Path) -> None:
+def test_the_processes_of_a_run_end_if_their_caller_is_killed(tmp_path: Path) -> None:
     code = f"""
         import areal_agents as aa, time
         def agent(task, ep): time.sleep(600)
@@ -172,7 +172,7 @@ def test_a_model_that_cannot_be_served_is_an_error(tmp_path: Path) -> None:
         pass
 
 
-def test_what_is_given_in_memory_reaches_other_processes(tmp_path: Path) -> None:
+def test_functions_and_tasks_given_as_objects_reach_other_processes(tmp_path: Path) -> None:
     assert function_spec("a.py:f", tmp_path, "agent") == "a.py:f"
     assert function_spec(agent, tmp_path, "agent") == f"{Path(__file__).resolve()}:agent"
     spec = function_spec(lambda task, ep: BONUS, tmp_path, "agent")
@@ -185,7 +185,7 @@ def test_what_is_given_in_memory_reaches_other_processes(tmp_path: Path) -> None
         write_config(tmp_path, agent="a:b", reward=None, data=None, eval_data=None, settings={"agent": "c:d"})
 
 
-def test_files_that_are_named_are_in_the_working_directory(
+def test_named_files_are_resolved_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -199,13 +199,13 @@ def test_files_that_are_named_are_in_the_working_directory(
     }
 
 
-def test_a_wrong_setting_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_wrong_setting_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'trainer\.lr'"):
         aa.train(agent, model="quickstart", data=TASKS, run_dir=tmp_path / "run", lr=1e-4)
 
 
 def test_a_killed_rollout_process_rewards_a_group_once(tmp_path: Path) -> None:
-    """The process is killed while the group's function runs; after its restart the group is rewarded."""
+    """The process is killed while the group's reward function runs; its successor rewards the group."""
     called = tmp_path / "called"
     folder = tmp_path / "run"
 

@@ -1,4 +1,4 @@
-"""Hosts of a network in one machine: network namespaces behind a bridge, with links that can be cut."""
+"""Hosts of a network on one machine: network namespaces behind a bridge, with links that can be cut."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _numbers = itertools.count()
 
 
 class Host:
-    """A namespace with an address of its own. All hosts share the file system."""
+    """A network namespace with an address of its own. All hosts share the file system."""
 
     def __init__(self, namespace: str, link: str, address: str) -> None:
         self.namespace = namespace
         self.address = address
-        self._link = link  # the end at the bridge
+        self._link = link  # the end of the link at the bridge
 
     def command(self, *command: str) -> list[str]:
         """Return the command that runs `command` on this host, as the same process."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
     def cut(self) -> None:
-        """Cut the link: no packet reaches the host or leaves it, and nobody is told."""
+        """Cut the link: no packet reaches the host or leaves it, and no connection is closed."""
         _ip("link", "set", self._link, "down")
 
     def heal(self) -> None:
@@ -38,21 +38,21 @@ class Host:
         _ip("link", "set", self._link, "up")
 
     def slow(self, rate: str) -> None:
-        """Let the host receive no more than a rate, such as 10mbit."""
+        """Limit the rate at which the host receives data, for example to 10mbit."""
         subprocess.run(
             ["tc", "qdisc", "replace", "dev", self._link, "root", "tbf", "rate", rate, "burst", "64kb",
              "latency", "200ms"], check=True, timeout=30,
         )  # fmt: skip
 
     def processes(self) -> list[int]:
-        """Return the processes that run on this host."""
+        """Return the ids of the processes that run on this host."""
         found = subprocess.run(
             ["ip", "netns", "pids", self.namespace], check=True, capture_output=True, text=True, timeout=30
         )
         return [int(pid) for pid in found.stdout.split()]
 
     def lose(self) -> None:
-        """Lose the host: its link is cut, and every process is gone."""
+        """Lose the host: cut its link and kill all its processes."""
         self.cut()
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
@@ -84,7 +84,7 @@ class HostServer(PostgresServer):
 
 
 def missing() -> str | None:
-    """Return why there can be no namespaces here; None if there can."""
+    """Return why network namespaces cannot be created here; None if they can."""
     if sys.platform != "linux" or shutil.which("ip") is None or shutil.which("tc") is None:
         return "ip and tc are not installed: apt-get install iproute2"
     if os.geteuid() != 0:
@@ -99,7 +99,7 @@ def missing() -> str | None:
 
 @contextmanager
 def network(names: Sequence[str]) -> Iterator[dict[str, Host]]:
-    """Yield hosts by their names, which reach each other and this process; they end with the block."""
+    """Yield hosts by name, which reach each other and this process. They are removed after the block."""
     mark = f"{os.getpid() % 100_000}x{next(_numbers)}"
     subnet = f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
     bridge = f"br{mark}"
@@ -127,7 +127,7 @@ def network(names: Sequence[str]) -> Iterator[dict[str, Host]]:
         for host in hosts.values():
             for pid in host.processes():
                 os.kill(pid, signal.SIGKILL)
-            _ip("netns", "delete", host.namespace)  # its links end with it
+            _ip("netns", "delete", host.namespace)  # this also deletes its links
         subprocess.run(["ip", "link", "delete", bridge], timeout=30, check=False)
 
 
@@ -142,7 +142,7 @@ def write_placing_program(path: Path, hosts: Sequence[Host]) -> Path:
 
 
 def mark_of(program: Path, host: Host) -> Path:
-    """Return the file whose existence tells `write_placing_program` that a host is lost."""
+    """Return the file whose existence marks a host as lost for the program of `write_placing_program`."""
     return program.with_name(f"{host.namespace}.lost")
 
 

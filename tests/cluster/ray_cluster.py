@@ -1,4 +1,4 @@
-"""A Ray cluster of several raylets on this machine, for as long as a with-block."""
+"""Runs a Ray cluster of several raylets on this machine within a with-block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 
 from areal_agents.process_control import end_process, read_line
 
-START_S, END_S = 240.0, 240.0  # a Python that Ray starts takes a minute on a machine that is busy
+START_S, END_S = 240.0, 240.0  # on a busy machine, a Python that Ray starts takes a minute
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class RayCluster:
     """A running cluster.
 
     Attributes:
-        raylets: the process of each node but the head, which takes no processes.
+        raylets: the process id of the raylet of each node except the head node, which gets no processes.
     """
 
     address: str
@@ -36,7 +36,7 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(nodes: Sequence[dict[str, int]]) -> Iterator[RayCluster]:
-    """Start a cluster with nodes of these `cpus` and `gpus`, which are only declared."""
+    """Start a cluster with nodes of these `cpus` and `gpus`, which the machine need not have."""
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), json.dumps(nodes)],
         stdin=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """Starts a Ray cluster of several nodes on this machine, and ends it when standard input closes.
 
-It writes one JSON line: the address of the cluster, and the processes of the raylets. The number of one on
-standard input has it killed. The head has no cores, so that every process is placed on another node. The
-health check is faster than Ray's own, which notices a lost node after a quarter of a minute.
+It writes one JSON line with the address of the cluster and the process ids of the raylets. When it reads one
+of these ids from standard input, it kills that raylet. The head node has no CPUs, so every process is placed
+on another node. The health check is faster than Ray's default, which detects a lost node after 15 seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(nodes: list[dict[str, int]]) -> None:
         print(json.dumps({"address": cluster.address, "raylets": [*raylets]}), flush=True)
         for line in sys.stdin:
             raylets[int(line)].kill()
-            raylets[int(line)].wait()  # its workers take one that is not waited for as alive
+            raylets[int(line)].wait()  # its workers consider a raylet alive until it is reaped
     finally:
         cluster.shutdown()
 

@@ -1,4 +1,4 @@
-"""What the tests of whole runs do to a run: wait for a step of it, and kill a process of it."""
+"""Helpers for the tests of whole runs: wait for a step of a run, and kill a process of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wait_for_step(
 
 
 def kill_role(store: str | Path, role: Role, index: int) -> None:
-    """Kill a process of the run with everything that it started, as the loss of its machine does."""
+    """Kill a process of the run and all its descendants, as the loss of its machine would."""
     with Store.open(store) as opened:
         pid = next(row.pid for row in opened.role_rows(role) if row.index == index)
     process = psutil.Process(pid)

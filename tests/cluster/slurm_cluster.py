@@ -1,8 +1,8 @@
 """A Slurm cluster for tests: Debian's packages, a controller and some emulated nodes on this machine.
 
 Each node is a slurmd in a PID namespace of its own, so that killing the first process of the namespace ends
-the node's daemon and every process of its job steps at once, as a machine that loses its power. All state is
-in a temporary folder, and everything ends with the tests, also when these are killed.
+the node's daemon and every process of its job steps at once, as a power failure would. All state is in a
+temporary folder, and all processes end with the tests, even if the tests are killed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "setpriv")
-CPUS = 4  # of a node, whatever the machine has
-GPU_FILES = ("/dev/null", "/dev/zero")  # Slurm hands out device files and does not ask what they are
+CPUS = 4  # of each node, regardless of the machine
+GPU_FILES = ("/dev/null", "/dev/zero")  # Slurm allocates device files without checking what they are
 START_S = 60.0
 COMMAND_S = 60.0
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -55,7 +55,7 @@ SlurmdParameters=config_overrides
 KillWait=20
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# A hierarchy that nobody uses: slurmd insists on one, and a container may not have the system's.
+# An unused cgroup hierarchy: slurmd requires one, and a container may not have the system's.
 _CGROUPS = """
 CgroupPlugin=cgroup/v1
 CgroupMountpoint={folder}/cgroup
@@ -64,7 +64,7 @@ CgroupAutomount=no
 
 
 class SlurmCluster:
-    """A controller and nodes named node1, node2, …, each with 4 CPUs and 2 GPUs that are none.
+    """A controller and nodes named node1, node2, …, each with 4 CPUs and 2 emulated GPUs.
 
     Attributes:
         environment: the variables with which Slurm's commands find this cluster.
@@ -80,7 +80,7 @@ class SlurmCluster:
 
     @staticmethod
     def missing() -> str | None:
-        """Return what is missing for a cluster; None if nothing is."""
+        """Return why a cluster cannot be started here; None if it can."""
         lacking = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
         if lacking:
             return f"{', '.join(lacking)} not installed: make cluster-tools"
@@ -117,21 +117,21 @@ class SlurmCluster:
         self._start("slurmctld", ["slurmctld", "-D"])
 
     def stop_controller(self) -> None:
-        """End the controller, which saves its state; the nodes go on."""
+        """End the controller, which saves its state; the nodes keep running."""
         daemon = self._daemons.pop("slurmctld")
         for child in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split():
             os.kill(int(child), signal.SIGTERM)
         daemon.wait(timeout=COMMAND_S)
 
     def start_node(self, node: str) -> None:
-        """Start a node, for the first time or after `kill_node`; it registers with the controller itself."""
-        # The shell is the namespace's first process, and reaps what loses its parent.
+        """Start a node, for the first time or after `kill_node`; it registers with the controller."""
+        # The shell is the namespace's first process, and reaps orphaned processes.
         self._start(node, ["sh", "-c", f"slurmd -D -N {node} & wait"])
 
     def kill_node(self, node: str, *, noticed: bool = False) -> None:
         """End a node's daemon and the processes of its steps by SIGKILL.
 
-        Slurm finds out itself within half a minute, or at once if the administrator has `noticed`.
+        Slurm detects the loss within half a minute. With `noticed`, the node is marked as down at once.
         """
         _kill_namespace(self._daemons.pop(node))
         if noticed:
@@ -149,30 +149,30 @@ class SlurmCluster:
         return done
 
     def node_states(self) -> dict[str, str]:
-        """Return the state of each node, such as idle or down; a node that does not answer has a * behind."""
+        """Return the state of each node, such as idle or down; a * follows if it does not respond."""
         done = self.command("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
         lines = done.stdout.splitlines() if done.returncode == 0 else []
         return {name: state for name, state in (line.split() for line in lines)}
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what the controller knows of a job: JobState, NodeList, Restarts, ExitCode and more."""
+        """Return the fields of a job from the controller: JobState, NodeList, Restarts, ExitCode and more."""
         text = self.command("scontrol", "--oneliner", "show", "job", number).stdout
         return dict(field.split("=", 1) for field in text.split() if "=" in field)
 
     def until(self, condition: Callable[[], object], what: str, *, timeout_s: float = START_S) -> None:
-        """Wait until a condition holds. AssertionError with the ends of all logs if it does not in time."""
+        """Wait until a condition holds. Raise AssertionError with the ends of all logs after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}\n{self.logs()}"
             time.sleep(0.1)
 
     def pids(self) -> set[int]:
-        """Return the process ids of the cluster: of its daemons, its jobs and all that these started."""
+        """Return the process ids of the cluster: those of its daemons and jobs, and of their descendants."""
         wanted = f"SLURM_CONF={self.folder}/slurm.conf".encode()
         found = set()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                with suppress(OSError):  # it has ended
+                with suppress(OSError):  # the process has ended
                     if wanted in (entry / "environ").read_bytes().split(b"\0"):
                         found.add(int(entry.name))
         return found
@@ -214,7 +214,7 @@ class SlurmCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-# What this starts ends with the thread that starts it, however that ends, and so does all that it started.
+# A process started with this prefix is killed, with all its descendants, when the starting thread ends.
 _OWN_PIDS = (
     "setpriv", "--pdeathsig=KILL", "unshare", "--pid", "--fork", "--kill-child=KILL", "--mount-proc",
 )  # fmt: skip

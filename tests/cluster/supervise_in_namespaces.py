@@ -1,6 +1,6 @@
-"""Supervises a run whose processes are placed on hosts of `namespaces`, as a launcher of a cluster does.
+"""Supervises a run whose processes are placed on hosts of `namespaces`, as the launcher of a cluster does.
 
-python supervise_in_namespaces.py CONFIG PLACES KEY=VALUE…    (PLACES: a JSON object, from process to program)
+python supervise_in_namespaces.py CONFIG PLACES KEY=VALUE…    (PLACES: a JSON file, from process to program)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areal_agents.config import load_config
 
 
 class NamespaceLauncher:
-    """Runs each process by its program, which enters a namespace."""
+    """Runs each process with its program, which enters a namespace."""
 
     name = "namespaces"
 
@@ -25,7 +25,7 @@ class NamespaceLauncher:
         self._programs = programs
 
     def check(self) -> None:
-        """The test has made the namespaces."""
+        """Check nothing, because the test has created the namespaces."""
 
     def command(self, process: RoleProcess) -> tuple[str, ...]:
         """Return the command that runs the process in its namespace."""

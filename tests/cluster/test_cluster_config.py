@@ -1,4 +1,4 @@
-"""Which configurations a launcher takes, and which processes it starts for them."""
+"""The configurations that a launcher accepts, and the processes that it starts for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(*overrides: str) -> Config:
     return load_config(QUICK_START, overrides)
 
 
-def test_the_processes_of_a_run() -> None:
+def test_a_run_has_the_configured_number_of_processes_of_each_role() -> None:
     config = config_of(
         "engine.replicas=2",
         "cluster.proxies=2",
@@ -63,7 +63,7 @@ def test_the_processes_of_a_run() -> None:
         ("trainer.start=false", "trainer.start: with --launcher"),
     ],
 )
-def test_what_cannot_run_on_several_machines_is_refused(override: str, message: str) -> None:
+def test_settings_that_cannot_work_on_several_machines_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_config(config_of("store.url=postgresql://db/x", override), Elsewhere())
 
@@ -79,7 +79,7 @@ def test_what_cannot_run_on_several_machines_is_refused(override: str, message: 
         ([], 0),
     ],
 )
-def test_the_gpus_of_an_engine(overrides: list[str], gpus: int) -> None:
+def test_the_gpus_of_an_engine_follow_from_its_kind_and_device(overrides: list[str], gpus: int) -> None:
     assert engine_gpus(config_of(*overrides)) == gpus
 
 
@@ -105,8 +105,8 @@ def test_every_process_reads_the_configuration_from_the_store(tmp_path: Path) ->
             RunRecord.read(store)
 
 
-def test_proc_does_not_show_the_token_of_a_process_that_passes_it_on() -> None:
-    """But it shows the mark by which processes that are left over are found."""
+def test_proc_does_not_show_the_token_of_a_process_that_passes_it_to_its_child() -> None:
+    """It does show the mark by which leftover processes are found."""
     command = (
         "import os; shown = open(f'/proc/{os.getppid()}/environ').read(); "
         f"print(os.environ['{RUN_TOKEN}'], 'secret' in shown, '{RUN_MARK}=log' in shown)"

@@ -1,4 +1,4 @@
-"""A whole run of a cluster on this machine: two of each process, of which some are killed on the way."""
+"""A whole run with two processes of each role on this machine, some of which are killed during the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cluster
 REPOSITORY = Path(__file__).parents[2]
 QUICK_START = REPOSITORY / "examples/search_agent/config.yaml"
 STEPS = 6
-GROUPS = 8  # of the quick start, in a step
+GROUPS = 8  # per step, in the quick start
 RUN_S = 900.0
 
 
@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
         yield server.new_store()
 
 
-def test_a_run_of_two_of_each_loses_nothing_when_processes_are_killed(url: str, tmp_path: Path) -> None:
+def test_a_run_with_two_processes_per_role_loses_nothing_if_some_are_killed(url: str, tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "supervisor.log"
     command = [
         sys.executable, "-m", "areal_agents", "train", str(QUICK_START), "--launcher", "local",

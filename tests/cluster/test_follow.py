@@ -1,4 +1,4 @@
-"""What the supervisor sees of a process that something else starts."""
+"""The supervisor follows a process that it has not started itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "POLL_S", 0.02)
 
 
-def test_it_ends_with_a_process_that_has_ended_after_the_last_step(
+def test_following_ends_when_the_process_has_ended_after_the_last_step(
     store: Store, background: ThreadPoolExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     follow.take_places_away(store, [RoleProcess("trainer", 0, ())])
@@ -45,7 +45,7 @@ def test_it_ends_with_a_process_that_has_ended_after_the_last_step(
     )
     with Place.claim(store, "trainer", 0, host=HOST):
         pass
-    with Place.claim(store, "trainer", 0, host=HOST) as second:  # the first one failed
+    with Place.claim(store, "trainer", 0, host=HOST) as second:  # the first process failed
         second.announce("tcp://127.0.0.1:1")
         trained.set()
         assert not code.done()
@@ -53,20 +53,20 @@ def test_it_ends_with_a_process_that_has_ended_after_the_last_step(
     assert "no process is trainer 0" in capsys.readouterr().out
 
 
-def test_a_process_from_before_the_supervisor_loses_its_place(store: Store) -> None:
+def test_a_process_that_started_before_the_supervisor_loses_its_place(store: Store) -> None:
     with Place.claim(store, "trainer", 0, host=HOST) as earlier:
         follow.take_places_away(store, [RoleProcess("trainer", 0, ())])
         assert not store.beat_role("trainer", 0, earlier.row.epoch, url=None)
-    # That it ended says nothing of the trainer of this start.
+    # Its end does not count as the end of the trainer that belongs to this supervisor.
     assert follow.follow(store, "trainer", 0, is_trained=lambda: True, settled_s=0.0, absent_s=0.1) == (
         EXIT_REFUSED
     )
 
 
-def test_a_process_that_follows_again_disturbs_nothing(store: Store) -> None:
+def test_a_restarted_follower_does_not_disturb_the_process(store: Store) -> None:
     follow.take_places_away(store, [RoleProcess("trainer", 0, ())])
     with Place.claim(store, "trainer", 0, host=HOST) as place:
-        absent_s = -1.0  # it looks once
+        absent_s = -1.0  # so that the place is read only once
         assert follow.follow(store, "trainer", 0, is_trained=lambda: True, absent_s=absent_s) == EXIT_REFUSED
         assert store.beat_role("trainer", 0, place.row.epoch, url=None)
     assert follow.follow(store, "trainer", 0, is_trained=lambda: True, settled_s=0.0) == 0

@@ -1,4 +1,4 @@
-"""The manifests of a run on Kubernetes: what they say, and that Kubernetes' published schemas accept them."""
+"""The manifests of a run on Kubernetes: their contents, and that Kubernetes' own schemas accept them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from areal_agents.tls import TlsConfig
 QUICK_START = Path(__file__).parents[2] / "examples/search_agent/config.yaml"
 CONFIG = "model: Qwen/Qwen3-0.6B\nagent: agent.py:play\n"
 SETTINGS = KubernetesConfig(image="registry/run:1", secret="run-secrets")
-RELEASES = ("1.28", "1.37")  # the oldest that has the labels of indices, and the newest that is tried
+RELEASES = ("1.28", "1.37")  # the oldest with pod index labels, and the newest that is tested
 
 
 def processes(role: Role, count: int, **needs: int) -> list[RoleProcess]:
@@ -59,7 +59,7 @@ TLS_SETTINGS = KubernetesConfig(
 
 @pytest.fixture(scope="module")
 def objects() -> dict[tuple[str, str], dict[str, Any]]:
-    """The manifests as they are read back from YAML, by kind and name."""
+    """The manifests, read back from YAML, by kind and name."""
     made = [*yaml.safe_load_all(as_yaml(manifests(RUN, SETTINGS)))]
     return {(made["kind"], made["metadata"]["name"]): made for made in made}
 
@@ -112,13 +112,13 @@ def test_a_pod_has_the_index_of_its_process_and_the_gpus_that_it_needs(
     assert container["envFrom"] == [{"secretRef": {"name": "run-secrets"}}]
 
 
-def test_the_trainer_ends_with_the_run_and_has_its_time_to_end(
+def test_the_trainer_ends_with_the_run_and_has_enough_time_to_end(
     objects: Mapping[tuple[str, str], Any],
 ) -> None:
     trainer = objects["Job", "my-run-1-trainer"]
     assert (trainer["spec"]["completionMode"], trainer["spec"]["completions"]) == ("Indexed", 2)
     assert pod_of(trainer)["restartPolicy"] == "OnFailure"
-    assert pod_of(trainer)["terminationGracePeriodSeconds"] == 120  # and the time until others notice
+    assert pod_of(trainer)["terminationGracePeriodSeconds"] == 120  # with the time until its place is free
     assert pod_of(objects["Job", "my-run-1-rollout"])["restartPolicy"] == "OnFailure"
 
 
@@ -137,7 +137,7 @@ def test_every_selector_selects_the_pods_of_its_role(objects: Mapping[tuple[str,
     assert all(policy.items() <= labels.items() for labels in pods.values())
 
 
-def test_sandbox_pods_are_reached_by_rollouts_and_reach_proxies_and_the_store_only() -> None:
+def test_only_rollouts_reach_sandbox_pods_which_reach_only_proxies_and_the_store() -> None:
     made = manifests(SANDBOXED, SANDBOX_SETTINGS)
     policies = {one["metadata"]["name"]: one["spec"] for one in made if one["kind"] == "NetworkPolicy"}
     run = {"app.kubernetes.io/name": "areal-agents", "app.kubernetes.io/instance": "my-run-1"}
@@ -200,7 +200,7 @@ def test_rollout_pods_that_create_jobs_have_a_token_and_the_jobs_reach_the_proxi
     assert rule["from"] == [{"podSelector": jobs}]
 
 
-def test_a_sandbox_pod_has_no_folder_of_the_run_and_only_the_secrets_to_take_part_in_it() -> None:
+def test_a_sandbox_pod_has_no_run_folder_and_only_the_secrets_that_it_needs() -> None:
     [pool] = [
         one
         for one in manifests(SANDBOXED, SANDBOX_SETTINGS)
@@ -229,13 +229,13 @@ def test_a_sandbox_pod_has_no_folder_of_the_run_and_only_the_secrets_to_take_par
         ("{command: play, isolation: process}", "agent.limits: a pod cannot make cgroups"),
     ],
 )
-def test_what_a_sandbox_pod_cannot_do_is_refused(agent: str, message: str) -> None:
+def test_isolation_and_limits_that_a_sandbox_pod_cannot_provide_are_refused(agent: str, message: str) -> None:
     overrides = ("store.url=postgresql://areal@db/areal", "cluster.sandboxes=2", f"agent={agent}")
     with pytest.raises(ConfigError, match=message):
         render("kubernetes", QUICK_START, overrides)
 
 
-def test_with_certificates_servers_have_the_names_of_their_pods_and_serve_https() -> None:
+def test_with_certificates_servers_use_the_names_of_their_pods_and_serve_https() -> None:
     pods = {
         made["metadata"]["name"].removeprefix("my-run-1-"): pod_of(made)
         for made in manifests(SANDBOXED, TLS_SETTINGS)
@@ -278,7 +278,7 @@ def test_with_certificates_servers_have_the_names_of_their_pods_and_serve_https(
     assert {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}} in engine["env"]
 
 
-def test_certificates_change_nothing_about_who_reaches_whom() -> None:
+def test_certificates_do_not_change_the_network_policies() -> None:
     def policies(settings: KubernetesConfig) -> list[dict[str, Any]]:
         return [one["spec"] for one in manifests(SANDBOXED, settings) if one["kind"] == "NetworkPolicy"]
 
@@ -292,7 +292,7 @@ TLS_OVERRIDES = (
 AGENT = "agent={command: play, isolation: process, limits: {memory_mb: null, processes: null}}"
 
 
-def test_the_dry_run_says_for_which_names_the_certificates_must_be() -> None:
+def test_the_dry_run_lists_the_names_that_each_certificate_must_cover() -> None:
     comments = [
         line for line in render("kubernetes", QUICK_START, TLS_OVERRIDES).text.splitlines() if line[:1] == "#"
     ]
@@ -365,7 +365,7 @@ def test_certificates_that_the_pods_cannot_have_are_refused(
         render(launcher, QUICK_START, (*TLS_OVERRIDES, *overrides))
 
 
-def test_a_launcher_that_starts_no_pods_does_not_ignore_that_they_would_have_certificates() -> None:
+def test_a_launcher_that_starts_no_pods_refuses_settings_for_their_certificates() -> None:
     config = load_config(QUICK_START, TLS_OVERRIDES, weights=False)
     with pytest.raises(ConfigError, match=r"^cluster\.kubernetes\.tls_secret has the certificates of pods"):
         check_config(config, ExternalLauncher(config.store.url or ""))
@@ -403,7 +403,7 @@ def test_jobs_in_another_namespace_reach_the_proxies(tmp_path: Path) -> None:
     assert source["podSelector"]["matchExpressions"][0]["key"] == "areal-agents/jobs-of"
 
 
-def test_jobs_of_slurm_are_refused_before_a_manifest_is_made() -> None:
+def test_slurm_jobs_are_refused_before_a_manifest_is_made() -> None:
     job = {"kind": "slurm", "template": str(QUICK_START.parents[1] / "agent_jobs/agent.sbatch")}
     overrides = (
         *("store.url=postgresql://areal@db/areal", "cluster.kubernetes.image=registry/run:1"),
@@ -437,7 +437,7 @@ def test_an_image_is_required() -> None:
         manifests(RUN, KubernetesConfig())
 
 
-def test_names_are_those_of_kubernetes() -> None:
+def test_object_names_are_valid_in_kubernetes() -> None:
     assert object_name("Search Agent_2") == "search-agent-2"
     assert object_name("2048") == "run-2048"
     long = "x" * 30 + "-y" * 30
@@ -445,8 +445,8 @@ def test_names_are_those_of_kubernetes() -> None:
     assert len(object_name(long)) < 40 and object_name(long + "1") != object_name(long + "2")
 
 
-def test_dollars_of_overrides_and_names_reach_the_processes() -> None:
-    """Kubernetes reads $(NAME) in a command as a variable, and $$ as a $."""
+def test_dollar_signs_in_overrides_and_names_reach_the_processes() -> None:
+    """Kubernetes expands $(NAME) in a command as a variable, and reads $$ as a $."""
     run = replace(RUN, name="a$(HOME)", overrides=("agent.command=echo $$ $(HOME)",))
     made = {one["metadata"]["name"]: one for one in manifests(run, SETTINGS)}
     command = made["a-home-supervisor"]["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -477,7 +477,7 @@ def every_manifest() -> Iterator[dict[str, Any]]:
 @pytest.mark.cluster
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_schemas_of_kubernetes_accept_every_manifest(release: str) -> None:
-    """Strictly: a field that the schema does not know is an error."""
+    """Validation is strict: a field that the schema does not know is an error."""
     kubernetes_validate = pytest.importorskip(
         "kubernetes_validate", reason="kubernetes-validate is not installed here: make test-cluster"
     )
@@ -489,7 +489,7 @@ def test_the_schemas_of_kubernetes_accept_every_manifest(release: str) -> None:
         kubernetes_validate.validate(wrong, release, strict=True)
 
 
-def test_one_command_prints_the_manifests_of_a_laptop_s_configuration(
+def test_a_dry_run_prints_the_manifests_of_a_local_configuration(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:

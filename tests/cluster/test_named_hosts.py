@@ -1,7 +1,7 @@
-"""Roles that are called by a name: their certificate is for the name, and for no address.
+"""Roles that are reached by a host name: their certificate is valid for the name, and for no address.
 
-The name is `localhost`, which every machine resolves to itself, as the name servers of a cluster resolve the
-name of a pod to its address.
+The name is `localhost`, which every machine resolves to itself, just as the name servers of a cluster resolve
+the name of a pod to its address.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tls(tmp_path: Path) -> TlsConfig:
 
 @contextlib.contextmanager
 def run_of(folder: Path, tls: TlsConfig, *overrides: str) -> Iterator[tuple[Store, RunKeys]]:
-    """The store of a run whose supervisor has written its record."""
+    """Yield the store and the keys of a run whose supervisor has written its record."""
     files = [f"cluster.tls.{name}={path}" for name, path in tls]
     own = [f"run_dir={folder / 'run'}", f"store.url={folder / 'store.db'}"]
     config = load_config(QUICK_START, [*own, *files, *overrides], weights=False)
@@ -63,7 +63,7 @@ def run_of(folder: Path, tls: TlsConfig, *overrides: str) -> Iterator[tuple[Stor
 
 @contextlib.contextmanager
 def roles(store: Store, folder: Path, *names: str) -> Iterator[Mapping[str, str]]:
-    """Processes of roles that are told to be `localhost`; yields their addresses, once they have them."""
+    """Start processes of roles with `--host localhost`, and yield their addresses once they have them."""
     with contextlib.ExitStack() as started:
         processes = {}
         for name in names:
@@ -84,7 +84,7 @@ def roles(store: Store, folder: Path, *names: str) -> Iterator[Mapping[str, str]
         yield {name: store.addresses(name)[0] for name in names}
 
 
-async def test_the_host_of_sandboxes_is_called_by_its_name(tmp_path: Path, tls: TlsConfig) -> None:
+async def test_a_sandbox_host_is_reached_by_name_and_not_by_address(tmp_path: Path, tls: TlsConfig) -> None:
     with (
         run_of(tmp_path, tls, AGENT, "cluster.sandboxes=1") as (store, keys),
         roles(store, tmp_path, "sandbox") as found,
@@ -103,7 +103,7 @@ async def test_the_host_of_sandboxes_is_called_by_its_name(tmp_path: Path, tls: 
 
 
 @pytest.mark.cluster
-def test_a_proxy_calls_its_engine_and_is_called_by_their_names(tmp_path: Path, tls: TlsConfig) -> None:
+def test_a_proxy_and_its_engine_are_reached_by_their_names(tmp_path: Path, tls: TlsConfig) -> None:
     with (
         run_of(tmp_path, tls, "engine.replicas=1") as (store, keys),
         roles(store, tmp_path, "engine", "proxy") as found,
@@ -137,10 +137,10 @@ def test_a_role_without_a_certificate_for_its_address_ends_at_once(
 
 
 @pytest.mark.parametrize("knows_at", [3, 100])
-def test_a_role_waits_until_it_has_its_name(
+def test_a_role_waits_until_its_name_resolves_to_its_machine(
     tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch, knows_at: int
 ) -> None:
-    """It is told to end when it has asked three times, whether it has its name by then or not."""
+    """The process gets SIGTERM during its third lookup, whether that lookup succeeds or not."""
     asked: list[str] = []
 
     def is_this_machine(host: str) -> bool:
@@ -154,10 +154,11 @@ def test_a_role_waits_until_it_has_its_name(
     with run_of(tmp_path, tls) as (store, _):
         assert run_role("proxy", 0, str(store.path), host="localhost") == EXIT_STOPPED
     assert asked == ["localhost"] * 3
-    assert RunFolder(tmp_path / "run").config.exists() == (knows_at == 3)  # what a process writes first
+    # The configuration is the first file that a process writes.
+    assert RunFolder(tmp_path / "run").config.exists() == (knows_at == 3)
 
 
-def test_a_role_whose_name_stays_unknown_ends_with_what_to_do(
+def test_a_role_whose_name_never_resolves_ends_with_advice(
     tmp_path: Path, tls: TlsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(role_module, "is_this_machine", lambda host: False)
@@ -175,7 +176,7 @@ def test_a_role_with_an_address_does_not_wait_for_a_name(
     tls = made_tls_files(tmp_path / "tls", names="IP:127.0.0.1")
 
     def check_certificate(tls: TlsConfig, host: str) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)  # it is handled before the process looks at its name
+        os.kill(os.getpid(), signal.SIGTERM)  # handled before the process checks its name
 
     monkeypatch.setattr(role_module, "check_certificate", check_certificate)
     monkeypatch.setattr(role_module, "is_this_machine", lambda host: pytest.fail(f"{host} is no name"))

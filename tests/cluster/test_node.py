@@ -1,4 +1,4 @@
-"""What a node of a run does until its supervisor has ended; `make test-cluster` has no cloud to try it on."""
+"""The program of a node, which runs until its supervisor has ended. No test runs it in a cloud."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.store import Store
 
 QUICK_START = Path(__file__).parents[2] / "examples/search_agent/config.yaml"
-IDLE = 1  # the number of a node that has no process: the first has the only one of each role
+IDLE = 1  # a node without processes: the first node has the only process of each role
 URL = "unused, since no process is started"
 
 
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @contextmanager
 def supervising(store: Store, folder: Path, *, pause_s: float = 0.0) -> Iterator[Path]:
-    """Be the supervisor, which has its place `pause_s` before it writes its record; yields its run folder."""
+    """Act as the supervisor: take its place, write its record `pause_s` later, and yield its run folder."""
     with Place.claim(store, "supervisor", 0, host="127.0.0.1") as place:
         time.sleep(pause_s)
         run = folder / f"run-{place.row.epoch}"
@@ -45,7 +45,7 @@ def supervising(store: Store, folder: Path, *, pause_s: float = 0.0) -> Iterator
 
 
 def wait_for_node(run: Path) -> None:
-    """Wait until a node has begun to run the processes of a record."""
+    """Wait until a node has begun to run the processes of the run in this folder."""
     deadline = time.monotonic() + 60
     while not (run / "logs").exists():
         assert time.monotonic() < deadline
@@ -53,10 +53,10 @@ def wait_for_node(run: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_node_runs_what_the_newest_supervisor_says_and_ends_with_it(
+def test_a_node_runs_the_processes_of_the_newest_supervisor_and_ends_with_it(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    """The supervisor before that ended before the node was started, or it was killed while it ran."""
+    """The earlier supervisor ended before the node was started, or was killed while the node was running."""
     monkeypatch.setattr(node, "POLL_S", 0.02)
     first = tmp_path / "run-1"
 
@@ -108,7 +108,7 @@ def test_the_supervisor_ends_when_its_node_is_killed(store: Store, tmp_path: Pat
 
 
 def _is_running(stat: TextIO) -> bool:
-    """Whether the process of an open file of /proc runs; the file cannot become that of another process."""
+    """Whether the process of an open /proc/PID/stat is running; the file never refers to another process."""
     try:
         stat.seek(0)
         return stat.read().rpartition(")")[2].split()[0] != "Z"
@@ -116,7 +116,7 @@ def _is_running(stat: TextIO) -> bool:
         return False
 
 
-def test_the_first_node_ends_as_its_supervisor(store: Store, tmp_path: Path) -> None:
+def test_the_first_node_ends_with_the_exit_code_of_its_supervisor(store: Store, tmp_path: Path) -> None:
     supervisor = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(7)"])
     with pytest.raises(ConfigError, match="the supervisor has ended before the run began"):
         supervisor.wait(30)

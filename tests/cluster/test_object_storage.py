@@ -1,5 +1,5 @@
-"""A run in two places: the trainer has one run folder and the engine another, and between them are a bucket
-and the store."""
+"""A run at two sites: the trainer and the engine have different run folders, and share only a bucket and the
+store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bucket() -> Iterator[S3Server]:
 
 
 class Place:
-    """Keeps one process of a run running, with a run folder of its own, as a machine's service does."""
+    """Keeps one process of a run running in a given run folder, as a service manager does."""
 
     def __init__(self, role: Role, url: str, folder: Path, environment: dict[str, str]) -> None:
         self.role, self._environment = role, environment
@@ -63,7 +63,7 @@ class Place:
         self._thread.start()
 
     def kill(self) -> None:
-        """Kill the process and all that it has started, as the loss of its machine does."""
+        """Kill the process and all its descendants, as the loss of its machine would."""
         pids = [self._process.pid]
         for pid in pids:
             found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, timeout=30)
@@ -76,7 +76,7 @@ class Place:
         self._stop.set()
 
     def join(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         self._thread.join()
 
     def _keep(self) -> None:
@@ -113,7 +113,7 @@ def supervisor(
 
 
 @pytest.mark.timeout(RUN_S)
-def test_adapters_reach_an_engine_elsewhere_whatever_is_killed(
+def test_adapters_reach_an_engine_at_another_site_when_processes_are_killed(
     url: str, bucket: S3Server, tmp_path: Path
 ) -> None:
     trainer_site, engine_site = tmp_path / "a" / "run", tmp_path / "b" / "run"
@@ -138,7 +138,7 @@ def test_adapters_reach_an_engine_elsewhere_whatever_is_killed(
             wait(lambda: store.max_version() >= 1, process, log)
             places["engine"].kill()
             wait(lambda: store.max_version() >= 2, process, log)
-            places["trainer"].kill()  # its next start resumes from the checkpoint of a step
+            places["trainer"].kill()  # the restarted trainer resumes from a checkpoint
             assert process.wait(RUN_S) == 0, log.read_text()
         finally:
             for place in places.values():

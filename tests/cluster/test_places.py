@@ -1,4 +1,4 @@
-"""How a process of a cluster takes its place, and learns that it has lost it."""
+"""How a process of a cluster run takes its place, and learns that it has lost this place."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def test_a_place_shows_its_address_and_is_left_at_the_end(store: Store) -> None:
+def test_a_place_has_the_announced_address_and_is_free_at_the_end(store: Store) -> None:
     with Place.claim(store, "proxy", 0, host="127.0.0.1") as own:
         own.announce("http://127.0.0.1:1")
         assert store.addresses("proxy") == {0: "http://127.0.0.1:1"} and own.loss is None
     assert store.addresses("proxy") == {}
 
 
-def test_a_place_that_another_process_has_is_refused(store: Store) -> None:
+def test_a_place_of_another_running_process_is_refused(store: Store) -> None:
     store.claim_role("proxy", 0, host="elsewhere", pid=1)
     with pytest.raises(
         ConfigError, match=r"proxy 0 of this run is running: process 1 on elsewhere.*another index"
@@ -45,7 +45,7 @@ def test_a_place_that_another_process_has_is_refused(store: Store) -> None:
         Place.claim(store, "proxy", 0, host="127.0.0.1", wait_s=0.0)
 
 
-def test_the_place_of_a_process_of_this_machine_that_has_ended_is_free(store: Store) -> None:
+def test_the_place_of_a_killed_process_of_this_machine_is_free_at_once(store: Store) -> None:
     code = (
         "import os, sys; from areal_agents.cluster.place import Place; from areal_agents.store import Store; "
         'Place.claim(Store.open(sys.argv[1]), "engine", 0, host="127.0.0.1"); os.kill(os.getpid(), 9)'
@@ -58,7 +58,7 @@ def test_the_place_of_a_process_of_this_machine_that_has_ended_is_free(store: St
             Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=0.0)
 
 
-def test_a_place_is_not_free_while_the_child_of_its_process_is_still_ending(store: Store) -> None:
+def test_a_place_is_not_free_while_a_child_of_its_process_is_still_running(store: Store) -> None:
     code = (
         "import os, subprocess, sys; from areal_agents.cluster.place import Place; "
         "from areal_agents.store import Store; "
@@ -76,21 +76,21 @@ def test_a_place_is_not_free_while_the_child_of_its_process_is_still_ending(stor
         assert own.row.epoch == 2
 
 
-def test_a_process_number_that_is_not_seen_here_says_nothing(store: Store) -> None:
-    """Two containers can have one address, and do not see each other's processes."""
-    store.claim_role("engine", 0, host="127.0.0.1", pid=2**22 + 1)  # above the largest number of a process
+def test_a_process_id_that_does_not_exist_here_does_not_free_a_place(store: Store) -> None:
+    """Two containers can have the same address, but do not see each other's processes."""
+    store.claim_role("engine", 0, host="127.0.0.1", pid=2**22 + 1)  # above the largest process id
     with pytest.raises(ConfigError, match="is running"):
         Place.claim(store, "engine", 0, host="127.0.0.1", wait_s=0.0)
 
 
-def test_a_process_that_does_not_reach_the_store_ends_in_time(
+def test_a_process_that_cannot_reach_the_store_considers_its_place_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place, "BEAT_S", 0.02)
     monkeypatch.setattr(place, "CUT_OFF_S", 0.5)
     with Place.claim(store, "engine", 0, host="127.0.0.1") as own:
         time.sleep(0.6)
-        assert own.loss is None  # it has beaten
+        assert own.loss is None  # it has written heartbeats
         with sqlite3.connect(store.path, isolation_level=None) as other:
             other.execute("BEGIN EXCLUSIVE")
             wait_for_loss(own, "engine 0 has not reached the store for 0 s, so another may have its place")
@@ -104,7 +104,7 @@ def wait_for_loss(own: Place, expected: str) -> None:
     assert own.loss is not None and own.loss.startswith(expected)
 
 
-def test_a_process_learns_by_its_heartbeat_that_its_place_was_taken(store: Store) -> None:
+def test_a_process_learns_from_its_heartbeat_that_its_place_was_taken(store: Store) -> None:
     with Place.claim(store, "engine", 0, host="127.0.0.1") as own:
         _execute(store, sa.update(roles).values(beat_at=roles.c.beat_at - DEAD_AFTER_S))
         later = store.claim_role("engine", 0, host="elsewhere", pid=1)
@@ -126,16 +126,16 @@ def test_a_process_learns_by_its_heartbeat_that_its_place_was_taken(store: Store
         ("postgresql://a@[::1]:6000,two/x", ("::1", 6000)),
     ],
 )
-def test_the_first_host_of_a_database(url: str, expected: tuple[str, int]) -> None:
+def test_the_first_host_and_port_are_read_from_a_database_url(url: str, expected: tuple[str, int]) -> None:
     assert host_of(url) == expected
 
 
-def test_a_run_with_a_store_in_a_file_is_on_this_machine() -> None:
+def test_the_address_is_loopback_for_a_store_on_this_machine() -> None:
     assert address_for_store("/tmp/store.db") == "127.0.0.1"
     assert address_for_store("postgresql://a@127.0.0.1:1/x") == "127.0.0.1"
 
 
-def test_an_address_of_ipv6_has_brackets_in_urls() -> None:
+def test_an_ipv6_address_has_brackets_in_urls() -> None:
     endpoints = Endpoints((), "fd00::1", 8000, "key")
     assert (endpoints.proxy_url, endpoints.local_url) == ("http://[fd00::1]:8000",) * 2
 

@@ -1,4 +1,4 @@
-"""The address of all proxies beside a rollout process, before small servers whose places the test has."""
+"""The forwarder to all proxies of a run, in front of small servers that hold the places of proxies."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from areal_agents.store.roles import DEAD_AFTER_S
 from areal_agents.store.schema import roles
 from areal_agents.tls import TlsConfig, trusting
 
-BODY = b"x" * 3_000_000  # more than the buffers of sockets
+BODY = b"x" * 3_000_000  # larger than the buffers of sockets
 
 
 class Servers:
-    """Servers that have the places of proxies, and answer with their index."""
+    """Servers that hold the places of proxies, and respond with their index and the request body."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -38,7 +38,7 @@ class Servers:
         self.release = threading.Event()
 
     def start(self, index: int, tls: TlsConfig | None = None) -> Callable[[], None]:
-        """Start a server at a new address, as the next process of a place; return what ends it."""
+        """Start a server at a new address as the next process of a place; return a function that ends it."""
         servers = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,7 +78,7 @@ class Servers:
         return ended.close
 
     def make_old(self, index: int) -> None:
-        """Nothing has been heard of a proxy for a while."""
+        """Make the last heartbeat of a proxy so old that the proxy counts as dead."""
         engine = sa.create_engine(self.store.url)
         with engine.begin() as connection:
             old = roles.c.beat_at - DEAD_AFTER_S - 1
@@ -86,7 +86,7 @@ class Servers:
         engine.dispose()
 
     def replace(self, index: int) -> None:
-        """Another process has the place of a proxy, and its address."""
+        """Give the place and the address of a proxy to another process."""
         engine = sa.create_engine(self.store.url)
         with engine.begin() as connection:
             own = sa.and_(roles.c.role == "proxy", roles.c.index == index)
@@ -109,7 +109,7 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers
 
 @contextlib.contextmanager
 def forwarded(servers: Servers, *, preferred: int) -> Iterator[httpx.Client]:
-    """A client of a forwarder for two proxies; it keeps its connections."""
+    """Yield a client of a forwarder for two proxies. The client keeps its connections open."""
     table = ProxyTable(servers.store)
     forwarder = ProxyForwarder(table, count=2, preferred=preferred)
     with (
@@ -131,14 +131,14 @@ def test_connections_go_to_a_proxy_that_is_running(servers: Servers) -> None:
     with forwarded(servers, preferred=1) as client:
         assert ask(client, BODY) == b"1" + BODY
         end()
-        client.headers["Connection"] = "close"  # the server that has ended still has the earlier connection
+        client.headers["Connection"] = "close"  # the ended server still serves the open connection
         assert ask(client) == b"1"
         assert ask(client) == b"0"
         servers.start(1)
         assert ask(client) in (b"0", b"1")
 
 
-def test_a_call_to_a_dead_proxy_breaks_off_and_the_next_one_reaches_another(servers: Servers) -> None:
+def test_a_request_to_a_dead_proxy_is_aborted_and_the_next_one_reaches_another(servers: Servers) -> None:
     servers.start(0)
     servers.start(1)
     with forwarded(servers, preferred=0) as client:
@@ -150,7 +150,7 @@ def test_a_call_to_a_dead_proxy_breaks_off_and_the_next_one_reaches_another(serv
         assert ask(client) == b"1"
 
 
-def test_a_call_breaks_off_when_another_process_has_the_address_of_its_proxy(servers: Servers) -> None:
+def test_a_request_is_aborted_when_another_process_takes_the_address_of_its_proxy(servers: Servers) -> None:
     servers.start(0)
     with forwarded(servers, preferred=0) as client:
         replacing = threading.Thread(target=lambda: (servers.begun.wait(20), servers.replace(0)))
@@ -179,7 +179,7 @@ def test_without_any_proxy_a_connection_is_closed(servers: Servers, monkeypatch:
         pass
 
 
-def test_a_forwarder_that_cannot_end_hides_no_error(
+def test_a_forwarder_that_does_not_end_in_time_hides_no_error(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proxy_forwarder, "_END_S", 0.1)
@@ -207,7 +207,7 @@ def test_a_forwarder_that_cannot_end_hides_no_error(
         assert not thread.is_alive()
 
 
-def test_proxies_with_https_are_verified_and_what_they_are_sent_is_encrypted(
+def test_connections_to_proxies_with_https_are_verified_and_encrypted(
     servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tls, other = made_tls_files(tmp_path / "tls"), made_tls_files(tmp_path / "other")

@@ -1,7 +1,7 @@
 """The launcher for Ray on a real cluster of several raylets on this machine: `make test-cluster`.
 
-The commands that are placed are small programs that say where they are. Ray tells a process which raylet is
-its node (RAY_RAYLET_PID) and which GPUs it has, although this machine has none.
+The commands that are placed are small programs that print where they run. Ray sets variables with the raylet
+of a process's node (RAY_RAYLET_PID) and the GPUs of the process, although this machine has none.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ WHERE = (
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    """Two nodes with one GPU each, and one with two."""
+    """Two nodes with one GPU each, and one node with two GPUs."""
     with ray_cluster([{"cpus": 2, "gpus": 1}, {"cpus": 2, "gpus": 1}, {"cpus": 2, "gpus": 2}]) as found:
         yield found
 
 
 @dataclass
 class Placed:
-    """The launcher's process of a command that prints the raylet of its node and its GPUs first."""
+    """The launcher's process for a command that first prints the raylet of its node and its GPUs."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def lines(self, count: int) -> list[str]:
-        """Wait until so many whole lines were written, and return them; a slow start is not counted."""
+        """Wait for this many complete lines, and return them. Reports of a slow start do not count."""
 
         def written() -> list[str]:
             lines = self.log.read_text().split("\n")[:-1]
@@ -64,7 +64,7 @@ class Placed:
         return lines
 
     def place(self) -> tuple[int, str]:
-        """Wait until the command runs, and return the process of its raylet, and its GPUs."""
+        """Wait until the command runs, and return the process id of its raylet, and its GPUs."""
         placed, where = self.lines(2)
         assert "placed by Ray" in placed
         found = re.fullmatch(r"raylet (\d+) GPUs (.*)", where)
@@ -72,7 +72,7 @@ class Placed:
         return int(found[1]), found[2]
 
     def rest(self) -> tuple[str, int]:
-        """Wait for the end, and return what was written after the place, and the exit code."""
+        """Wait for the end, and return the output after the raylet and GPUs, and the exit code."""
         code = self.process.wait(END_S)
         return self.log.read_text().partition("\nraylet ")[2].partition("\n")[2], code
 
@@ -87,7 +87,7 @@ def placed(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Placed]:
-    """Place a program of Python on some node."""
+    """Place a Python program on a node that Ray chooses."""
     launcher = RayLauncher(RayConfig(address=cluster.address, wait_s=wait_s))
     command = (sys.executable, "-c", WHERE + program)
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "log", "wb") as log:
@@ -104,7 +104,7 @@ def placed(
             end_process(process, grace_s=END_S)
 
 
-def test_a_process_has_the_folder_and_environment_of_its_launcher_and_gpus_of_ray(
+def test_a_process_has_the_folder_and_environment_of_its_launcher_and_gpus_from_ray(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
     RayLauncher(RayConfig(address=cluster.address)).check()
@@ -115,14 +115,14 @@ def test_a_process_has_the_folder_and_environment_of_its_launcher_and_gpus_of_ra
         assert process.rest() == (f"{tmp_path} yes\n", 7)
 
 
-def test_much_output_comes_whole_and_in_order(cluster: RayCluster) -> None:
+def test_a_large_output_arrives_complete_and_in_order(cluster: RayCluster) -> None:
     with placed(cluster, "[print(i) for i in range(100_000)]") as process:  # 590 kB
         out, code = process.rest()
     assert code == 0, out[-2000:]
     assert out == "".join(f"{i}\n" for i in range(100_000))
 
 
-def test_sigterm_reaches_the_process_whose_end_the_launcher_takes_over(cluster: RayCluster) -> None:
+def test_sigterm_reaches_the_process_and_the_launcher_ends_with_its_exit_code(cluster: RayCluster) -> None:
     handled = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); print('ready', flush=True); "
     with placed(cluster, handled + "signal.pause()") as process:
         assert process.lines(3)[2] == "ready"
@@ -130,15 +130,15 @@ def test_sigterm_reaches_the_process_whose_end_the_launcher_takes_over(cluster: 
         assert process.rest() == ("ready\n", 3)
 
 
-def test_the_launcher_dies_by_the_signal_that_killed_the_process(cluster: RayCluster) -> None:
+def test_the_launcher_ends_by_the_signal_that_killed_the_process(cluster: RayCluster) -> None:
     with placed(cluster, "os.kill(os.getpid(), 9)") as process:
         assert process.rest() == ("", -signal.SIGKILL)
 
 
-def test_nothing_is_left_on_the_node_of_a_launcher_that_was_killed(
+def test_no_process_is_left_on_the_node_when_its_launcher_is_killed(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    """Neither the process, which has time to end in order, nor what it started in a session of its own."""
+    """The process has time to shut down cleanly, and its child in another session is killed."""
     program = f"""
 import pathlib, signal, subprocess
 folder = pathlib.Path({str(tmp_path)!r})
@@ -156,7 +156,7 @@ signal.pause()
     assert (tmp_path / "ended").read_text() == "in order"
 
 
-def test_a_process_without_a_place_is_refused_with_what_the_nodes_have(cluster: RayCluster) -> None:
+def test_a_process_that_fits_on_no_node_is_refused_with_the_nodes_resources(cluster: RayCluster) -> None:
     with placed(cluster, "", gpus=3, wait_s=1.0) as process:
         assert process.process.wait(START_S) == EXIT_REFUSED
         out = process.log.read_text()
@@ -164,7 +164,7 @@ def test_a_process_without_a_place_is_refused_with_what_the_nodes_have(cluster: 
     assert out.count("1 GPU and 2 CPU") == 2 and out.count("2 GPU and 2 CPU") == 1
 
 
-def test_a_lost_node_ends_the_launcher_as_killed_and_the_next_start_goes_elsewhere(
+def test_a_lost_node_ends_the_launcher_with_sigkill_and_the_next_start_uses_another(
     cluster: RayCluster,
 ) -> None:
     with placed(cluster, "print(os.getpid(), flush=True); import time; time.sleep(1000)", gpus=2) as process:
@@ -196,7 +196,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

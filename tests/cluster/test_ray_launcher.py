@@ -1,4 +1,4 @@
-"""What the launcher for Ray says before there is a cluster; tests/cluster/test_ray.py has the rest."""
+"""The launcher for Ray without a cluster; tests/cluster/test_ray.py has the tests with one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_agents.cluster.launchers.ray.launcher import RayLauncher
 from areal_agents.errors import ConfigError
 
 
-def test_the_command_reserves_what_the_process_needs_and_runs_it_as_it_is() -> None:
+def test_the_command_reserves_the_resources_of_the_process_and_runs_it_unchanged() -> None:
     process = RoleProcess("engine", 1, ("program", "--index", "1", "--", "x"), gpus=2, cpus=8)
     command = RayLauncher(RayConfig(address="10.0.0.1:6379", wait_s=90)).command(process)
     assert command[:3] == (sys.executable, "-m", "areal_agents.cluster.launchers.ray.driver")

@@ -1,4 +1,4 @@
-"""A run whose agents run on sandbox hosts, of which one is killed on the way, and a rollout process too."""
+"""A run whose agents run on sandbox hosts; one host and one rollout process are killed during the run."""
 
 from __future__ import annotations
 

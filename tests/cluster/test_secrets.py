@@ -1,6 +1,6 @@
-"""A whole run with TLS and a token on this machine: no log, no command line and no metrics have its secrets.
+"""A whole run with TLS and a token on this machine: its secrets are in no log, command line or metrics.
 
-It takes about two minutes of processor time, most of it for the start of the processes.
+It takes about two minutes of processor time, most of it to start the processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def tls(tmp_path: Path) -> TlsConfig:
 
 @pytest.fixture
 def supervised(tmp_path: Path, tls: TlsConfig) -> Iterator[tuple[subprocess.Popen[bytes], Path, Path]]:
-    """The supervisor of a run, the folder of the run, and the supervisor's output."""
+    """The supervisor of a run, the folder of the run, and the file with the supervisor's output."""
     run, log = tmp_path / "run", tmp_path / "supervisor.log"
     command = [
         sys.executable, "-m", "areal_agents", "train", str(QUICK_START), "--launcher", "local",
@@ -85,7 +85,7 @@ def test_the_secrets_of_a_run_are_in_no_log_no_command_line_and_no_metrics(
         text=True,
         timeout=RUN_S,
     )
-    # A swap may have come between the answers that it compares.
+    # Weights may have been swapped between the responses that `verify` compares.
     assert f"{engines[0]}: " in verified.stdout and "version" in verified.stdout, verified.stdout
     endpoints = run / "endpoints.json"
     assert stat.S_IMODE(endpoints.stat().st_mode) == 0o600 and keys.engine in endpoints.read_text()
@@ -103,7 +103,7 @@ def test_the_secrets_of_a_run_are_in_no_log_no_command_line_and_no_metrics(
 
 
 def _metrics_over_https(tls: TlsConfig, keys: RunKeys, engine: str, proxy: str) -> str:
-    """Return the metrics of the proxies, after others than the run's processes have been refused."""
+    """Check that clients without the authority or a key are refused; return the metrics of the proxies."""
     assert engine.startswith("https://") and proxy.startswith("https://")
     with direct_client(timeout_s=30) as client, pytest.raises(httpx.ConnectError, match="VERIFY_FAILED"):
         client.get(engine + "/health")
@@ -116,7 +116,7 @@ def _metrics_over_https(tls: TlsConfig, keys: RunKeys, engine: str, proxy: str) 
         return client.get(proxy + "/metrics", headers=bearer(keys.admin)).raise_for_status().text
 
 
-def test_rendered_runs_have_no_secrets(tmp_path: Path) -> None:
+def test_rendered_runs_contain_no_secrets(tmp_path: Path) -> None:
     for launcher in ("kubernetes", "skypilot"):
         shown = subprocess.run(
             [

@@ -1,4 +1,4 @@
-"""A run on several hosts of one machine: a slow link, links that are cut and healed, and a lost host."""
+"""A run on several emulated hosts: a slow link, links that are cut and healed, and a lost host."""
 
 from __future__ import annotations
 

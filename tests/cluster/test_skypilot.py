@@ -1,4 +1,4 @@
-"""The task of a run for SkyPilot: what it says, and that SkyPilot's own parser accepts it."""
+"""The task of a run for SkyPilot: its contents, and that SkyPilot's own parser accepts it."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def made(folder: Path, settings: SkyPilotConfig = SETTINGS, **given: Any) -> dic
     return task(settings=settings, **{**defaults, **given})
 
 
-def test_every_node_runs_its_part_and_the_first_one_the_supervisor(tmp_path: Path) -> None:
+def test_every_node_runs_its_processes_and_the_first_one_also_the_supervisor(tmp_path: Path) -> None:
     read = yaml.safe_load(as_yaml(made(tmp_path)))
-    assert read["num_nodes"] == 3  # four engines of four GPUs, and a trainer of eight
+    assert read["num_nodes"] == 3  # for four engines with four GPUs each, and a trainer with eight
     assert read["resources"] == {"accelerators": "H100:8", "infra": "kubernetes", "use_spot": True}
     assert (read["workdir"], read["secrets"]) == (str(tmp_path), {"PGPASSWORD": None, "HF_TOKEN": None})
     assert read["run"] == (
@@ -104,7 +104,7 @@ def test_a_password_is_refused(tmp_path: Path) -> None:
         ({"file_mounts": {"/runs": "./runs"}}, False),
     ],
 )
-def test_nodes_that_are_not_known_to_share_the_folder_of_runs_are_named(
+def test_a_warning_is_shown_unless_the_nodes_are_known_to_share_the_folder_of_runs(
     settings: dict[str, Any], is_shared: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [
@@ -121,7 +121,7 @@ def test_nodes_that_are_not_known_to_share_the_folder_of_runs_are_named(
 
 @pytest.mark.cluster
 @pytest.mark.skipif(not SKY.exists(), reason="SkyPilot is not installed here: make skypilot")
-def test_skypilot_s_parser_accepts_the_task(tmp_path: Path) -> None:
+def test_the_parser_of_skypilot_accepts_the_task(tmp_path: Path) -> None:
     text = as_yaml(made(tmp_path))
     done = subprocess.run(
         [str(SKY), "-c", PARSE], input=text, capture_output=True, text=True, timeout=240, cwd=tmp_path

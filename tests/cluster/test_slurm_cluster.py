@@ -1,4 +1,4 @@
-"""The emulated nodes behave as Slurm's manual says; the launcher relies on what is tested here."""
+"""The emulated nodes behave as Slurm's manual says. The launcher relies on the behavior tested here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_srun_runs_on_each_node_and_returns_exit_codes(slurm: SlurmCluster) -> N
     assert slurm.command("srun", "sh", "-c", "kill -9 $$", check=False).returncode == 137
 
 
-def test_steps_with_exact_resources_get_gpus_of_their_own_and_overlapping_ones_none(
+def test_exact_steps_get_gpus_of_their_own_and_overlapping_steps_get_none(
     slurm: SlurmCluster,
 ) -> None:
     exact = "srun --exact --nodes=1 --ntasks=1 --mem=0 --cpus-per-task=2 --gpus-per-node=1"
@@ -58,7 +58,7 @@ def test_a_requeued_job_starts_again(slurm: SlurmCluster) -> None:
     slurm.until((slurm.folder / "started-1").exists, "the job to run again")
 
 
-def test_a_job_goes_on_without_a_node_that_was_killed_and_not_without_its_first(slurm: SlurmCluster) -> None:
+def test_a_job_continues_without_a_killed_node_unless_it_is_the_first(slurm: SlurmCluster) -> None:
     job = submit(slurm, "--nodes=2", "--no-kill", "--requeue", WAITS)
     slurm.until((slurm.folder / "started-").exists, "the job to run")
     assert slurm.job(job)["NodeList"] == "node[1-2]"
@@ -76,11 +76,11 @@ def test_a_job_goes_on_without_a_node_that_was_killed_and_not_without_its_first(
     assert slurm.job(job)["NodeList"] == "node[1-2]"
 
 
-def test_nothing_is_left_of_a_cluster(slurm: SlurmCluster) -> None:
+def test_a_cluster_leaves_no_processes_and_no_files(slurm: SlurmCluster) -> None:
     with SlurmCluster(nodes=1) as other:
         submit(other, WAITS)
         other.until((other.folder / "started-").exists, "the job to run")
         pids = other.pids()
-        assert len(pids) > 5  # of three daemons, and of the job
+        assert len(pids) > 5  # three daemons, and the processes of the job
     assert other.pids() == set() and not other.folder.exists()
     assert set(slurm.node_states().values()) == {"idle"}

@@ -1,4 +1,4 @@
-"""The batch job of a run, as far as it needs no Slurm."""
+"""The batch job of a run, in tests that do not need Slurm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ exec areal-agents train cluster.yaml --launcher slurm 'agent=my agent.py:run'
 """
 
 
-def test_the_script_of_a_job() -> None:
+def test_the_batch_script_contains_the_settings_and_the_command() -> None:
     config = SlurmConfig(
         partition="h100",
         time="12:00:00",
@@ -72,13 +72,13 @@ def test_a_time_that_yaml_read_as_seconds_is_refused() -> None:
 
 
 @pytest.mark.parametrize("time", ["12h", "1 day", "12:00:00:00", "1-", "-1"])
-def test_a_time_that_sbatch_does_not_take_is_refused(time: str) -> None:
+def test_a_time_that_sbatch_does_not_accept_is_refused(time: str) -> None:
     with pytest.raises(ValueError, match=f"sbatch does not take '{time}'"):
         SlurmConfig(time=time)
 
 
 @pytest.mark.parametrize("time", ["", "90", "90:00", "12:00:00", "1-12", "1-12:30", "1-12:00:00", "infinite"])
-def test_times_that_sbatch_takes(time: str) -> None:
+def test_a_time_that_sbatch_accepts_is_kept(time: str) -> None:
     assert SlurmConfig(time=time).time == time
 
 
@@ -92,7 +92,7 @@ def test_processes_with_gpus_fill_nodes_and_the_others_are_spread() -> None:
         "trainer-0": 0, "trainer-1": 0, "engine-0": 1, "engine-1": 1, "engine-2": 1,
         "proxy-0": 0, "proxy-1": 1, "proxy-2": 0,
     }  # fmt: skip
-    assert nodes_for(others, 8) == 1  # without GPUs, one node has room for all
+    assert nodes_for(others, 8) == 1  # without GPUs, one node has room for all processes
     with pytest.raises(ConfigError, match=r"need 2 nodes with 8 GPUs each .* the job has 1"):
         assigned_nodes(processes, 8, 1)
     with pytest.raises(
@@ -101,7 +101,7 @@ def test_processes_with_gpus_fill_nodes_and_the_others_are_spread() -> None:
         nodes_for(processes, 2)
 
 
-def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_slurm_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match="call it on a login node of the cluster, or print .* --dry-run"):

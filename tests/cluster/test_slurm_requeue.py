@@ -1,4 +1,4 @@
-"""When a job is requeued: at its time limit and after the loss of a node, and not after another failure."""
+"""A job is requeued at its time limit and after the loss of a node, but not after another failure."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def submit(slurm: SlurmCluster, *options: str) -> str:
     return job
 
 
-def test_a_job_is_requeued_when_slurm_says_that_its_time_limit_is_near(slurm: SlurmCluster) -> None:
-    job = submit(slurm, "--time=1")  # the shortest limit that there is, a minute: the notice comes at once
+def test_a_job_is_requeued_when_slurm_signals_that_its_time_limit_is_near(slurm: SlurmCluster) -> None:
+    job = submit(slurm, "--time=1")  # a minute, the shortest limit: the signal comes at once
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be requeued")
     output = (slurm.folder / "job.txt").read_text()
     assert (
@@ -57,6 +57,6 @@ def test_a_job_that_lost_a_node_is_requeued_when_its_run_fails(slurm: SlurmClust
 
     slurm.start_node("node2")
     slurm.until((slurm.folder / "started-1").exists, "the job to run again")
-    (slurm.folder / "fail").touch()  # this time it has all its nodes
+    (slurm.folder / "fail").touch()  # this time the job has all its nodes
     slurm.until(lambda: slurm.job(job)["JobState"] == "FAILED", "the job to end")
     assert slurm.job(job)["Restarts"] == "1"

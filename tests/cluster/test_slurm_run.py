@@ -1,4 +1,4 @@
-"""A run of the quick start as a Slurm job on two nodes, which loses one of them and is requeued."""
+"""A run of the quick start as a Slurm job on two nodes, which loses one node and is requeued."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = (
     "engine.replicas=2", "cluster.proxies=2", "cluster.gpus_per_node=0", "cluster.slurm.nodes=2",
     "cluster.cpus.engine=1", "cluster.cpus.trainer=1", "cluster.cpus.rollout=1",
 )  # fmt: skip
-RUN_S = 400.0  # of the longest wait, on two busy cores
+RUN_S = 400.0  # the longest wait, on two busy cores
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_a_run_survives_the_loss_of_a_node_and_is_requeued_at_its_time_limit(
     job.until(lambda: len(job.steps()) > trained, "a step to be trained on the node that is left")
 
     slurm.start_node("node2")
-    slurm.command("scancel", "--batch", f"--signal={signal.SIGUSR1.value}", job.id)  # as the time limit does
+    slurm.command("scancel", "--batch", f"--signal={signal.SIGUSR1.value}", job.id)  # as at the time limit
     job.until(lambda: slurm.job(job.id)["Restarts"] == "1", "the job to be requeued")
     trained = len(job.steps())
     assert f"job {job.id} is requeued: its time limit is near" in job.output

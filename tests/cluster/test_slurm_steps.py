@@ -1,4 +1,4 @@
-"""The program that runs a process as a step: placement, exit codes, signals, and the loss of a node."""
+"""The program that runs a process as a Slurm step: placement, exit codes, signals, and the loss of a node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Job:
         wait = "--wrap=touch begun; exec sleep 600"
         self.id = slurm.command("sbatch", "--parsable", "--output=job.txt", *options, wait).stdout.strip()
         slurm.until((slurm.folder / "begun").exists, "the job to run")
-        self.srun: list[str] = []  # what srun itself said of the last process
+        self.srun: list[str] = []  # messages of srun itself about the last process
         self._started: list[subprocess.Popen[str]] = []
 
     def start(
@@ -44,7 +44,7 @@ class Job:
         variables = {
             "SLURM_JOB_ID": self.id,
             "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_GPUS_PER_NODE": "2",  # as a batch script has it, which srun would ask for again
+            "SLURM_GPUS_PER_NODE": "2",  # set in a batch script; srun would request these GPUs again
             SUPERVISED: "2",
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
@@ -67,7 +67,7 @@ class Job:
         return process.returncode, "\n".join(own)
 
     def started(self, process: subprocess.Popen[str]) -> str:
-        """Return the first line of a process, which it writes when it runs."""
+        """Return the first line of a process, which is written once the process runs."""
         assert process.stdout is not None
         while (line := process.stdout.readline()).startswith("srun: "):
             pass
@@ -88,14 +88,14 @@ def job(slurm: SlurmCluster) -> Iterator[Job]:
         begun.end()
 
 
-def test_steps_are_placed_and_their_exit_codes_come_through(job: Job) -> None:
+def test_steps_are_placed_and_their_exit_codes_are_passed_on(job: Job) -> None:
     assert job.run("proxy-0", f"{WHERE}; exit 4", node=0) == (4, "node1 GPU")
     assert job.run("proxy-1", WHERE, node=1) == (0, "node2 GPU")
     wait = "sleep 600"
     engines = [job.start(f"engine-{i}", f"{WHERE}; {wait}", node=i // 2, gpus=1) for i in range(3)]
     assert sorted(job.started(engine) for engine in engines) == ["node1 GPU 0", "node1 GPU 1", "node2 GPU 0"]
     assert job.run("trainer-0", WHERE, node=1, gpus=1) == (0, "node2 GPU 1")
-    code, output = job.run("rollout-0", "kill -9 $$", node=1)  # cores are shared with the steps with GPUs
+    code, output = job.run("rollout-0", "kill -9 $$", node=1)  # shares cores with the steps that have GPUs
     assert code == -signal.SIGKILL, output
 
     code, output = job.run("trainer-1", WHERE, node=0, gpus=1)
@@ -105,7 +105,7 @@ def test_steps_are_placed_and_their_exit_codes_come_through(job: Job) -> None:
     assert job.run("trainer-1", WHERE, node=0, gpus=1)[0] == 0
 
 
-def test_a_process_that_is_told_to_end_can_finish_its_work(job: Job) -> None:
+def test_a_process_can_finish_its_work_after_sigterm(job: Job) -> None:
     process = job.start(
         "trainer-0", "trap 'echo saving; sleep 1; echo saved; exit 3' TERM; echo runs; sleep 600 & wait"
     )
@@ -121,14 +121,14 @@ def test_a_process_ends_with_its_supervisor(job: Job) -> None:
     assert process.communicate(timeout=COMMAND_S)[0] == "ended\n"  # its standard input is closed
 
 
-def test_a_process_whose_launcher_was_killed_leaves_its_gpus_to_the_next(job: Job) -> None:
+def test_the_gpus_of_a_process_whose_launcher_was_killed_go_to_the_next_process(job: Job) -> None:
     first = job.start("engine-0", f"{WHERE}; exec sleep 600", gpus=2)
     assert job.started(first) == "node1 GPU 0,1"
     os.killpg(first.pid, signal.SIGKILL)
     assert job.run("engine-0", WHERE, gpus=2) == (0, "node1 GPU 0,1")
 
 
-def test_processes_of_a_lost_node_run_on_another_or_say_that_there_is_no_room(job: Job) -> None:
+def test_processes_of_a_lost_node_run_on_another_or_report_that_there_is_no_room(job: Job) -> None:
     lost = job.start("engine-1", f"{WHERE}; sleep 600", node=1, gpus=1)
     assert job.started(lost) == "node2 GPU 0"
 
@@ -146,15 +146,15 @@ def test_processes_of_a_lost_node_run_on_another_or_say_that_there_is_no_room(jo
     assert code == 4 and output.endswith(f"in what is left of job {job.id}, which lost node2")
 
 
-def test_a_process_that_ends_while_the_controller_is_away_has_its_own_exit_code(job: Job) -> None:
+def test_a_process_that_ends_while_the_controller_is_down_keeps_its_exit_code(job: Job) -> None:
     process = job.start("rollout-0", "echo runs; read line; exit 0")
     assert job.started(process) == "runs"
-    time.sleep(3 * LOOK_S)  # in which the launcher learns of the step
+    time.sleep(3 * LOOK_S)  # time for the launcher to find the step
     job.slurm.stop_controller()
     assert process.stdin is not None
     process.stdin.write("go\n")
     process.stdin.flush()
-    time.sleep(20)  # longer than squeue waits for it
+    time.sleep(20)  # longer than squeue waits for the controller
     job.slurm.start_controller()
     output, _ = process.communicate(timeout=COMMAND_S)
     assert process.returncode == 0, output
@@ -167,7 +167,7 @@ def test_a_launcher_whose_supervisor_and_node_are_lost_ends(job: Job) -> None:
     assert job.started(supervisor) == "node2 GPU"
     job.slurm.kill_node("node2")
     supervisor.kill()
-    supervisor.communicate(timeout=COMMAND_S)  # until nobody has its output open
+    supervisor.communicate(timeout=COMMAND_S)  # until no process has its output open
 
 
 def test_a_job_that_is_too_small_for_a_run_is_refused(

@@ -35,7 +35,7 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """All code blocks in these languages, or in any."""
+    """All code blocks in these languages, or in any language if none is given."""
     found = []
     for page in PAGES:
         lines = page.read_text().splitlines()
@@ -68,7 +68,7 @@ def block(page: str, beginning: str) -> Block:
 
 
 def commands(script: str) -> list[list[str]]:
-    """The words of each command of a bash script, without comments and variables before the command."""
+    """The words of each command of a bash script, without comments and variables set before the command."""
     found = []
     for line in script.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -80,7 +80,7 @@ def commands(script: str) -> list[list[str]]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Variables with this environment's programs on the PATH, without those that name a model's server."""
+    """Variables with this environment's programs on the PATH, without those that name a model server."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI_", "ANTHROPIC_"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), **more}

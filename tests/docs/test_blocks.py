@@ -39,7 +39,7 @@ def test_every_block_names_its_language(found: Block) -> None:
     assert found.language in LANGUAGES, "it is highlighted, and checked, by its language"
 
 
-def test_no_block_is_without_fences() -> None:
+def test_every_code_block_is_fenced() -> None:
     with pytest.raises(AssertionError, match="0 blocks"):
         block("README.md", "make nonsense")
     assert block("README.md", "make demo").language == "bash"
@@ -68,7 +68,7 @@ def test_a_configuration_is_valid(found: Block, store: str) -> None:
 
 
 @pytest.mark.parametrize("found", blocks("toml"), ids=lambda b: b.id)
-def test_a_definition_is_valid(found: Block, tmp_path: Path) -> None:
+def test_an_agent_definition_is_valid(found: Block, tmp_path: Path) -> None:
     (tmp_path / "definition.toml").write_text(found.text)
     load_definition(str(tmp_path / "definition.toml"))
 
@@ -113,7 +113,7 @@ def _check_overrides(words: list[str], parameters: dict[str, Any], store: str) -
         override = f"data.episodes={store}" if override.startswith("data.episodes=") else override
         key, value = parse_override(override.replace("seed=n", "seed=0").replace("PORT", "30000"))
         set_in(tree, key, nested(key, value))
-    tree["model"] = str(quickstart_model())  # also for one that an earlier command makes
+    tree["model"] = str(quickstart_model())  # also in place of a model that an earlier command creates
     if "teacher_model" in tree.get("trainer", {}):
         tree["trainer"]["teacher_model"] = tree["model"]
     validate_config(tree, source=" ".join(words))

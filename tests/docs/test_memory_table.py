@@ -1,4 +1,4 @@
-"""The table of docs/gpus.md is what the estimate says now."""
+"""The memory table of docs/gpus.md agrees with the current estimate."""
 
 from __future__ import annotations
 

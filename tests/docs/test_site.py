@@ -1,4 +1,4 @@
-"""The site of the documentation leads to every page; `make docs` builds it and checks its links."""
+"""The navigation of the documentation lists every page. `make docs` builds the site and checks its links."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The commands and snippets of the pages are run as they are written, in an empty folder.
+"""The commands and snippets of the pages run as written, in an empty folder.
 
-Only what a reader replaces is replaced: ids, ports, hosts and paths of models. Trainings are cut to one step,
-and simulations to small batches.
+Only values that a reader replaces are replaced: ids, ports, hosts and paths of models. Training runs are cut
+to a few steps, and simulations to small batches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TASKS = [
     for name in ("Neon", "Tin", "Iron", "Zinc")
 ]
 
-# What is run, by page and by the beginning of a line of the block; each has a test in this module.
+# The blocks that are run, by page and by the beginning of a line; each has a test in this module.
 RUN = {
     ("README.md", "areal-agents init my_agent"),
     ("README.md", "areal-agents serve --model path/to/model --port 8000"),
@@ -77,7 +77,8 @@ RUN = {
     ("integrations/README.md", "curl -s -X POST localhost:8000/episodes"),
 }
 
-# What is not run here, and why. tests/examples plays the recipes, and their pages are not listed.
+# The blocks that are not run here, and the reasons. tests/examples runs the recipes, whose pages are not
+# listed.
 NOT_RUN = {
     ("README.md", "pip install"): "tests/starter builds the wheel; CI installs from a checkout",
     ("README.md", "make demo"): "tests/examples runs the same configuration; CI runs make test",
@@ -233,7 +234,7 @@ def test_every_block_that_can_be_run_is_run_or_has_a_reason() -> None:
 
 
 def text(page: str, beginning: str, *replaced: tuple[str, str]) -> str:
-    """The text of a block, with what a reader replaces; each string must be in it."""
+    """The text of a block with replacements; each replaced string must occur in it."""
     found = block(page, beginning).text
     for old, new in replaced:
         assert old in found, f"{old!r} is not in the block of {page}"
@@ -249,7 +250,7 @@ def free_port() -> int:
 
 @contextmanager
 def started(command: str, folder: Path, url: str) -> Iterator[None]:
-    """Run a server until the end of the block; it must answer first."""
+    """Run a server within the with-block, which begins when the server responds."""
     log = folder / "server.log"
     with open(log, "w") as output:
         child = subprocess.Popen(
@@ -288,7 +289,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[str]:
-    """The URL of an engine, in place of that of a GPU's host."""
+    """The URL of a local engine, in place of the engine on a GPU host."""
     port = free_port()
     command = f"areal-agents engine --model path/to/model --port {port}"
     with started(command, folder, f"http://127.0.0.1:{port}/health"):
@@ -297,7 +298,7 @@ def engine(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def served(folder: Path, engine: str) -> Iterator[str]:
-    """The port of a server, started as the README says."""
+    """The port of a server that is started by the command of the README."""
     port = str(free_port())
     given = (("8000", port), ("http://gpu-host:30000", engine))
     both = text("README.md", "areal-agents serve --model path/to/model --port 8000", *given)
@@ -309,7 +310,7 @@ def served(folder: Path, engine: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    """A run of the README's agent with its configuration, of one step."""
+    """The folder of a run of four steps, with the agent and the configuration of the README."""
     (folder / "agent.py").write_text(text("README.md", "from areal_agents import Episode, episode"))
     (config,) = [b.text for b in blocks("yaml") if b.page == "README.md"]
     (folder / "config.yaml").write_text(config)
@@ -325,7 +326,7 @@ def scope(**names: Any) -> dict[str, Any]:
     return {"OpenAI": OpenAI, "Anthropic": Anthropic, **names}
 
 
-def test_the_first_run(tmp_path: Path) -> None:
+def test_the_first_run_trains_a_step(tmp_path: Path) -> None:
     script = text(
         "README.md", "areal-agents init my_agent", ("train config.yaml", "train config.yaml" + SMALL + " ")
     )
@@ -364,7 +365,7 @@ def test_a_served_agent_is_rewarded_and_trained(folder: Path, served: str) -> No
     assert (there / "runs/from-store/final/config.json").exists()
 
 
-# What the agent of this page does, with the key of the answer.
+# The call of an agent with the key in $ANSWER, in place of the comment about the agent in the scripts.
 CALL = """KEY=$(python -c 'import json, sys; print(json.load(sys.stdin)["key"])' <<< "$ANSWER")
 curl -s localhost:PORT/e/$KEY/v1/chat/completions -H "$JSON" \\
   -d '{"model": "policy", "max_tokens": 4, "messages": [{"role": "user", "content": "?"}]}' >/dev/null"""
@@ -391,7 +392,7 @@ def test_an_episode_over_plain_http(folder: Path, served: str) -> None:
         assert found["status"] == "finished" and found["score"] == 1.0
 
 
-def test_an_integration_with_a_key_of_its_own(folder: Path, served: str) -> None:
+def test_an_integration_runs_with_the_key_of_an_episode(folder: Path, served: str) -> None:
     script = text("integrations/README.md", "curl -s -X POST localhost:8000/episodes", ("8000", served))
     opened = json.loads(bash(script.splitlines()[0], folder))
     script = script.replace("BASE_URL=…", f"BASE_URL={opened['base_url']}").replace(
@@ -427,7 +428,7 @@ def test_commands_give_rewards(tmp_path: Path, engine: str, served: str) -> None
         assert found["score"] == 1.0, (name, found)
 
 
-def test_tasks_of_a_function(tmp_path: Path) -> None:
+def test_a_function_provides_tasks(tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text(text("docs/data.md", "# tasks.py"))
     of_split = {
         split: load_tasks(DataConfig(path=f"{tmp_path / 'tasks.py'}:tasks", split=split)).tasks
@@ -436,7 +437,7 @@ def test_tasks_of_a_function(tmp_path: Path) -> None:
     assert len(of_split["train"]) == 200 and of_split["train"][0].input != of_split["test"][0].input
 
 
-def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_functions_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -453,7 +454,7 @@ def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is not installed; make sandbox-tools")
-def test_a_sandbox_from_python(tmp_path: Path) -> None:
+def test_a_sandbox_runs_from_python(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(text("docs/sandboxes.md", "from pathlib import Path"), names)  # noqa: S102
     for name in "abc":
@@ -461,7 +462,7 @@ def test_a_sandbox_from_python(tmp_path: Path) -> None:
     assert asyncio.run(names["count_files"](tmp_path)) == b"3\n"
 
 
-def test_looking_at_a_run(folder: Path, run: Path, served: str) -> None:
+def test_the_commands_that_inspect_a_run(folder: Path, run: Path, served: str) -> None:
     opened = httpx.post(f"http://127.0.0.1:{served}/episodes", timeout=10).json()["id"]
     recorded = json.loads(bash("areal-agents episodes ls runs/my_agent-seed0 --json", folder))
     script = text("docs/inspecting.md", "areal-agents tail", ("8000", served))
@@ -472,7 +473,7 @@ def test_looking_at_a_run(folder: Path, run: Path, served: str) -> None:
     assert recorded[0]["id"] in bash(text("docs/evaluating.md", "areal-agents episodes show", *given), folder)
 
 
-def test_evaluating_and_deploying(folder: Path, run: Path, engine: str) -> None:
+def test_a_run_is_evaluated_exported_and_deployed(folder: Path, run: Path, engine: str) -> None:
     script = text("docs/evaluating.md", "areal-agents eval config.yaml eval.data.path=other.jsonl")
     small = " rollout.limits.max_completion_tokens=8"
     lines = [line.partition(" #")[0] + small for line in script.splitlines()]
@@ -490,7 +491,7 @@ def test_evaluating_and_deploying(folder: Path, run: Path, engine: str) -> None:
         assert (folder / "runs/production/store.db").exists()
 
 
-def test_training_on_the_episodes_of_a_run(folder: Path, run: Path) -> None:
+def test_a_model_is_trained_on_the_episodes_of_a_run(folder: Path, run: Path) -> None:
     script = text(
         "docs/training.md",
         "areal-agents train config.yaml data.episodes",
@@ -501,7 +502,7 @@ def test_training_on_the_episodes_of_a_run(folder: Path, run: Path) -> None:
     assert (folder / "runs/second/final/config.json").exists()
 
 
-def test_simulating(folder: Path, run: Path) -> None:
+def test_a_simulation_begins_from_a_recorded_run(folder: Path, run: Path) -> None:
     given = (
         ("runs/search_agent-seed0", "runs/my_agent-seed0"), ("runs/x", "runs/my_agent-seed0"),
         ("groups=64 group_size=16", "groups=8 group_size=8"),
@@ -512,7 +513,7 @@ def test_simulating(folder: Path, run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_from_python(tmp_path: Path) -> None:
+def test_training_and_evaluating_from_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         text(
             "docs/python.md",

@@ -1,4 +1,4 @@
-"""One scripted engine and one proxy for every environment."""
+"""A scripted engine and a proxy for the tests of all environments, and the interpreters of these tests."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="session")
 def python(request: pytest.FixtureRequest) -> str:
-    """The interpreter of an environment with the packages (`make environments`)."""
+    """The interpreter that has the packages of the environments (`make environments`)."""
     return str(request.config.getoption("--environments"))
 
 
 @pytest.fixture(scope="session")
 def verifiers_python(python: str) -> str:
-    """The interpreter that has verifiers, which pins other versions of what the rest needs."""
+    """The interpreter that has verifiers, which pins other versions of packages that the others need."""
     return _beside(python, "verifiers")
 
 
@@ -51,7 +51,7 @@ def _beside(python: str, kind: str) -> str:
 
 @pytest.fixture(autouse=True)
 def path_as_before() -> Iterator[None]:
-    """Loading a class puts its folder on sys.path, which every later test would search too."""
+    """Restore sys.path after a test, because loading a class adds its folder there."""
     before = list(sys.path)
     yield
     sys.path[:] = before

@@ -1,4 +1,4 @@
-"""What the tests of environments share."""
+"""Helpers that the tests of environments share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REQUEST_S = 60.0
 
 
 def handle(stack: Stack, replies: Sequence[str | ScriptedReply] | Script) -> Episode:
-    """An open episode, on an engine that gives these replies."""
+    """Open an episode on an engine that gives these replies."""
     opened = stack.open_episode(replies)
     return Episode(opened["id"], opened["base_url"], opened["key"])
 
@@ -31,7 +31,7 @@ def played(
     *,
     python: str = "",
 ) -> Any:
-    """The reward of one episode of an environment."""
+    """Play one episode of an environment, and return its reward."""
 
     async def play() -> Any:
         agent = environment_agent(EnvironmentConfig(use=use, python=python))
@@ -45,12 +45,12 @@ def played(
 
 
 def tasks(use: str, python: str, split: Split = "train") -> list[dict[str, Any]]:
-    """The tasks of a split of an environment in another interpreter."""
+    """Return the tasks of a split of an environment in another interpreter."""
     return environment_tasks(EnvironmentConfig(use=use, python=python), split)
 
 
 class Heard:
-    """A script that gives replies in their order and notes each prompt."""
+    """A script that gives replies in their order and records each prompt."""
 
     def __init__(self, *replies: str) -> None:
         self._replies = iter(replies)
@@ -62,7 +62,7 @@ class Heard:
 
     @property
     def news(self) -> list[str]:
-        """What each prompt adds to the one before."""
+        """The text that each prompt adds to the one before."""
         return [
             now.removeprefix(before) for before, now in zip(["", *self.prompts], self.prompts, strict=False)
         ]

@@ -1,4 +1,4 @@
-"""Classes as users of `tools:` write them."""
+"""Example classes, as users of `tools:` write them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Attribute:
 
 
 class Strict:
-    """Takes no fields but those of its own tasks."""
+    """Accepts only the fields of its own tasks."""
 
     reward = 0.5
 
@@ -121,7 +121,7 @@ class NoTool:
 
 
 class Slow:
-    """Takes longer than anybody waits."""
+    """Has a tool that takes longer than the tests wait."""
 
     reward = 1.0
 

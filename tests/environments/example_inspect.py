@@ -1,4 +1,4 @@
-"""Tasks as users of Inspect AI write them."""
+"""Example tasks, as users of Inspect AI write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real MCP server over stdio, whose tools remember, fail and show its variables."""
+"""A real MCP server over stdio, whose tools store notes, fail, and show its environment variables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A server that speaks the protocol of NeMo Gym's resources servers, without the package: a counter.
+"""A counter that implements the protocol of NeMo Gym's resources servers, without the package.
 
-The real one of the package is the same (`real_nemo_gym.py`). `initial_count` of a row can be a lie to tell.
+The package has a real server that behaves the same (`real_nemo_gym.py`). If `initial_count` of a row is a key
+of `LIES`, or "silence", /verify gives that invalid response, or none for a minute.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An environment as users of verifiers 0.3 write it."""
+"""An example environment, as users of verifiers 0.3 write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers as authors of OpenEnv environments write them: `python example_openenv.py KIND PORT`."""
+"""Example servers, as authors of OpenEnv environments write them: `python example_openenv.py KIND PORT`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Seen(Observation):
 
 
 class Words(Environment):
-    """Wants the letter of its seed, in at most three guesses."""
+    """Rewards a guess of the letter that the seed selects."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -57,7 +57,7 @@ class Words(Environment):
 
 
 class Line(Environment):
-    """A position, which is not rewarded before 3."""
+    """A position on a line, which is rewarded from 3 on."""
 
     def reset(self, seed=None, episode_id=None, **kwargs):
         self.position = 0
@@ -74,7 +74,7 @@ class Line(Environment):
 
 
 class Notes(MCPEnvironment):
-    """Tools that remember, with a reward when a note is the right one."""
+    """A tool that stores notes, with a reward once one of them is b."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -109,7 +109,7 @@ class Notes(MCPEnvironment):
 
 
 def liar() -> FastAPI:
-    """Speaks the protocol, but says what cannot be: the first word of the reply says what."""
+    """Implements the protocol, but sends an invalid message, which the word of the action selects."""
     app = FastAPI()
 
     @app.get("/health")

@@ -1,4 +1,4 @@
-"""A taskset as users of verifiers 0.4 write it."""
+"""An example taskset, as users of verifiers 0.4 write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves a server of the installed NeMo Gym, without its head server: `python real_nemo_gym.py PORT`."""
+"""Runs a server of the installed NeMo Gym without its head server: `python real_nemo_gym.py PORT`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`environment:` in a configuration stands for the agent, the tasks and the evaluation."""
+"""`environment:` in a configuration sets the agent, the tasks and the evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE = Path(__file__).parent / "example_environments.py"
 
 
 def load(tmp_path: Path, *overrides: str, **settings: Any) -> Config:
-    """A configuration beside a model and the example classes."""
+    """Load a configuration from a folder that also has a model and the example classes."""
     (tmp_path / "model").mkdir(exist_ok=True)
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / FILE.name).write_text(FILE.read_text())
@@ -26,7 +26,7 @@ def load(tmp_path: Path, *overrides: str, **settings: Any) -> Config:
     return load_config(tmp_path / "config.yaml", list(overrides))
 
 
-def test_a_line_is_the_agent_the_tasks_and_the_held_out_tasks(tmp_path: Path) -> None:
+def test_a_line_sets_the_agent_the_tasks_and_the_held_out_tasks(tmp_path: Path) -> None:
     config = load(tmp_path, environment=COUNTER)
     use = f"tools:{tmp_path / FILE.name}:Counter"
     assert config.environment is not None and config.environment.use == use
@@ -37,7 +37,7 @@ def test_a_line_is_the_agent_the_tasks_and_the_held_out_tasks(tmp_path: Path) ->
     assert Config.model_validate(config.model_dump(mode="json")) == config  # as a run's processes read it
 
 
-def test_what_is_given_is_kept(tmp_path: Path) -> None:
+def test_explicit_settings_are_kept(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         "environment.python=/usr/bin/python3",
@@ -70,7 +70,7 @@ def test_several_environments_share_a_run(tmp_path: Path) -> None:
     assert Config.model_validate(config.model_dump(mode="json")) == config  # as a run's processes read it
 
 
-def test_an_environment_of_several_may_have_the_users_tasks(tmp_path: Path) -> None:
+def test_one_of_several_environments_may_use_tasks_of_the_user(tmp_path: Path) -> None:
     config = load(
         tmp_path,
         environments=[{"use": COUNTER, "name": "count"}],
@@ -81,7 +81,7 @@ def test_an_environment_of_several_may_have_the_users_tasks(tmp_path: Path) -> N
     assert task.input == {"question": "?", "data_source": "count"}
 
 
-def test_relative_paths_start_at_the_folder_of_the_configuration(tmp_path: Path) -> None:
+def test_relative_paths_are_resolved_from_the_folder_of_the_configuration(tmp_path: Path) -> None:
     for given, absolute in (
         (
             "nemo-gym:http://host?rows=tasks.jsonl&size=1",

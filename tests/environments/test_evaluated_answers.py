@@ -1,4 +1,4 @@
-"""Which answers reach the graders of reasoning-gym that evaluate them as Python."""
+"""Which answers are passed to the graders of reasoning-gym that evaluate answers as Python."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areal_agents.environments.adapters.evaluated_answers import may_be_graded
         ("chain_sum", "__import__('os')"),  # its grader compares strings
     ],
 )
-def test_what_right_answers_look_like_is_graded(data_set: str, answer: str) -> None:
+def test_an_answer_in_the_form_of_a_correct_one_is_graded(data_set: str, answer: str) -> None:
     assert may_be_graded(data_set, answer)
 
 
@@ -54,5 +54,5 @@ def test_what_right_answers_look_like_is_graded(data_set: str, answer: str) -> N
         ("polynomial_multiplication", "__import__('os')"),
     ],
 )
-def test_no_answer_runs_code_in_its_grader(data_set: str, answer: str) -> None:
+def test_an_answer_that_would_run_code_is_not_graded(data_set: str, answer: str) -> None:
     assert not may_be_graded(data_set, answer)

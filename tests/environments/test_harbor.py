@@ -44,7 +44,7 @@ needs_bubblewrap = pytest.mark.skipif(
 
 
 def make_task(folder: Path, *, dockerfile: str = DOCKERFILE, test: str = TEST, toml: str = "") -> Path:
-    """Write a task folder whose numbers are to be added."""
+    """Write the folder of a task in which numbers must be added."""
     (folder / "environment" / "data").mkdir(parents=True)
     (folder / "tests").mkdir()
     (folder / "task.toml").write_text(
@@ -64,7 +64,7 @@ def command(text: str) -> str:
 
 
 def all_played(stack: Stack, use: str, episodes: list[tuple[str, Heard]]) -> list[Any]:
-    """The rewards, or the exceptions, of episodes that are played one after the other."""
+    """Play episodes one after another, and return their rewards or exceptions."""
 
     async def play() -> list[Any]:
         agent = environment_agent(EnvironmentConfig(use=use))
@@ -107,7 +107,7 @@ def test_the_model_works_in_a_sandbox_and_the_tests_reward_it(stack: Stack, tmp_
 
 
 @needs_bubblewrap
-def test_an_agent_without_time_is_graded_and_tests_without_a_reward_fail(
+def test_an_agent_that_runs_out_of_time_is_graded_and_tests_without_a_reward_fail(
     stack: Stack, tmp_path: Path
 ) -> None:
     make_task(tmp_path / "late", toml="[agent]\ntimeout_sec = 1\n")
@@ -130,7 +130,7 @@ def test_an_agent_without_time_is_graded_and_tests_without_a_reward_fail(
     ) == [2.0]
 
 
-def test_docker_plays_what_the_dockerfile_makes(stack: Stack, tmp_path: Path) -> None:
+def test_docker_plays_a_task_in_the_image_of_its_dockerfile(stack: Stack, tmp_path: Path) -> None:
     """The image is built once for all episodes, and its tests see what the agent did as root."""
     if not engine_answers():
         pytest.skip("no Docker engine answers; make test-docker starts one for its tests")
@@ -144,7 +144,7 @@ def test_docker_plays_what_the_dockerfile_makes(stack: Stack, tmp_path: Path) ->
     make_task(tmp_path / "broken", dockerfile=made + "RUN echo no such package >&2; exit 7\n")
     other = ["docker", "build", "--tag", "localhost:1/absent:other", "-"]
     subprocess.run(other, input=b"FROM scratch\nLABEL a=b\n", check=True, capture_output=True, timeout=60)
-    # Without a tag this is another image, `latest`, which is pulled.
+    # Without a tag this is the image `latest`, which does not exist here and is pulled.
     make_task(tmp_path / "absent", toml="[environment]\ndocker_image = 'localhost:1/absent'\n")
     right = Heard(
         command("pwd; ls; id -u; cat /made; touch /etc/mine; ls /tests; cat /proc/net/dev | wc -l"),
@@ -169,7 +169,7 @@ def test_docker_plays_what_the_dockerfile_makes(stack: Stack, tmp_path: Path) ->
     assert isinstance(absent, TaskEnvironmentError) and "task absent: docker pull: " in str(absent)
 
 
-def test_options_of_isolations_are_checked(tmp_path: Path) -> None:
+def test_invalid_options_of_isolations_are_refused(tmp_path: Path) -> None:
     make_task(tmp_path / "task")
     for options, fault in (
         ("isolation=podman", "isolation must be auto, docker, bubblewrap, got 'podman'"),
@@ -248,8 +248,8 @@ def test_copies_follow_the_rules_of_docker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["instruction.md", "tests", "environment", "environment/Dockerfile"])
-def test_no_part_of_a_task_is_a_link_to_outside_of_its_folder(tmp_path: Path, name: str) -> None:
-    """Otherwise files of this machine would be in the prompt, in the sandbox, or in the image."""
+def test_a_task_with_a_link_to_outside_of_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    """Such a link could bring files of this machine into the prompt, the sandbox or the image."""
     make_task(tmp_path / "tasks" / "task")
     part = tmp_path / "tasks" / "task" / name
     outside = tmp_path / "outside"
@@ -277,7 +277,7 @@ def test_no_part_of_a_task_is_a_link_to_outside_of_its_folder(tmp_path: Path, na
         ("[environment.env]\nKEY = '${KEY}'\n", "variables of this machine in environment.env"),
     ],
 )
-def test_what_a_task_needs_and_is_not_there_is_named(tmp_path: Path, toml: str, fault: str) -> None:
+def test_unsupported_and_invalid_settings_of_a_task_are_named(tmp_path: Path, toml: str, fault: str) -> None:
     make_task(tmp_path / "task", toml=toml)
     with pytest.raises(TaskEnvironmentError, match=re.escape(fault)):
         environment_tasks(EnvironmentConfig(use=f"harbor:{tmp_path}"), "train")

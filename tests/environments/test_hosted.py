@@ -1,4 +1,4 @@
-"""An environment in another interpreter."""
+"""An environment that runs in another interpreter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TASK = {"id": "1", "question": "Count.", "target": 6}
 WAIT_S = 60.0
 
 
-def test_it_gives_the_tasks_and_rewards_of_the_same_environment_here(stack: Stack) -> None:
+def test_a_hosted_environment_gives_the_same_tasks_and_rewards_as_a_local_one(stack: Stack) -> None:
     here, there = EnvironmentConfig(use=COUNTER), EnvironmentConfig(use=COUNTER, python=sys.executable)
     assert environment_tasks(there, "eval") == environment_tasks(here, "eval")
     for replies in ([call("add", '{"amount": 6}'), "Done."], ["Done."]):
@@ -51,7 +51,7 @@ def test_an_interpreter_without_this_package_is_named(tmp_path: Path) -> None:
         environment_tasks(EnvironmentConfig(use=COUNTER, python=str(bare)), "train")
 
 
-def test_a_start_that_fails_says_how(stack: Stack, tmp_path: Path) -> None:
+def test_a_failed_start_is_reported_with_its_exit_status_and_output(stack: Stack, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 7\n")
     broken.chmod(0o755)
@@ -63,14 +63,14 @@ def test_a_start_that_fails_says_how(stack: Stack, tmp_path: Path) -> None:
             failing()
 
 
-def test_the_process_ends_with_its_input(tmp_path: Path) -> None:
+def test_the_process_ends_when_its_standard_input_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "areal_agents.environments.host", "play", COUNTER]
     done = subprocess.run(command, input="", capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (0, '{"ready": true}\n')
 
 
-def test_a_start_serves_all_episodes_that_wait_for_it(stack: Stack) -> None:
-    """Also if the episode that began it is cancelled meanwhile."""
+def test_one_start_serves_all_episodes_that_wait_for_it(stack: Stack) -> None:
+    """This holds even if the episode that began the start is cancelled."""
 
     async def play() -> None:
         agent = HostedEnvironmentAgent(
@@ -89,7 +89,7 @@ def test_a_start_serves_all_episodes_that_wait_for_it(stack: Stack) -> None:
     asyncio.run(asyncio.wait_for(play(), WAIT_S))
 
 
-def test_episodes_play_at_once_and_a_dead_process_is_replaced(stack: Stack) -> None:
+def test_episodes_play_concurrently_and_a_dead_process_is_replaced(stack: Stack) -> None:
     async def play() -> None:
         agent = HostedEnvironmentAgent(
             EnvironmentConfig(use=f"tools:{FILE}:Slow", python=sys.executable), must_reward=True
@@ -101,7 +101,7 @@ def test_episodes_play_at_once_and_a_dead_process_is_replaced(stack: Stack) -> N
             await asyncio.sleep(0.01)
         assert (
             await agent.run({"prompt": "Go."}, handle(stack, ["Done."])) == 1.0
-        )  # the slow one holds up nobody
+        )  # the slow episode does not delay others
         slow.cancel()
         with pytest.raises(asyncio.CancelledError):
             await slow

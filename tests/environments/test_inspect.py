@@ -24,7 +24,7 @@ def named(task: str) -> str:
     return f"inspect:{FILE}:{task}"
 
 
-def test_the_samples_are_the_tasks_with_a_part_held_out(python: str) -> None:
+def test_the_samples_are_the_tasks_and_some_of_them_are_held_out(python: str) -> None:
     use = named("addition?count=30&seed=3")
     train, held_out = tasks(use, python), tasks(use, python, "eval")
     assert len(train) == 27 and len(held_out) == 3
@@ -32,7 +32,9 @@ def test_the_samples_are_the_tasks_with_a_part_held_out(python: str) -> None:
     assert train[0]["input"] == "What is {0} + {0}?".format(train[0]["id"])
 
 
-def test_its_own_solver_plays_with_its_tools_and_its_scorer_rewards(stack: Stack, python: str) -> None:
+def test_the_solver_plays_with_its_own_tools_and_the_scorer_gives_the_reward(
+    stack: Stack, python: str
+) -> None:
     async def play() -> None:
         agent = environment_agent(EnvironmentConfig(use=named("addition?score=includes"), python=python))
         try:
@@ -49,8 +51,8 @@ def test_its_own_solver_plays_with_its_tools_and_its_scorer_rewards(stack: Stack
     asyncio.run(play())
 
 
-def test_many_episodes_of_one_process_play_at_once(stack: Stack, python: str) -> None:
-    """One that never ends, one that fails and others; the first is cancelled."""
+def test_several_episodes_play_concurrently_and_can_be_cancelled(stack: Stack, python: str) -> None:
+    """Two episodes never end and are cancelled; another one fails meanwhile."""
 
     async def play() -> None:
         agents = {
@@ -74,7 +76,7 @@ def test_many_episodes_of_one_process_play_at_once(stack: Stack, python: str) ->
                 )
                 hosted = agents["stuck"]
                 assert isinstance(hosted, HostedEnvironmentAgent) and hosted._started is not None
-                assert not hosted._started.result()._playing  # its episodes answered that they were cancelled
+                assert not hosted._started.result()._playing  # the process has confirmed their end
         finally:
             for agent in agents.values():
                 await agent.close()
@@ -82,11 +84,11 @@ def test_many_episodes_of_one_process_play_at_once(stack: Stack, python: str) ->
     asyncio.run(play())
 
 
-def test_a_sandbox_is_there_for_the_solver_and_the_scorer(stack: Stack, python: str) -> None:
+def test_the_solver_and_the_scorer_share_a_sandbox(stack: Stack, python: str) -> None:
     assert played(stack, named("files"), {"id": "1"}, ["banana"], python=python) == 3.0
 
 
-def test_which_score_is_the_reward_is_named(stack: Stack, python: str) -> None:
+def test_the_score_option_names_the_score_that_is_the_reward(stack: Stack, python: str) -> None:
     use, replies = named("measured"), ["It is 2."]
     assert played(stack, use + "?score=measures.length", {"id": "1"}, replies, python=python) == 8.0
     for score, fault in (
@@ -113,6 +115,6 @@ def test_the_model_does_not_grade_itself(stack: Stack, python: str) -> None:
         ("inspect:no_such_package/task", "no_such_package"),
     ],
 )
-def test_what_cannot_be_opened_is_named(use: str, fault: str, python: str) -> None:
+def test_a_task_that_cannot_be_opened_is_refused_with_the_reason(use: str, fault: str, python: str) -> None:
     with pytest.raises(TaskEnvironmentError, match=re.escape(fault)):
         tasks(use, python)

@@ -28,7 +28,7 @@ def test_a_line_has_a_scheme_a_name_and_options() -> None:
 @pytest.mark.parametrize(
     "text", ["", "countdown", "reasoning-gym:", ":countdown", "a:b?size", "a:b?x=1&x=2", "a:b?&"]
 )
-def test_what_is_no_line_is_refused(text: str) -> None:
+def test_an_invalid_line_is_refused(text: str) -> None:
     with pytest.raises(TaskEnvironmentError, match=r"scheme:name|option=value|more than once"):
         EnvironmentLine.read(text)
 
@@ -46,7 +46,7 @@ def test_options_have_the_types_of_their_defaults() -> None:
     assert SCHEMES["gymnasium"].take(EnvironmentLine.read("gymnasium:b?other=x"))[1] == {"other": "x"}
 
 
-def test_a_name_may_have_a_question_mark() -> None:
+def test_a_name_may_contain_a_question_mark() -> None:
     line = EnvironmentLine.read("mcp:https://host/mcp%3Fkey=a%20b?max_turns=3")
     assert line.name == "https://host/mcp?key=a%20b" and line.options == {"max_turns": 3}
 
@@ -83,6 +83,6 @@ def test_listed_tasks_are_held_out_by_number_by_list_or_by_file(tmp_path: Path) 
         ids("held_out=0", "eval")
 
 
-def test_the_tables_of_the_page_are_current() -> None:
+def test_the_tables_of_the_documentation_are_current() -> None:
     page = (ROOT / "docs/environments.md").read_text()
     assert page == updated(page), "run: python -m areal_agents.environments.reference docs/environments.md"

@@ -17,7 +17,7 @@ from integrations.conversations import call
 SERVER = f"mcp:{sys.executable} {Path(__file__).parent / 'example_mcp_server.py'}"
 
 
-def test_the_model_calls_the_tools_of_a_server_of_its_own(stack: Stack) -> None:
+def test_the_model_calls_the_tools_of_a_server_that_each_episode_has_for_itself(stack: Stack) -> None:
     for _ in range(2):  # a second episode has a server without notes
         said = Heard(
             call("note", '{"text": "a"}') + call("fail", "{}"), call("note", '{"text": "b"}'), "Done."
@@ -29,8 +29,8 @@ def test_the_model_calls_the_tools_of_a_server_of_its_own(stack: Stack) -> None:
         assert "There are 2 notes." in second
 
 
-def test_a_server_has_no_keys_of_the_run(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tools do what the model asks for, such as running a program that prints its environment."""
+def test_a_server_does_not_get_the_keys_of_the_run(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tools do what the model requests, such as running a program that prints the environment."""
     monkeypatch.setenv("AREAL_AGENTS_ADMIN_KEY", "secret-of-the-run")
     monkeypatch.setenv("MINE", "variable-of-the-user")
     said = Heard(call("variables", "{}"), "Done.")

@@ -1,4 +1,4 @@
-"""NeMo Gym's resources servers, through the running proxy: one that speaks the protocol, and a real one."""
+"""Resources servers of NeMo Gym, through the running proxy: a substitute for one, and a real one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def server() -> Iterator[str]:
 
 
 def counts(stack: Stack, url: str) -> None:
-    """Play a session that counts rightly, and one that does not."""
+    """Play a session that counts correctly, and one that does not."""
 
     async def play() -> None:
         agent = environment_agent(EnvironmentConfig(use=f"nemo-gym:{url}"))
@@ -126,7 +126,9 @@ def test_a_server_of_the_real_package_is_played(stack: Stack, nemo_gym_python: s
         ("silence", "no answer of /verify within 2 s"),
     ],
 )
-def test_a_server_that_lies_fails_the_episode(stack: Stack, server: str, lie: str, fault: str) -> None:
+def test_an_invalid_response_of_the_server_fails_the_episode(
+    stack: Stack, server: str, lie: str, fault: str
+) -> None:
     use = f"nemo-gym:{server}?step_timeout_s=2"
     with pytest.raises(TaskEnvironmentError, match=re.escape(fault)):
         played(stack, use, {**ROW, "initial_count": lie}, ["It is 6."])

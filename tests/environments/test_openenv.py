@@ -32,7 +32,7 @@ def command(kind: str, python: str) -> str:
 def all_played(
     stack: Stack, use: str, python: str, episodes: Sequence[tuple[Mapping[str, Any], Heard]]
 ) -> list[Any]:
-    """The rewards, or the exceptions, of episodes that are played one after the other on one server."""
+    """Play episodes one after another on one server, and return their rewards or exceptions."""
 
     async def play() -> list[Any]:
         agent = environment_agent(EnvironmentConfig(use=use, python=python))
@@ -48,11 +48,11 @@ def all_played(
     return asyncio.run(play())
 
 
-def test_a_started_server_is_played_in_text_and_ended(stack: Stack, python: str) -> None:
+def test_a_server_is_started_played_with_text_and_ended(stack: Stack, python: str) -> None:
     use = f"openenv:{command('words', python)}?size=3&held_out=2&step_timeout_s=3&max_turns=3&letters=bca"
     assert [row["seed"] for row in tasks(use, python)] == [0, 1, 2]
     right, wrong, stuck = Heard("c", "raise", "b"), Heard("c", "c", "c"), Heard("sleep")
-    row = {"id": "1", "seed": 1, "letters": "xyz"}  # the line is read after the row
+    row = {"id": "1", "seed": 1, "letters": "xyz"}  # options of the line override fields of the row
     rewards = all_played(
         stack,
         use,
@@ -66,7 +66,7 @@ def test_a_started_server_is_played_in_text_and_ended(stack: Stack, python: str)
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(FILE) in " ".join(p.info["cmdline"] or [])]
 
 
-def test_an_action_of_several_fields_is_the_arguments_of_a_tool(stack: Stack, python: str) -> None:
+def test_an_action_with_several_fields_becomes_the_arguments_of_a_tool(stack: Stack, python: str) -> None:
     use = f"openenv:{command('line', python)}?max_turns=2&unrewarded=-1&instructions=Go%20to%203."
     there = Heard(call("act", '{"steps": "many"}') + call("act", '{"steps": 3}'))
     too_short = Heard(call("act", '{"steps": 3, "to_the_left": true}'), "I am there.")
@@ -77,8 +77,8 @@ def test_an_action_of_several_fields_is_the_arguments_of_a_tool(stack: Stack, py
     assert "You are at -3." in too_short.news[1]
 
 
-def test_tools_of_a_server_are_called_and_sessions_are_waited_for(stack: Stack, python: str) -> None:
-    """At a URL; three episodes on a server for two sessions."""
+def test_tools_of_a_server_are_called_and_episodes_wait_for_free_sessions(stack: Stack, python: str) -> None:
+    """The server is named by its URL. It allows two sessions, and three episodes use it."""
 
     async def play() -> None:
         server = await StartedServer.start(command("notes", python), ready_path="/health")
@@ -105,7 +105,7 @@ def test_tools_of_a_server_are_called_and_sessions_are_waited_for(stack: Stack, 
     asyncio.run(play())
 
 
-def test_a_server_that_lies_fails_the_episode_with_the_reason(stack: Stack, python: str) -> None:
+def test_an_invalid_message_of_the_server_fails_the_episode(stack: Stack, python: str) -> None:
     lies = {
         "nonsense": "step failed: JSONDecodeError",
         "nan": "a reward must be finite, got nan",
@@ -129,7 +129,9 @@ def test_a_server_that_lies_fails_the_episode_with_the_reason(stack: Stack, pyth
         ("http://127.0.0.1:9", "describes no actions at http://127.0.0.1:9/schema: ConnectError"),
     ],
 )
-def test_what_cannot_be_reached_is_named(name: str, fault: str, stack: Stack, python: str) -> None:
+def test_a_server_that_cannot_be_reached_is_reported_with_the_reason(
+    name: str, fault: str, stack: Stack, python: str
+) -> None:
     with pytest.raises((AgentError, TaskEnvironmentError), match=re.escape(fault)):
         use = "openenv:" + name.format(python=python, file=FILE)
         played(stack, use, {"seed": 0}, Heard(), python=python)

@@ -1,7 +1,7 @@
-"""Each scheme from one line, with the real package, through the running proxy.
+"""Environments of several schemes, each from one line, with the real package, through the running proxy.
 
-The packages are in an environment of their own (`make environments`), since some of them pin what this one
-has in another version.
+The packages are in an environment of their own (`make environments`), since some of them pin other versions
+of packages that this project uses.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ def test_reasoning_gym_generates_and_grades(stack: Stack, python: str) -> None:
         played(stack, use, {**train[0], "question": "?"}, ["1"], python=python)
 
 
-def test_tasks_that_a_package_generates_in_the_order_of_a_set(stack: Stack, python: str) -> None:
-    """They are the same in every process: those that list them, and those that play."""
+def test_tasks_that_follow_the_order_of_a_set_are_the_same_in_every_process(
+    stack: Stack, python: str
+) -> None:
+    """One process lists the tasks, and another one plays them."""
     use = "reasoning-gym:isomorphic_strings?size=10&held_out=1"
     listed = tasks(use, python)
     assert tasks(use, python) == listed
     assert played(stack, use, listed[-1], [str(listed[-1]["answer"])], python=python) == 1.0
 
 
-def test_textarena_is_played_to_its_end(stack: Stack, python: str) -> None:
+def test_a_textarena_game_is_played_to_its_end(stack: Stack, python: str) -> None:
     use = "textarena:GuessTheNumber-v0?size=3&held_out=2"
     assert [row["id"] for row in tasks(use, python, "eval")] == ["eval-0", "eval-1"]
     task = tasks(use, python)[0]
@@ -55,7 +57,7 @@ def test_textarena_is_played_to_its_end(stack: Stack, python: str) -> None:
     assert played(stack, use, task, again, python=python) == first and again.prompts == said.prompts
 
 
-def test_gymnasium_is_played_in_text(stack: Stack, python: str) -> None:
+def test_a_gymnasium_environment_is_played_with_text(stack: Stack, python: str) -> None:
     use = "gymnasium:FrozenLake-v1?is_slippery=false&size=2&held_out=1"
     task = tasks(use, python)[0]
     way = Heard("What?", "Go down: 1", "1", "2", "2", "1", "2")  # down, down, right, right, down, right
@@ -81,6 +83,8 @@ def test_gymnasium_is_played_in_text(stack: Stack, python: str) -> None:
         ("gymnasium:FrozenLake-v1?size=x", "size must be an integer"),
     ],
 )
-def test_what_cannot_be_opened_is_named(use: str, fault: str, python: str) -> None:
+def test_an_environment_that_cannot_be_opened_is_refused_with_the_reason(
+    use: str, fault: str, python: str
+) -> None:
     with pytest.raises(TaskEnvironmentError, match=re.escape(fault)):
         tasks(use, python)

@@ -53,7 +53,7 @@ def test_errors_are_results_that_the_model_reads(stack: Stack) -> None:
 
 
 def test_each_task_is_played_in_the_environment_of_its_source(stack: Stack) -> None:
-    """It gets its row without the name of the source, as its class expects it."""
+    """The class gets the row without the name of the source, as it expects."""
     uses = [{"name": "count", "use": COUNTER}, {"name": "fixed", "use": f"tools:{FILE}:Strict"}]
     agent = load_agent({"environments": uses})
     assert agent.must_reward
@@ -71,14 +71,14 @@ def test_each_task_is_played_in_the_environment_of_its_source(stack: Stack) -> N
     asyncio.run(play())
 
 
-def test_turns_have_a_limit_and_each_episode_an_object_of_its_own(stack: Stack) -> None:
+def test_turns_are_limited_and_each_episode_has_an_object_of_its_own(stack: Stack) -> None:
     said = Heard(*[call("add", '{"amount": 3}')] * 9)
     assert played(stack, COUNTER + "?max_turns=2", TASK, said) == 1.0  # 3 + 3
     assert len(said.prompts) == 2
     assert played(stack, COUNTER + "?max_turns=1", TASK, Heard(call("add", '{"amount": 3}'))) == 0.0
 
 
-def test_a_reward_may_be_an_attribute_and_is_needed(stack: Stack) -> None:
+def test_a_reward_may_be_an_attribute_and_is_required(stack: Stack) -> None:
     task = {"id": "1", "prompt": [{"role": "user", "content": "Go."}]}
     assert played(stack, f"tools:{FILE}:Attribute", task, ["Done."]) == 0.25
     with pytest.raises(TaskEnvironmentError, match=r"neither get_reward\(\) nor"):
@@ -100,7 +100,7 @@ def test_arguments_and_columns_may_have_any_name(stack: Stack) -> None:
     assert "plotted sin" in said.news[1]
 
 
-def test_an_object_is_closed(stack: Stack) -> None:
+def test_an_object_is_closed_after_its_episode(stack: Stack) -> None:
     assert played(stack, f"tools:{FILE}:AsyncClose", {"prompt": "Go."}, ["Done."]) == 0.5
     assert load_function(f"{FILE}:AsyncClose", TaskEnvironmentError).closed == 1  # type: ignore[attr-defined]
 
@@ -120,7 +120,7 @@ def test_a_cancelled_episode_does_not_wait_for_its_tool(stack: Stack) -> None:
     asyncio.run(asyncio.wait_for(play(), 20))  # the tool takes 30 s
 
 
-def test_tasks_are_the_ones_of_the_class() -> None:
+def test_the_tasks_come_from_the_class() -> None:
     rows = environment_tasks(EnvironmentConfig(use=COUNTER), "eval")
     assert [row["target"] for row in rows] == [100, 101, 102]
     with pytest.raises(TaskEnvironmentError, match=r"give data.path .*tasks\(split\)"):
@@ -138,7 +138,7 @@ def test_tasks_are_the_ones_of_the_class() -> None:
         (f"{FILE}:Counter?max_turns=0", "at least 1"),
     ],
 )
-def test_what_cannot_be_played_is_refused(name: str, fault: str) -> None:
+def test_a_class_that_cannot_be_played_is_refused(name: str, fault: str) -> None:
     with pytest.raises(TaskEnvironmentError, match=fault):
         open_environment(EnvironmentLine.read(f"tools:{name}"))
 

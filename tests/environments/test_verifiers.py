@@ -30,7 +30,7 @@ def answers(asked: ScriptedCall) -> str:
 
 
 def test_a_taskset_is_played_by_its_own_agent_and_graded(stack: Stack, verifiers_python: str) -> None:
-    """Three episodes at once. The first use makes an environment of uv, which takes a minute."""
+    """Three episodes play concurrently. The first use creates an environment of uv, which takes a minute."""
     use = f"{TASKSET}?count=0&size=10&held_out=2"
     train, held_out = (tasks(use, verifiers_python, split) for split in ("train", "eval"))  # type: ignore[arg-type]
     assert len(train) == 10 and len(held_out) == 2
@@ -81,6 +81,8 @@ def test_an_older_environment_is_played_with_its_tools(stack: Stack, older_verif
         (f"{TASKSET}?colour=red", "colour"),
     ],
 )
-def test_what_cannot_be_opened_is_named(use: str, fault: str, verifiers_python: str) -> None:
+def test_an_environment_that_cannot_be_opened_is_refused_with_the_reason(
+    use: str, fault: str, verifiers_python: str
+) -> None:
     with pytest.raises(TaskEnvironmentError, match=re.escape(fault)):
         tasks(use, verifiers_python)

@@ -1,4 +1,4 @@
-"""Agents of the tests of endpoints: each plays one task with the real OpenAI client."""
+"""Agents for the tests of endpoints; each plays one task with the real OpenAI client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_agents.rewards import FinishedEpisode
 
 
 async def agent(task: dict[str, Any], ep: Episode) -> float:
-    """Ask, and ask again in a stream; score 1 if both replies are the same."""
+    """Send a request, and a second one that is streamed; score 1 if both replies are the same."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
     messages: Any = [{"role": "user", "content": task["question"]}]
     reply = await client.chat.completions.create(model="policy", messages=messages)
@@ -24,14 +24,14 @@ async def agent(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def asks_once(task: dict[str, Any], ep: Episode) -> float:
-    """Ask once."""
+    """Send one request."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}])
     return 1.0
 
 
 async def asks_thrice(task: dict[str, Any], ep: Episode) -> float:
-    """Ask three times."""
+    """Send three requests."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
     for _ in range(3):
         await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "Hi"}])
@@ -39,7 +39,7 @@ async def asks_thrice(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def streams_thrice(task: dict[str, Any], ep: Episode) -> float:
-    """Ask three times, in streams."""
+    """Send three streamed requests."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
     messages: Any = [{"role": "user", "content": "Hi"}]
     for _ in range(3):
@@ -58,7 +58,7 @@ OPEN: Any = {**SEARCH, "function": {**SEARCH["function"], "name": "open"}}
 
 
 async def branching_agent(task: dict[str, Any], ep: Episode) -> float:
-    """Two continuations of one reply, and a last call with another tool; the score is the task's number."""
+    """Continue one reply twice, and once more with another tool; the score is the number in the task."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
 
     async def ask(messages: list[Any], tool: Any) -> list[Any]:
@@ -72,7 +72,7 @@ async def branching_agent(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def responses_agent(task: dict[str, Any], ep: Episode) -> float:
-    """Use another API."""
+    """Send a request to an API other than chat completions."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
     await client.responses.create(model="policy", input="Hi")
     return 1.0

@@ -1,6 +1,6 @@
-"""The agent of these tests, with functions that read its episodes.
+"""The agent of the tests of evaluations, with functions that score its episodes.
 
-It notes each episode that it plays. While there is a file `hold`, no more than HELD_AFTER episodes end.
+It records each episode that it plays. While a file `hold` exists, episodes after the first HELD_AFTER wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HELD_AFTER = 4
 
 
 async def agent(task: dict[str, Any], ep: Episode) -> float:
-    """Ask once, and score 1 if the reply has an even number of characters."""
+    """Send one request, and score 1 if the reply has an even number of characters."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
     question: Any = [{"role": "user", "content": task["question"]}]
     reply = await client.chat.completions.create(model="policy", messages=question, max_tokens=6)
@@ -39,14 +39,14 @@ def answer(episode: FinishedEpisode) -> str | None:
 
 
 def length(episode: FinishedEpisode) -> float:
-    """Another reward than the agent's."""
+    """A reward that differs from the agent's."""
     return float(len(episode.answer))
 
 
 def fails_on_t1(episode: FinishedEpisode) -> dict[str, float]:
-    """Fails, ends its process, or hangs, by the task."""
+    """Fail, end the process or hang, depending on the task."""
     if episode.task["id"] == "t1":
-        raise LookupError("no such rubric: \ud800")  # which has no UTF-8
+        raise LookupError("no such rubric: \ud800")  # cannot be encoded in UTF-8
     if episode.task["id"] == "t2":
         os._exit(3)
     if episode.task["id"] == "t3":  # longer than its time limit
@@ -55,7 +55,7 @@ def fails_on_t1(episode: FinishedEpisode) -> dict[str, float]:
 
 
 def fails_after_one_of_t0(episode: FinishedEpisode) -> float:
-    """5 on every task, of which t0 has a single episode: the others fail."""
+    """Return 5 for the first episode of t0, and fail for its other ones; return 1 for other tasks."""
     if episode.task["id"] == "t0":
         with open(HERE / "rescored-t0", "x"):
             pass
@@ -63,10 +63,10 @@ def fails_after_one_of_t0(episode: FinishedEpisode) -> float:
 
 
 def enormous_on_t0(episode: FinishedEpisode) -> float:
-    """A number whose sums no float can hold, on one task."""
+    """A number that is too large for a reward, on one task."""
     return 1e308 if episode.task["id"] == "t0" else 1.0
 
 
 def ranks(episodes: list[FinishedEpisode]) -> list[float]:
-    """The number of episodes in the group, for each."""
+    """The number of episodes in the group, for each of them."""
     return [float(len(episodes))] * len(episodes)

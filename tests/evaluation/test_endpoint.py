@@ -1,4 +1,4 @@
-"""An evaluation of an endpoint: a real OpenAI-compatible server plays the policy."""
+"""Evaluations of an endpoint: a real OpenAI-compatible server takes the place of the policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TASKS = [Task(f"t{n}", {"question": f"What is {n}?"}) for n in range(3)]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
-    """A proxy, as any server with chat completions; it replies Lyon."""
+    """A proxy, used as a server with chat completions; it always replies Lyon."""
     engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
     engine.script = lambda call: "Lyon"
     with running_proxy(tmp_path_factory.mktemp("server") / "store.db", engine) as proxy:
@@ -58,13 +58,13 @@ async def played(server: RunningProxy, folder: Path, agent: str, tasks: list[Tas
     await play(endpoint, folder, tasks, **{**arguments, **changes})
 
 
-async def test_attempts_are_counted_and_continue(
+async def test_attempts_are_recorded_and_an_evaluation_continues(
     server: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", "admin")
     await played(server, tmp_path, "agent", TASKS[:1], key_variable="SERVER_KEY")
     before = (tmp_path / JOURNAL).read_bytes()
-    (tmp_path / JOURNAL).write_bytes(before + b'{"task": {"id": "t2"')  # killed while it wrote
+    (tmp_path / JOURNAL).write_bytes(before + b'{"task": {"id": "t2"')  # the process was killed while writing
     await played(server, tmp_path, "agent", TASKS, key_variable="SERVER_KEY")
     assert (tmp_path / JOURNAL).read_bytes().startswith(before)
     latest = journal_of(tmp_path).latest
@@ -86,11 +86,11 @@ async def test_attempts_are_counted_and_continue(
         assert [task.id for task in found.results(TASKS, 2, answers={}, by={})] == ["t0", "t1", "t2"]
 
 
-def test_what_an_endpoint_has_played_can_be_learned(server: RunningProxy, tmp_path: Path) -> None:
-    """Each reply once, in the tokens of the model that learns, with the tools that it was offered."""
+def test_episodes_of_an_endpoint_can_be_imported_for_training(server: RunningProxy, tmp_path: Path) -> None:
+    """Each reply is imported once, in the tokens of the trained model, with the tools of its request."""
     asyncio.run(played(server, tmp_path, "branching_agent", TASKS, split="train"))
     with open(tmp_path / JOURNAL, "ab") as file:
-        file.write(b'{"task": {"id": "t0"')  # another one is being written
+        file.write(b'{"task": {"id": "t0"')  # another entry is being written
     config = {"model": str(MODEL), "proxy": {"template_options": {"enable_thinking": False}}}
     (tmp_path / "c.yaml").write_text(json.dumps(config))
     command = ["episodes", "import", str(tmp_path), "--config", str(tmp_path / "c.yaml"), "--into"]
@@ -112,9 +112,7 @@ def test_what_an_endpoint_has_played_can_be_learned(server: RunningProxy, tmp_pa
         assert "open" not in tokenizer.decode(episode.forest.prompt_ids(first.id))
 
 
-def test_what_an_evaluation_has_played_is_imported_on_request_only(
-    server: RunningProxy, tmp_path: Path
-) -> None:
+def test_episodes_of_an_evaluation_are_imported_only_on_request(server: RunningProxy, tmp_path: Path) -> None:
     asyncio.run(played(server, tmp_path, "asks_once", TASKS[:1]))
     command = ["episodes", "import", str(tmp_path), "--model", str(MODEL), "--into", str(tmp_path / "s.db")]
     with pytest.raises(DataError, match="all 2 conversations are of held-out tasks"):
@@ -145,7 +143,7 @@ async def test_another_api_fails_with_the_reason(server: RunningProxy, tmp_path:
         (b'{"choices": [{"message": {"role": "assistant", "content": "a\\ud800"}}]}', "finished"),
     ],
 )
-async def test_an_answer_that_is_no_chat_completion_is_shown_and_any_reply_is_kept(
+async def test_a_response_that_is_not_a_chat_completion_is_shown_and_any_reply_is_kept(
     server: RunningProxy, tmp_path: Path, answer: bytes, status: str
 ) -> None:
     with answering(answer) as url:
@@ -214,7 +212,7 @@ async def test_a_stream_that_breaks_ends_with_the_reason(server: RunningProxy, t
 
 @contextmanager
 def answering(answer: bytes, length: int | None = None) -> Iterator[str]:
-    """A server that answers every request alike, and claims `length` bytes; its URL."""
+    """Run a server that sends `answer` to every request, with a content length of `length`; yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -237,7 +235,7 @@ def answering(answer: bytes, length: int | None = None) -> Iterator[str]:
             thread.join()
 
 
-async def test_an_endpoint_that_refuses_ends_the_evaluation(
+async def test_an_endpoint_that_refuses_the_key_ends_the_evaluation(
     server: RunningProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="the environment has no SERVER_KEY"):
@@ -248,6 +246,6 @@ async def test_an_endpoint_that_refuses_ends_the_evaluation(
     assert raised.group_contains(ConfigError, match="refuses the calls: 401")
 
 
-def test_an_endpoint_is_a_url() -> None:
+def test_an_endpoint_must_be_a_url() -> None:
     with pytest.raises(ConfigError, match="--endpoint must be a URL"):
         Endpoint("localhost:8000/v1", "m")

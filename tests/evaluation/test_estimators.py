@@ -1,4 +1,4 @@
-"""Estimators against enumeration, and intervals and tests against reference values of scipy 1.17.1."""
+"""Compares estimators with enumeration, and intervals and tests with reference values of scipy 1.17.1."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_no_more_attempts_are_sampled_than_there_are(estimator: Callable[[int, i
         (["a", "a", "b"], [1.0, 0.5, 0.0], 0.75),  # equal answers with different scores
     ],
 )
-def test_the_majority_answers(answers: list[str | None], scores: list[float], expected: float) -> None:
+def test_the_score_is_that_of_the_majority_answer(
+    answers: list[str | None], scores: list[float], expected: float
+) -> None:
     assert majority_score(answers, scores) == expected
 
 
@@ -60,7 +62,7 @@ def test_the_majority_answers(answers: list[str | None], scores: list[float], ex
         (0.975, 499, 1.9647293909876886),
     ],
 )
-def test_quantiles_of_students_t(p: float, degrees: int, expected: float) -> None:
+def test_quantiles_of_students_t_match_scipy(p: float, degrees: int, expected: float) -> None:
     assert t_quantile(p, degrees) == pytest.approx(expected, rel=1e-11)
 
 
@@ -84,17 +86,17 @@ def test_other_values_have_students_interval() -> None:
     assert interval([0.5]) is None and interval([0.5, 0.5]) is None and t_interval([1.0, 1.0]) is None
 
 
-def test_signs_are_enumerated_or_drawn() -> None:
+def test_sign_flips_are_enumerated_or_sampled() -> None:
     differences = [0.5, -0.25, 0.75, 0.5, 0.25, 0.0, -0.5, 1.0]
     assert sign_flip_p(differences) == 0.21875  # scipy.stats.permutation_test, exact
     assert sign_flip_p([0.0, 0.0]) == 1.0
-    many = [1.0] * 13 + [-1.0] * 7  # more than are enumerated
+    many = [1.0] * 13 + [-1.0] * 7  # too many to enumerate
     assert sign_flip_p(many) == pytest.approx(mcnemar_p(13, 7), abs=0.01)
     assert 0 < sign_flip_p([1.0] * 200) < 1e-4
 
 
 @pytest.mark.parametrize(("worse", "better"), [(1, 6), (3, 3), (0, 5), (0, 0), (2, 9)])
-def test_mcnemar_is_the_enumeration_of_signs(worse: int, better: int) -> None:
+def test_mcnemar_equals_the_enumeration_of_sign_flips(worse: int, better: int) -> None:
     differences = [-1.0] * worse + [1.0] * better + [0.0] * 3
     assert mcnemar_p(worse, better) == pytest.approx(sign_flip_p(differences))
 

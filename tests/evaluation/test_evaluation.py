@@ -1,4 +1,4 @@
-"""An evaluation by its command, with the quick-start model: killed, continued, refused, compared."""
+"""Evaluations by the command, with the quick-start model: killed, continued, refused and compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_S = 120.0
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a configuration."""
+    """A folder with a configuration, its agent and its tasks."""
     folder = tmp_path_factory.mktemp("project")
     shutil.copy(Path(__file__).parent / "evaluated_agent.py", folder / "agent.py")
     rows = [
@@ -115,7 +115,7 @@ def test_metrics_are_those_of_the_attempts(evaluated: Path) -> None:
     assert tree["metrics"]["scores"]["pass@3"]["value"] == solved / 4
 
 
-def test_what_has_ended_is_not_played_again(evaluated: Path) -> None:
+def test_episodes_that_have_ended_are_not_played_again(evaluated: Path) -> None:
     played = (evaluated.parent / "played.txt").read_text()
     done = subprocess.run(
         command(evaluated.parent, "--json"), cwd=evaluated.parent, check=True, timeout=60, capture_output=True
@@ -133,7 +133,9 @@ def test_what_has_ended_is_not_played_again(evaluated: Path) -> None:
         ("eval.temperature=0", "set eval.temperature above 0"),
     ],
 )
-def test_another_evaluation_is_refused_in_the_folder(evaluated: Path, change: str, named: str) -> None:
+def test_an_evaluation_with_other_settings_is_refused_in_the_folder(
+    evaluated: Path, change: str, named: str
+) -> None:
     arguments = ["eval", str(evaluated.parent / "config.yaml"), "--out", str(evaluated)]
     if change == "--model":
         other = evaluated.parent / "other"
@@ -177,7 +179,9 @@ def test_a_folder_of_something_else_is_refused(evaluated: Path, tmp_path: Path) 
         ("RUN@last", "expected RUN@final, RUN@best or RUN@STEP"),
     ],
 )
-def test_weights_that_a_run_does_not_have(evaluated: Path, tmp_path: Path, given: str, message: str) -> None:
+def test_weights_that_a_run_does_not_have_are_refused(
+    evaluated: Path, tmp_path: Path, given: str, message: str
+) -> None:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     arguments = ["eval", str(evaluated.parent / "config.yaml"), "--model", given.replace("RUN", str(run))]
@@ -187,7 +191,7 @@ def test_weights_that_a_run_does_not_have(evaluated: Path, tmp_path: Path, given
 
 
 def rescored(evaluated: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """What `rescore` writes and prints."""
+    """Run `rescore`; return what it writes and what it prints."""
     file = evaluated.parent / "rescored.json"
     file.unlink(missing_ok=True)
     given = ["rescore", str(evaluated), *arguments, "--out", str(file)]
@@ -205,13 +209,13 @@ def test_rewards_are_recomputed_without_a_model(evaluated: Path) -> None:
         assert row["old"] == attempt.score and row["new"] == float(attempt.answer or 0)
     assert found["mean_new"] == pytest.approx(sum(row["new"] for row in found["episodes"]) / 12)
     assert f"{found['mean_new']:.3f}" in printed
-    with Store.open(evaluated / "store.db") as store:  # the store has the old rewards
+    with Store.open(evaluated / "store.db") as store:  # the store keeps the old rewards
         assert {e.id: e.score for e in store.episodes(split="eval") if e.id in old} == {
             id: attempt.score for id, attempt in old.items()
         }
 
 
-def test_calls_that_fail_harm_no_other(evaluated: Path) -> None:
+def test_calls_that_fail_do_not_affect_other_calls(evaluated: Path) -> None:
     reward = f"reward={evaluated.parent}/agent.py:fails_on_t1"
     found, printed = rescored(evaluated, reward, "reward.time_s=0.5", "--workers", "2")
     by_task: dict[str, list[Any]] = {}
@@ -221,7 +225,7 @@ def test_calls_that_fail_harm_no_other(evaluated: Path) -> None:
     assert all(row["error"] == "the function ended its process" for row in by_task["t2"])
     assert all("did not return within 0.5 s" in row["error"] for row in by_task["t3"])
     assert found["failed"] == 9 and "the function failed on 9 episodes" in printed
-    for row in by_task["t0"]:  # the function is told the agent's reward
+    for row in by_task["t0"]:  # the function receives the agent's reward
         assert row["rewards"] == {"told": row["old"], "extra": 0.5} and row["new"] == row["old"] + 0.5
 
 
@@ -233,8 +237,8 @@ def test_rewards_that_are_too_large_are_errors_of_their_episodes(evaluated: Path
     assert "the function failed on 3 episodes" in printed
 
 
-def test_the_means_of_a_rescoring_are_what_its_interval_is_of(evaluated: Path) -> None:
-    """One episode of t0 and three of each other task, so a mean over episodes would be another number."""
+def test_the_interval_of_a_rescoring_is_that_of_the_difference_of_its_means(evaluated: Path) -> None:
+    """There is one episode of t0 and three of each other task, so a mean over episodes would differ."""
     reward = f"reward={evaluated.parent}/agent.py:fails_after_one_of_t0"
     found, _ = rescored(evaluated, reward, "--workers", "1")
     assert found["failed"] == 2
@@ -272,14 +276,16 @@ def test_a_function_of_groups_gets_single_episodes_outside_of_groups(evaluated: 
         (["reward=agent.py:length", "--split", "train"], "has no finished or truncated episode to rescore"),
     ],
 )
-def test_what_cannot_be_rescored(evaluated: Path, arguments: list[str], message: str) -> None:
+def test_a_rescoring_that_is_not_possible_is_refused(
+    evaluated: Path, arguments: list[str], message: str
+) -> None:
     given = [a.replace("agent.py", f"{evaluated.parent}/agent.py") for a in arguments]
     with pytest.raises(ArealAgentsError, match=message):
         CliRunner().invoke(app, ["rescore", str(evaluated), *given], catch_exceptions=False)
 
 
-def test_a_collection_of_weights_has_groups_to_train_on(project: Path, tmp_path: Path) -> None:
-    """Training episodes of the tasks of `data`, which an evaluation in the folder would not be."""
+def test_collected_episodes_are_groups_to_train_on(project: Path, tmp_path: Path) -> None:
+    """They are training episodes of the tasks in `data`, unlike the episodes of an evaluation."""
     given = ["collect", str(project / "config.yaml"), "--out", str(tmp_path / "groups"), "--tasks", "2"]
     collect = [sys.executable, "-m", "areal_agents", *given]
     done = subprocess.run(
@@ -341,7 +347,7 @@ def test_two_evaluations_are_paired_by_task(tmp_path: Path) -> None:
 
 
 def test_settings_that_differ_are_named(tmp_path: Path) -> None:
-    """Those in the results, and where both evaluations have their folder, every other."""
+    """These are the settings in the results and, if both evaluations have their folders, all others."""
     one, other = tmp_path / "one", tmp_path / "other"
     for folder, temperature, turns in ((one, 0.0, 8), (other, 1.0, 3)):
         folder.mkdir()
@@ -376,14 +382,14 @@ def test_numbers_of_attempts_may_differ() -> None:
     assert found.differences[0].test == "paired permutation test"
 
 
-def test_what_cannot_be_compared() -> None:
+def test_evaluations_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ConfigError, match="no task in common"):
         compare(results({"a": [0.0]}), results({"b": [0.0]}))
     with pytest.raises(ConfigError, match=r"differ in eval.pass_score"):
         compare(results({"a": [0.0]}), results({"a": [0.0]}, pass_score=0.5))
 
 
-def test_fields_of_tasks() -> None:
+def test_fields_of_tasks_are_found_by_their_path() -> None:
     tasks = {"a": {"x": {"y": 3}, "z": [1]}, "b": {"x": {"y": "three"}, "z": [1]}}
     assert field_of_tasks(tasks, "x.y") == {"a": "3", "b": "three"}
     with pytest.raises(ConfigError, match="task a has no such field; it has x, z"):

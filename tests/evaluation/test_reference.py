@@ -1,4 +1,4 @@
-"""A run is held against reference curves: from run folders, through a file, to a verdict."""
+"""Comparison of a run with reference curves: from the folders of runs, through a file, to a verdict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def curve(*held_out: float, episodes: int = 100, rewards: tuple[float, ...] = ()
 
 
 def run_folder(root: Path, *, before: float, after: float, tasks: int = 20) -> Path:
-    """A run of two steps whose evaluations solve these shares of the tasks."""
+    """Write a run of two steps whose evaluations solve these shares of the tasks."""
     root.mkdir()
     tree = {"seed": 3, "trainer": {"steps": 2}, "store": {"url": None}}
     (root / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -67,16 +67,16 @@ def test_the_references_of_the_documentation_are_read(file: Path) -> None:
         assert points[-1].verdict != "below"
 
 
-def test_the_interval_is_that_of_a_further_run() -> None:
+def test_the_interval_is_the_prediction_of_one_further_run() -> None:
     (_, last) = compare(curve(0.5, 0.7), [curve(0.5, reward) for reward in (0.88, 0.90, 0.92)])
-    spread = max(0.02, math.sqrt(0.9 * 0.1 / 100))  # of the seeds, and at least that of 100 tasks
+    spread = max(0.02, math.sqrt(0.9 * 0.1 / 100))  # that of the seeds, but at least that of 100 tasks
     half = 4.302653 * spread * math.sqrt(1 + 1 / 3)
     assert (last.step, last.reward, last.reference) == (20, 0.7, pytest.approx(0.9))
     assert (last.low, last.high) == (pytest.approx(0.9 - half), pytest.approx(0.9 + half))
     assert last.verdict == "below"
 
 
-def test_one_reference_gives_the_spread_of_its_tasks_alone() -> None:
+def test_with_one_reference_the_spread_is_that_of_its_tasks_alone() -> None:
     within, below = (compare(curve(reward), [curve(0.9)])[0] for reward in (0.83, 0.80))
     assert within.high - within.low == pytest.approx(2 * 1.96 * 0.03 * math.sqrt(2))
     assert (within.verdict, below.verdict) == ("within", "below")
@@ -98,7 +98,9 @@ def test_only_steps_that_both_have_are_compared() -> None:
     ("after", "said"),
     [(15, "at the steps 0, 2, and the reference at 15 .step 0 is before"), (None, "has no evaluation after")],
 )
-def test_a_comparison_before_training_is_none(tmp_path: Path, after: int | None, said: str) -> None:
+def test_a_comparison_without_a_common_step_after_training_began_is_an_error(
+    tmp_path: Path, after: int | None, said: str
+) -> None:
     run = run_folder(tmp_path / "run", before=0.3, after=0.3)
     steps = (0,) if after is None else (0, after)
     points = [{"step": step, "reward": 0.3, "episodes": 20} for step in steps]
@@ -119,7 +121,7 @@ def test_the_training_reward_is_smoothed() -> None:
     assert rewards_at(curve(), (1.0,)) == [None]
 
 
-def test_runs_are_written_read_and_held_against_each_other(tmp_path: Path) -> None:
+def test_runs_are_written_and_read_and_compared_with_each_other(tmp_path: Path) -> None:
     good = [run_folder(tmp_path / f"good{n}", before=0.3, after=0.9) for n in range(2)]
     bad = run_folder(tmp_path / "bad", before=0.3, after=0.35)
     file = tmp_path / "reference.json"
@@ -138,7 +140,7 @@ def test_runs_are_written_read_and_held_against_each_other(tmp_path: Path) -> No
 
 
 def run_on_users(root: Path, rewards: Sequence[float]) -> Path:
-    """A run on users' conversations with these rewards; between them are some that count for nothing."""
+    """Write a run on users' conversations with these rewards, and three conversations that do not count."""
     root.mkdir()
     tree = {"seed": 1, "trainer": {"steps": 100}, "store": {"url": None}, "data": {"traffic": True}}
     (root / "config.yaml").write_text(yaml.safe_dump(tree))
@@ -161,7 +163,7 @@ def run_on_users(root: Path, rewards: Sequence[float]) -> Path:
     return root
 
 
-def test_a_run_on_users_is_held_against_its_kind_by_their_rewards(
+def test_runs_on_users_conversations_are_compared_by_the_rewards_of_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference, "RATED", 10)
@@ -187,7 +189,7 @@ def test_a_run_on_users_is_held_against_its_kind_by_their_rewards(
 
 
 def reference_with(**changed: object) -> str:
-    """A reference file whose only evaluation has something changed."""
+    """The content of a reference file whose only evaluation has the `changed` fields."""
     point = {"step": 5, "reward": 0.5, "episodes": 10, **changed}
     run = {"name": "a", "seed": 0, "rewards": [0.5], "measured": HELD_OUT, "points": [point], "wall_s": 1.0}
     return json.dumps({"format": 2, "runs": [run]})
@@ -207,7 +209,7 @@ def reference_with(**changed: object) -> str:
         (reference_with(step="5"), "step and episodes must be integers"),
     ],
 )
-def test_what_is_no_reference_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+def test_a_file_that_is_not_a_reference_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
     file = tmp_path / "reference.json"
     if content is not None:
         file.write_text(content)

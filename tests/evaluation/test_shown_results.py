@@ -1,4 +1,4 @@
-"""What a user reads of an evaluation: its failures, and the tools that were called."""
+"""What is shown of the results of an evaluation: the last failure, and the calls of tools."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_the_calls_of_each_tool_are_shown_for_all_tasks_and_for_each_slice(tmp_p
         (None, {}),
     ],
 )
-def test_the_calls_that_an_endpoint_returned(called: object, counted: Mapping[str, int]) -> None:
+def test_the_tool_calls_that_an_endpoint_returned_are_counted(
+    called: object, counted: Mapping[str, int]
+) -> None:
     episode = RelayedEpisode("e", "key", {"id": "t", "input": {}}, 0, {}, None)
     reply = {"role": "assistant", "content": None, "tool_calls": called}
     episode.record({"messages": [{"role": "user", "content": "?"}]}, reply, {})

@@ -1,4 +1,4 @@
-"""The examples are folders of scripts: their modules import each other by their plain names."""
+"""The examples are folders of scripts, whose modules import each other by their plain names."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def model_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def tool_math_loop() -> Iterator[asyncio.Runner]:
-    """One event loop for all episodes of tool_math, whose agent has one HTTP client for all of them."""
+    """One event loop for all episodes of tool_math, because its agent keeps one HTTP client."""
     with asyncio.Runner() as runner:
         yield runner

@@ -1,4 +1,4 @@
-"""Trains a recipe for a step or two, by the command that its README gives."""
+"""Trains a recipe for a step or two, with the command of its README."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = (
 
 @dataclass(frozen=True, slots=True)
 class SmallRun:
-    """What a run left."""
+    """The results of a finished run."""
 
     folder: RunFolder
     metrics: list[dict[str, Any]]

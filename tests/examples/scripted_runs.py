@@ -24,7 +24,7 @@ ONE_STEP = (
 def trained_step(
     config: Path, model: Path, script: Script, run_dir: Path, settings: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The metrics of the only step of a run; its store is `store.db` in `run_dir`."""
+    """Run a single training step and return its metrics; the store is `store.db` in `run_dir`."""
     app = ScriptedApp.from_folder(model, script, context_length=CONTEXT)
     with running(app) as url:
         engine = [f"engine.urls=[{url}]", "engine.kind=sglang", f"model={model}", f"run_dir={run_dir}"]

@@ -1,8 +1,8 @@
-"""Plays a held-out task of each game with the replies of a demonstration, and prints what was recorded.
+"""Plays a held-out task of each game with the replies of a demonstration, and prints the records as JSON.
 
     PYTHON-WITH-THE-PACKAGES tests/examples/shown_games.py FOLDER
 
-The folder is for the store of the proxy.
+The store of the proxy is written to FOLDER.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ async def play_all(
     held_out: dict[str, list[dict[str, Any]]],
     replies: dict[str, list[str]],
 ) -> dict[str, Any]:
-    """The reward, the number of roots and the last turn's ids of an episode of each environment."""
+    """Play an episode of each environment; return its reward, number of roots, and last turn's token ids."""
     played = {}
     for name, environment in environments.items():
         opened = stack.open_episode(replies[name])

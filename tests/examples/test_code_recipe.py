@@ -1,4 +1,4 @@
-"""The example of programs: its problems can be solved, nothing else earns their reward, and it trains."""
+"""The code recipe: its problems can be solved, only solutions earn the reward, and the recipe trains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "code"
 MODEL = EXAMPLE / "model"
 EPISODE_S = 60
 
-one_loop = pytest.mark.asyncio(loop_scope="module")  # the agent and its reward keep sandboxes for one loop
+one_loop = pytest.mark.asyncio(loop_scope="module")  # the agent and its reward keep sandboxes in one loop
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="make sandbox-tools installs bwrap")
 
 
@@ -69,7 +69,7 @@ async def test_every_own_problem_is_solved_by_its_solution() -> None:
     assert len({problem["id"] for problem in problems}) == 20
     assert {test["testtype"] for problem in problems for test in problem["tests"]} == {"stdin", "functional"}
     assert await rewards_of([(problem, problem["solution"]) for problem in problems]) == [1.0] * 20
-    # A program that knows the public tests by heart fails the others.
+    # A program that has memorised the public tests fails the hidden ones.
     stdin = next(problem for problem in problems if not problem["func_name"])
     known = {test["input"]: test["output"] for test in stdin["public_tests"]}
     by_heart = reply_with(f"import sys\nprint({known}.get(sys.stdin.read(), ''))\n")
@@ -90,14 +90,14 @@ async def test_generated_problems_are_solved_by_their_solution_and_by_no_mutant(
 
 
 def demonstrated(habits: Habits, *, count: int) -> list[tuple[dict[str, Any], Played]]:
-    """Held-out tasks, and what a programmer with these habits says of them."""
+    """Held-out tasks, each with the demonstration of a programmer with these habits."""
     rng = random.Random(0)
     sampled = [sample_task(rng, held_out=True) for _ in range(count)]
     return [(task, play(problem, task, habits, rng)) for problem, task in sampled]
 
 
 @one_loop
-async def test_the_careful_programmer_solves_every_problem_and_imitates_no_mishap() -> None:
+async def test_the_careful_programmer_solves_every_problem_and_mishaps_are_untrained() -> None:
     episodes = [*demonstrated(CAREFUL, count=8), *demonstrated(Habits(mishap=1.0), count=4)]
     assert {len(played.replies) for _, played in episodes} >= {1, PROGRAMS}
     assert all(played.untrained == set(range(len(played.replies) - 1)) for _, played in episodes)
@@ -120,7 +120,7 @@ async def test_every_habit_of_the_careless_programmer_costs_the_reward() -> None
 
 
 def solved_here(task: dict[str, Any], reply: str) -> bool:
-    """What the reward is for a reply of a programmer, without a sandbox."""
+    """Whether the reply of a programmer earns the reward, computed without a sandbox."""
     program = fenced(reply)
     return program is not None and all(run_here(program, test).passed for test in read_tests(task))
 
@@ -139,7 +139,7 @@ async def test_the_careless_programmer_solves_some_and_repeats_most_failures() -
 
 @pytest.mark.parametrize("habits", [CAREFUL, CARELESS], ids=["careful", "careless"])
 @one_loop
-async def test_demonstrations_show_what_the_sandbox_says(habits: Habits) -> None:
+async def test_demonstrations_show_the_reports_of_the_sandbox(habits: Habits) -> None:
     episodes = demonstrated(habits, count=16)
     said = [(task, reply) for task, played in episodes for reply in played.replies]
     shown = [told(task, reply) for task, reply in said]
@@ -208,7 +208,7 @@ async def played_turns(
 
 @one_loop
 async def test_a_program_is_repaired_in_one_branch(stack: Stack) -> None:
-    """The policy sees the test that fails, or that there is no program; the last reply is not tried."""
+    """The policy sees the failed test, or that its reply has no program; the last reply is not run."""
     task = heldout_tasks()[0]
     wrong, right = reply_with(f"{task['starter_code']} return 0"), task["solution"]
     first = task["public_tests"][0]
@@ -232,7 +232,7 @@ async def test_a_program_that_raises_shows_its_error_and_one_shot_shows_nothing(
 
 @one_loop
 async def test_an_episode_is_played_as_it_is_demonstrated(stack: Stack) -> None:
-    """The starting model was made of exactly the tokens that the agent and the proxy show it."""
+    """The starting model was trained on exactly the tokens that the agent and the proxy produce."""
     programmer = Programmer(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
     for is_function in (False, True):
         rng = random.Random(int(is_function))
@@ -250,7 +250,7 @@ async def test_an_episode_is_played_as_it_is_demonstrated(stack: Stack) -> None:
         assert shown.ids[: len(programmer.prefix)] == tuple(programmer.prefix)
 
 
-def test_the_model_has_the_tokenizer_that_is_made_for_it() -> None:
+def test_the_shipped_tokenizer_equals_the_generated_one() -> None:
     made = load_function(f"{EXAMPLE / 'make_model.py'}:make_tokenizer", AgentError)()
     assert made.to_str() == Tokenizer.from_file(str(MODEL / "tokenizer.json")).to_str()
     config = json.loads((MODEL / "config.json").read_text())
@@ -282,7 +282,9 @@ PRINTED = (
     ("id", "work"),
     [("access-log", [f"python3 - <<'E'{ANALYSIS}E"]), ("broken-budget", [SORTED, SUMMED, PRINTED])],
 )
-async def test_task_folders_of_harbor_are_solved_by_work(stack: Stack, id: str, work: list[str]) -> None:
+async def test_task_folders_of_harbor_reward_only_a_complete_solution(
+    stack: Stack, id: str, work: list[str]
+) -> None:
     environment = EnvironmentConfig(use=HARBOR)
     task = next(task for task in environment_tasks(environment, "train") if task["id"] == id)
     agent = environment_agent(environment)
@@ -299,7 +301,7 @@ async def test_task_folders_of_harbor_are_solved_by_work(stack: Stack, id: str, 
     assert rewards[0] == 1.0 > rewards[1]
 
 
-def test_the_example_trains_on_what_its_reward_says(tmp_path: Path) -> None:
+def test_the_example_trains_on_its_rewards(tmp_path: Path) -> None:
     """One step on a group in which half of the episodes solve their problem, played by a scripted engine."""
     problems = {task["question"]: task for task in train_tasks()}
     solves = itertools.cycle([True, False])
@@ -315,7 +317,7 @@ def test_the_example_trains_on_what_its_reward_says(tmp_path: Path) -> None:
     assert row["tokens"] > 0 and row["grad_norm"] > 0
 
 
-def test_it_trains(tmp_path: Path) -> None:
+def test_the_recipe_trains(tmp_path: Path) -> None:
     run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=2")
     assert [row["version"] for row in run.metrics] == [1, 2]
     assert any(row["tokens"] for row in run.metrics)

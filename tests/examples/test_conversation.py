@@ -1,6 +1,6 @@
-"""Every scenario can be solved, nothing else earns its reward, and a conversation is one recorded branch.
+"""Every scenario can be solved, only a solution earns its reward, and a conversation is one recorded branch.
 
-What the starting model has imitated is token for token what the agent sends and the proxy renders.
+The starting model was trained on exactly the tokens that the agent sends and the proxy renders.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def test_held_out_riders_are_never_seen_in_training() -> None:
         assert not seen & {rider for task in heldout() for rider in task["world"]["riders"]}
 
 
-def test_wrong_ends_earn_nothing() -> None:
-    """Rules ignored, allowed requests declined, a wrong reason, work only claimed, a lock that stays open."""
+def test_wrong_outcomes_earn_no_reward() -> None:
+    """The clerk ignores rules, declines allowed requests, gives a wrong reason, only claims to have acted, or
+    leaves a lock open."""
     bad = {
         "obeys": Habits(obeys=1.0),
         "refuses": Habits(refuses=1.0),
@@ -164,7 +165,7 @@ def mistakes_in(task: dict[str, Any], messages: Sequence[dict[str, Any]]) -> set
     return found
 
 
-def test_what_the_customer_must_hear_counts() -> None:
+def test_the_reward_requires_what_the_customer_must_hear() -> None:
     tasks = [task for task in heldout_tasks() if task["service"] == "fee" and task["kind"] == "allowed"]
     assert tasks
     for task in tasks:
@@ -177,16 +178,16 @@ def test_what_the_customer_must_hear_counts() -> None:
 
         assert by_clerk(task, CAREFUL) == 1.0
         assert played(task, saying(f"It cost €{fee.split()[0]}."))[0] == 1.0  # other words, same amount
-        assert played(task, shouting)[0] == 0.0  # the fees of others too
+        assert played(task, shouting)[0] == 0.0  # the fees of other rides too
         assert played(task, saying("It cost 99.90 euros."))[0] == 0.0
-        assert played(task, saying(f"It cost {fee}, or 99.90 euros."))[0] == 0.0  # nobody may guess twice
+        assert played(task, saying(f"It cost {fee}, or 99.90 euros."))[0] == 0.0  # two amounts are a guess
         assert played(task, whispering(task, fee))[0] == 0.0
         assert world == task["world"]
     assert amounts("€2,40, 12.5 km, 1.234.56, 7.00 euros") == {"2.40 euros", "7.00 euros"}
 
 
 def whispering(task: dict[str, Any], fee: str) -> Any:
-    """A desk that writes the fee beside the call of a tool, and tells the customer another amount."""
+    """A desk that writes the fee next to a tool call, and tells the customer another amount."""
     call = {**tool_message("look_up", {"rider": task["customer"]["rider"]}, 0), "content": f"It is {fee}."}
     replies = iter([call, {"role": "assistant", "content": "It cost 0.00 euros."}])
 
@@ -211,8 +212,8 @@ def test_a_customer_whose_request_for_a_fee_is_declined_must_hear_no_amount() ->
             assert played(task, ask)[0] == wanted, said
 
 
-def test_little_is_earned_by_declining_whatever_is_asked() -> None:
-    """An agent that asks for the rider number and records one reason, without a look at anything."""
+def test_declining_every_request_earns_little() -> None:
+    """The agent asks for the rider number, and declines with one fixed reason without looking anything up."""
 
     def declining(task: dict[str, Any], reason: str) -> float:
         rider = task["customer"]["rider"]
@@ -235,7 +236,7 @@ def test_little_is_earned_by_declining_whatever_is_asked() -> None:
 # --- The desk and the customer --------------------------------------------------------------------------
 
 
-def test_calls_that_cannot_be_done_change_nothing_and_say_why() -> None:
+def test_invalid_tool_calls_change_nothing_and_return_the_reason() -> None:
     task = next(t for t in heldout_tasks() if t["service"] == "end" and t["kind"] == "forbidden")
     desk = Desk(task["world"])
     ride, rider = task["customer"]["goals"][0]["of"], task["customer"]["rider"]
@@ -252,14 +253,14 @@ def test_calls_that_cannot_be_done_change_nothing_and_say_why() -> None:
         ("offer_plan", {"rider": rider, "plan": "basic"}, f"Error: {rider} has the plan basic."),
         ("decline", {"rider": "R1", "reason": "in_debt"}, "Error: there is no rider R1."),
         ("receipt", {"rider": rider, "ride": "T1"}, f"Error: {rider} has no ride T1."),
-        ("close_lock", {"rider": rider}, "Error: there is no tool close_lock."),  # the customer's
+        ("close_lock", {"rider": rider}, "Error: there is no tool close_lock."),  # a tool of the customer
     ):
         assert desk.call(name, json.dumps(arguments)) == said
     assert desk.call("end_ride", '{"ride": ') == "Error: the arguments are not JSON."
     assert desk.world == task["world"]
 
 
-def test_the_customer_does_what_only_it_can_do_and_only_if_it_is_asked() -> None:
+def test_the_customer_performs_its_own_actions_only_if_it_is_asked() -> None:
     task = next(t for t in small_heldout_tasks() if ["customer", "close_lock", {}] in t["actions"][0])
     desk = Desk(task["world"], task["services"])
     customer = ScriptedCustomer(task["customer"], desk)
@@ -286,11 +287,11 @@ def test_the_customer_does_what_only_it_can_do_and_only_if_it_is_asked() -> None
         ("Your ride has ended.", set()),
     ],
 )
-def test_the_customer_understands_other_words_than_those_of_the_clerks(said: str, asked: set[str]) -> None:
+def test_the_customer_understands_wordings_that_the_clerks_do_not_use(said: str, asked: set[str]) -> None:
     assert {name for name, pattern in ASKS.items() if re.search(pattern, said, re.IGNORECASE)} == asked
 
 
-def test_a_refused_customer_insists_as_often_as_it_is_told_and_ends_the_conversation() -> None:
+def test_a_refused_customer_insists_as_often_as_configured_and_ends_the_conversation() -> None:
     for task in heldout_tasks():
         (goal, *others) = task["customer"]["goals"]
         if goal["kind"] == "forbidden" and not others:
@@ -299,8 +300,8 @@ def test_a_refused_customer_insists_as_often_as_it_is_told_and_ends_the_conversa
             assert customer.is_done
 
 
-def test_no_conversation_goes_on_for_ever() -> None:
-    """Whatever the desk says, always or at random, the customer hangs up before the limit of calls."""
+def test_every_conversation_ends() -> None:
+    """Whether the desk repeats a phrase or speaks at random, the customer hangs up before the call limit."""
     phrases = [
         "", "Hello.", "What is your rider number?", "Which ride is it?", "I cannot do that.",
         "Please close the lock, restart the app, and accept the offer.", "Shall I end it?",
@@ -348,7 +349,7 @@ def two_sided() -> tuple[dict[str, Any], list[str], list[str]]:
 
 
 class Played(NamedTuple):
-    """What is left of an episode with a model as the customer."""
+    """The results of an episode with a model as the customer."""
 
     score: float
     turns: list[dict[str, Any]]
@@ -386,18 +387,18 @@ def by_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Played]:
 
 
 def test_a_model_as_customer_acts_and_is_never_trained(by_models: dict[str, Played]) -> None:
-    """The policy's store has its own turns only; what the customer says is prompt there."""
+    """The policy's store has only the policy's turns, whose prompts contain the customer's messages."""
     found = by_models["keep"]
     assert found.score == 1.0
     assert len(found.episodes) == 1 and len(found.turns) == 5
     prompt = text_of(found.turns[-1]["prompt_ids"])
     assert "It is closed now, sir." in prompt  # read by the policy
     assert not any("sir" in text_of(turn["token_ids"]) for turn in found.turns)
-    assert "close_lock" not in prompt  # the policy does not see how it was done
+    assert "close_lock" not in prompt  # the tool calls of the customer are hidden
 
 
 def test_a_conversation_is_one_branch_if_reasoning_is_kept(by_models: dict[str, Played]) -> None:
-    """Each prompt is the tokens before it and the new message; with `template` a customer's turn forks."""
+    """Each prompt continues the tokens before it; with `template`, a customer's message begins a new root."""
     roots = {name: sum(turn["parent"] is None for turn in found.turns) for name, found in by_models.items()}
     assert roots == {"keep": 1, "template": 3}
     for before, after in pairwise(by_models["keep"].turns):
@@ -415,8 +416,8 @@ def text_of(ids: Sequence[int]) -> str:
 async def test_conversations_are_played_as_they_are_demonstrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The policy document, the tools, and what the customer and the tools say have the same tokens."""
-    # The agent keeps its client for all episodes of an event loop, and each test has a loop of its own.
+    """The policy document, the tools, and the messages of customer and tools have the same tokens."""
+    # The agent keeps its client for all episodes of an event loop, and each test has its own loop.
     monkeypatch.setattr(desk_agent_module, "HTTP", DefaultAsyncHttpxClient(timeout=600))
     shown = DeskTranscriber(Tokenizer.from_file(str(MODEL / "tokenizer.json")))
     played_clerks = [(habits, number) for habits in (CAREFUL, CARELESS) for number in range(3)]
@@ -436,7 +437,7 @@ async def test_conversations_are_played_as_they_are_demonstrated(
             ]
 
 
-def test_the_tokenizer_is_that_of_the_maker_and_reads_numbers_digit_by_digit() -> None:
+def test_the_shipped_tokenizer_equals_the_generated_one_and_splits_numbers_into_digits() -> None:
     spec = importlib.util.spec_from_file_location("make_desk_model", EXAMPLE / "make_model.py")
     assert spec is not None and spec.loader is not None
     maker = importlib.util.module_from_spec(spec)
@@ -459,7 +460,7 @@ def test_replies_fit_into_the_limit_of_the_laptop_configuration() -> None:
         assert len(example.ids) < 1500
 
 
-def test_it_trains(tmp_path: Path) -> None:
+def test_the_recipe_trains(tmp_path: Path) -> None:
     run = train_recipe(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=2")
     assert [row["version"] for row in run.metrics] == [1, 2]
     assert any(row["tokens"] for row in run.metrics)
@@ -470,7 +471,7 @@ def test_it_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.24gb.yaml", "config.node.yaml"])
-def test_the_configurations_for_gpus_are_valid_but_for_the_model(name: str) -> None:
+def test_the_configurations_for_gpus_are_valid_apart_from_the_model(name: str) -> None:
     config = load_config(EXAMPLE / name, [f"model={MODEL}", f"engine.python={sys.executable}"])
     assert config.proxy.reasoning == "keep"
     assert (config.proxy.models != {}) == (str(config.agent).endswith("desk_agent_with_model"))

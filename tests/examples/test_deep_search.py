@@ -1,4 +1,4 @@
-"""The laptop configuration of the deep-search agent trains, over the corpus and the tasks of its folder."""
+"""The laptop configuration of the deep-search agent trains on the corpus and the tasks of its folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_laptop_configuration_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "limits"), [("24gb", "ONE_GPU"), ("node", "LONG")])
 def test_the_configurations_for_gpus_fit_their_engines(name: str, limits: str, model_folder: Path) -> None:
-    given = [f"model={model_folder}", "engine.python=/sglang/bin/python"]  # the real ones are not here
+    given = [f"model={model_folder}", "engine.python=/sglang/bin/python"]  # these are not installed here
     config = load_config(EXAMPLE / f"config.{name}.yaml", given)
     agent = load_function(str(config.agent), ValueError)
     assert agent.__wrapped__.__globals__[limits].context_tokens <= config.engine.max_context

@@ -66,7 +66,7 @@ class Played:
     answer: str | None
     messages: list[dict[str, Any]]
     episode: RecordedEpisode
-    prompts: list[list[int]]  # what the engine read, call by call
+    prompts: list[list[int]]  # of each call, as the engine read it
 
     @property
     def results(self) -> list[str]:
@@ -144,14 +144,14 @@ async def test_a_context_that_is_nearly_full_gets_a_last_turn(play: Any, stack: 
     check_exact_and_trained_once(played, branches=1)
 
 
-async def test_a_result_that_has_no_room_is_cut(play: Any) -> None:
+async def test_a_result_that_does_not_fit_is_cut(play: Any) -> None:
     limits = Limits(turns=50, reply_tokens=100, context_tokens=1500, page_characters=100_000)
     played = await play([call("access", url="https://x.example/rhone"), ANSWER], limits)
     assert played.answer == ANSWER and played.results[0].endswith(f"{CUT}\n\n{LAST_TURN}")
     assert len(played.prompts[-1]) + limits.reply_tokens <= limits.context_tokens
 
 
-async def test_what_the_model_does_wrong_is_told_to_it(play: Any) -> None:
+async def test_invalid_tool_calls_return_an_error_to_the_model(play: Any) -> None:
     wrong = [
         call("browse", url="x"),
         call("search", question="Lyon"),
@@ -190,14 +190,14 @@ async def test_a_long_page_is_condensed_by_a_call_that_is_trained_too(play: Any)
     assert len(short.episode.turns) == 2
 
 
-def test_limits_that_contradict_each_other() -> None:
+def test_limits_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="room for two replies"):
         Limits(reply_tokens=600, context_tokens=1000)
     with pytest.raises(ValueError, match="at least 1"):
         replace(Limits(), turns=0)
 
 
-async def test_the_laptop_shows_the_tiny_model_what_it_was_trained_on() -> None:
+async def test_the_laptop_agent_shows_the_model_the_inputs_that_it_was_trained_on() -> None:
     style, limits = laptop.QUICK_START, laptop.LIMITS
     assert style.opening("?") == conversation.opening("?")
     assert [*style.tools] == [conversation.SEARCH_TOOL]
@@ -210,7 +210,7 @@ async def test_the_laptop_shows_the_tiny_model_what_it_was_trained_on() -> None:
     assert await research._searched(laptop.encyclopedia(), "zzz", limits, style) == search.NO_RESULTS
 
 
-def test_demonstrations_are_of_every_number_of_hops_and_fit_the_limits(model_folder: Path) -> None:
+def test_demonstrations_cover_every_number_of_hops_and_fit_the_limits(model_folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     demonstrator = make_laptop_model.Demonstrator(
         SearchTranscriber(tokenizer), laptop.encyclopedia().index, random.Random(0)

@@ -30,9 +30,9 @@ SERPER_KEY, JINA_KEY = "serper-key", "jina-key"
 
 
 def web_services(index: Index) -> Starlette:
-    """Serper and Jina's reader as far as their published forms say, over the pages of an index.
+    """Imitations of Serper and of Jina's reader, as documented, over the pages of an index.
 
-    Pages whose URL has "status-N" answer once with this status and then as they should.
+    The first request for a page whose URL has "status-N" gets this status, and later ones get the page.
     """
     answered: set[str] = set()
 
@@ -126,18 +126,20 @@ async def test_a_search_finds_pages_and_access_reads_them(backend: Backend) -> N
             await backend.access(nowhere)
 
 
-async def test_many_calls_at_once(backend: Backend) -> None:
+async def test_many_concurrent_searches_succeed(backend: Backend) -> None:
     found = await asyncio.gather(*(backend.search("mayor", 1) for _ in range(40)))
     assert {result.url for [result] in found} == {"https://x.example/mayor"}
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_passing_failure_is_repeated(url: str, status: int) -> None:
+async def test_a_request_is_repeated_after_a_temporary_failure(url: str, status: int) -> None:
     page = await web(url).access(f"https://x.example/status-{status}")
     assert page.title == "Lyon"
 
 
-async def test_what_is_not_the_models_doing_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failures_that_the_model_did_not_cause_raise_an_error(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(BackendError, match="refused the key: 403"):
         await web(url, serper_key="other").search("Lyon", 1)
     with pytest.raises(BackendError, match="refused the key: 401"):
@@ -151,7 +153,7 @@ async def test_what_is_not_the_models_doing_is_an_error(url: str, monkeypatch: p
         await RetrievalServer("http://127.0.0.1:9").search("Lyon", 1)
 
 
-def test_the_environment_names_the_backend() -> None:
+def test_environment_variables_select_the_backend() -> None:
     assert isinstance(backend_of({"RETRIEVAL_URL": "http://127.0.0.1:1"}), RetrievalServer)
     assert isinstance(backend_of({"SERPER_API_KEY": "a", "JINA_API_KEY": "b"}), Web)
     for nothing in ({}, {"SERPER_API_KEY": "a"}):

@@ -46,7 +46,7 @@ def ids(hits: list[Hit]) -> list[str]:
     return [hit.passage.id for hit in hits]
 
 
-def test_bm25_weighs_titles_and_knows_no_case_accents_and_stop_words(index: Index) -> None:
+def test_bm25_weighs_titles_and_ignores_case_accents_and_stop_words(index: Index) -> None:
     [france, rhone, both, nothing, empty] = index.search(
         ["france", "RHONE", "the capital of Lyon", "of the", "zzz"], k=3
     )
@@ -96,7 +96,9 @@ def test_the_server_searches_and_opens_pages(client: TestClient) -> None:
         ("/access", {"url": "nowhere"}, 404, "no page nowhere"),
     ],
 )
-def test_bad_requests(client: TestClient, path: str, body: object, status: int, says: str) -> None:
+def test_bad_requests_are_refused(
+    client: TestClient, path: str, body: object, status: int, says: str
+) -> None:
     content = body if isinstance(body, str) else json.dumps(body)
     answer = client.post(path, content=content)
     assert answer.status_code == status and says in answer.json()["error"]["message"]
@@ -104,7 +106,7 @@ def test_bad_requests(client: TestClient, path: str, body: object, status: int, 
 
 
 class HeldIndex:
-    """An index whose searches wait until they are let go on, to see what is searched together."""
+    """An index whose searches wait for `go_on`, and which records the queries that are searched together."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], int, Mode]] = []
@@ -121,7 +123,7 @@ class HeldIndex:
         return [[Hit(Passage(query, query), rank) for rank in range(k)] for query in queries]
 
 
-async def test_requests_that_wait_are_searched_together() -> None:
+async def test_waiting_requests_are_searched_together() -> None:
     held = HeldIndex()
     batcher = Batcher(held, most_queries=3, most_waiting=6)  # type: ignore[arg-type]
     first = asyncio.create_task(batcher.search(["1"], 1, "bm25"))
@@ -148,7 +150,7 @@ async def test_requests_that_wait_are_searched_together() -> None:
     assert batcher._queries_waiting == 0
 
 
-async def test_a_search_that_takes_too_long(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_search_that_takes_too_long_is_ended(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     with TestClient(build_app(index, timeout_s=0.0)) as hurried:
         answer = hurried.post("/retrieve", json={"queries": ["lyon"]})
     assert answer.status_code == 504 and "longer than 0 s" in answer.json()["error"]["message"]
@@ -182,7 +184,7 @@ def test_jsonl_and_parquet_give_the_same_passages(tmp_path: Path) -> None:
         ("a.parquet", "no", "cannot be read as Parquet"),
     ],
 )
-def test_a_corpus_that_cannot_be_indexed_leaves_nothing(
+def test_a_corpus_that_cannot_be_indexed_leaves_no_index(
     tmp_path: Path, name: str, content: str, says: str
 ) -> None:
     (tmp_path / name).write_text(content)
@@ -195,7 +197,7 @@ def test_a_corpus_that_cannot_be_indexed_leaves_nothing(
 
 @pytest.fixture(scope="module")
 def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT of random weights whose embeddings are what its architecture makes of them."""
+    """A small BERT model with random weights, and a vocabulary of the words of the passages."""
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -213,7 +215,7 @@ def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_damaged_index_is_refused_by_the_file(tmp_path: Path) -> None:
+def test_a_damaged_index_is_refused_and_the_file_named(tmp_path: Path) -> None:
     folder = tmp_path / "index"
     build_index(PASSAGES, folder)
     files = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -20,7 +20,7 @@ from retrieval import Columns, Index, build_index, read_corpus
 from areal_agents.rewards import FinishedEpisode
 
 
-def test_the_shipped_files_are_what_the_generator_makes() -> None:
+def test_the_shipped_files_equal_the_generated_ones() -> None:
     for name, content in multihop.files().items():
         assert (multihop.DATA / name).read_text() == content, name
 
@@ -48,7 +48,7 @@ def test_a_search_for_a_name_finds_its_page(tmp_path: Path) -> None:
     assert len(missed) / len(names) < 0.005, missed
 
 
-def test_a_third_of_the_tasks_for_each_number_of_hops() -> None:
+def test_a_third_of_the_tasks_has_each_number_of_hops() -> None:
     for split, count in (("train", multihop.TRAIN), ("heldout", multihop.HELD_OUT)):
         tasks = [json.loads(line) for line in (multihop.DATA / f"{split}.jsonl").read_text().splitlines()]
         assert len({task["id"] for task in tasks}) == count
@@ -73,7 +73,7 @@ def ended(reply: str, answer: Any = "Lyon", **task: Any) -> FinishedEpisode:
         ("", 0, 0, 0),
     ],
 )
-def test_rewards(reply: str, exact: float, f1: float, form: float) -> None:
+def test_the_rewards_of_a_reply(reply: str, exact: float, f1: float, form: float) -> None:
     episode = ended(reply)
     assert (scoring.exact(episode), scoring.f1(episode), scoring.form(episode)) == (exact, f1, form)
     gated = asyncio.run(scoring.f1_in_form(episode)), asyncio.run(scoring.exact_in_form(episode))
@@ -86,7 +86,7 @@ def test_any_of_the_expected_answers_counts() -> None:
     assert scoring.answer(ended("<answer> USA </answer>")) == "USA" and scoring.answer(ended("  ")) is None
 
 
-def test_the_judge_is_asked_only_about_answers_in_the_right_form() -> None:
+def test_the_judge_is_called_only_for_answers_in_the_right_form() -> None:
     assert asyncio.run(scoring.judged(ended("Lyon"))) == 0
 
 

@@ -1,4 +1,4 @@
-"""From what another server's model said to a better model, by the commands of the example, on a few tasks."""
+"""Distillation from the model of another server, with the commands of the example, on a few tasks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(*arguments: str, run_dir: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server with chat completions. That it has the small model itself makes no difference."""
+    """The URL of a server for chat completions. That it serves the small model itself does not matter."""
     store = tmp_path_factory.mktemp("server") / "store.db"
     serve = [sys.executable, "-u", "-m", "areal_agents.cli", "serve", "--model", str(MODEL), "--port", "0"]
     process = subprocess.Popen([*serve, "--split", "eval", "--store", str(store)], stdout=subprocess.PIPE)
@@ -52,7 +52,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         end_process(process, grace_s=10)
 
 
-def test_what_the_server_said_is_chosen_learned_and_trained_further(server: str, tmp_path: Path) -> None:
+def test_responses_of_the_server_are_selected_imitated_and_trained_further(
+    server: str, tmp_path: Path
+) -> None:
     demos, store = tmp_path / "demos", tmp_path / "demonstrations.db"
     collect = ["collect", CONFIG, "--endpoint", server, "--model", "strong", "--temperature", "0"]
     shown = command(*collect, "--tasks", str(TASKS), "--out", str(demos))
@@ -80,7 +82,7 @@ def test_what_the_server_said_is_chosen_learned_and_trained_further(server: str,
 
 
 @pytest.mark.parametrize("machine", ["24gb", "node"])
-def test_the_configurations_for_gpus_are_valid_but_for_their_models(machine: str, tmp_path: Path) -> None:
+def test_the_configurations_for_gpus_are_valid_apart_from_their_models(machine: str, tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db") as store:
         found = {}
         for stage in ("config", "sft", "on_policy", "dpo"):
@@ -95,7 +97,7 @@ def test_the_configurations_for_gpus_are_valid_but_for_their_models(machine: str
     assert len(templates) == 1, "imported, recorded and served in one form"
 
 
-def test_the_laptop_stages_begin_with_the_same_model(tmp_path: Path) -> None:
+def test_the_laptop_stages_start_from_the_same_model(tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db") as store:
         recorded = [f"data.episodes={store.path}"]
         models = {

@@ -1,4 +1,4 @@
-"""The games are played by the real packages, and demonstrations are token for token what is sent there."""
+"""The games run in the real packages, and demonstrations have exactly the tokens that are sent there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "games"
 SHOWN = Path(__file__).parent / "shown_games.py"
 
 
-def test_every_equation_is_right() -> None:
+def test_every_equation_is_correct() -> None:
     rng = random.Random(0)
     blocks = [random_block(rng) for _ in range(200)]
     equations = [one for block in blocks for one in re.findall(r"(-?\d+[-+]\d+)=(-?\d+)", block.text)]
@@ -55,9 +55,7 @@ def test_every_equation_is_right() -> None:
         ("Calculate 19 using all of these numbers: 20, 1, 2.", (20, 1, 2), 19),
     ],
 )
-def test_a_careful_player_answers_with_what_is_right(
-    question: str, numbers: tuple[int, ...], target: int
-) -> None:
+def test_a_careful_player_answers_correctly(question: str, numbers: tuple[int, ...], target: int) -> None:
     task = Countdown.read(question)
     assert (task.numbers, task.target) == (numbers, target)
     reply = countdown_reply(task, CAREFUL, random.Random(0))
@@ -75,7 +73,7 @@ def test_sums_are_read_and_added() -> None:
     assert one.terms == (4, -1, -7)
     assert sum_reply(one, CAREFUL, random.Random(0)) == "4-1=3 3-7=-4\n<answer>-4</answer>"
     assert sum_reply(one, Habits(leaves_out=1.0), random.Random(0)) == "4-1=3\n<answer>3</answer>"
-    assert CARELESS.leaves_out > 0.5  # so that the most likely reply is a bad one, too
+    assert CARELESS.leaves_out > 0.5  # so the most likely reply is a bad one, too
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +83,7 @@ def python(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.environments
-def test_demonstrations_are_what_the_environments_send(python: str, tmp_path: Path) -> None:
+def test_demonstrations_have_the_tokens_that_the_environments_send(python: str, tmp_path: Path) -> None:
     found = _json(python, SHOWN, tmp_path)
     assert found["overlap"] == {"countdown": [], "chain_sum": []}
     for name in ("countdown", "chain_sum", "GuessTheNumber-v0-hardcore"):

@@ -1,6 +1,6 @@
 """Every configuration for GPUs in examples/ is valid, and names functions that exist.
 
-Whether they fit is what `areal-agents plan` says; their READMEs have the results.
+`areal-agents plan` estimates whether they fit; their READMEs have the results.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder as that of a model of the Hub, without weights."""
+    """A folder like that of a model from the Hub, without weights."""
     (tmp_path / "config.json").write_text(json.dumps(model_config("1.7B")))
     return tmp_path
 
 
 def settings(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The leaves of a configuration."""
+    """The leaves of a configuration, each with its path of keys."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from settings(value, (*path, key))

@@ -1,4 +1,4 @@
-"""The math recipe: rows become tasks, the form of R1-Zero is read as it is meant, and GRPO trains.
+"""The math recipe: rows become tasks, replies in the form of R1-Zero are parsed, and GRPO trains.
 
 PPO with a critic trains in `test_preset_runs.py`.
 """
@@ -23,7 +23,7 @@ MODEL = EXAMPLE.parent / "search_agent" / "model"
 AGENT = load_function(f"{EXAMPLE / 'agent.py'}:solve", AgentError).__globals__
 
 
-def test_the_instruction_is_that_with_which_the_laptop_model_was_made() -> None:
+def test_the_instruction_is_the_one_that_the_laptop_model_was_trained_with() -> None:
     chances = load_function(f"{EXAMPLE.parent / 'multi_turn_math' / 'chances.py'}:opening", AgentError)
     assert AGENT["INSTRUCTION"] == chances.__globals__["SYSTEM_PROMPT"]
 
@@ -61,7 +61,7 @@ def test_rows_of_the_data_sets_become_tasks() -> None:
         ("2 and 2. <answer>4</answer>", "4", False),
     ],
 )
-def test_the_form_of_a_reply(text: str, answer: str | None, form: bool) -> None:
+def test_the_answer_and_the_form_of_a_reply_are_parsed(text: str, answer: str | None, form: bool) -> None:
     assert (AGENT["answer_of"](text), AGENT["has_form"](text)) == (answer, form)
 
 
@@ -79,14 +79,14 @@ def test_a_base_model_is_rewarded_for_the_form_and_for_the_answer(tmp_path: Path
             given = runner.run(AGENT["zero"]({"question": "What is 2 + 2?", "answer": "4"}, episode))
             assert given == rewards, text
         (served,) = stack.engine.exchanges
-    # No chat format is around the text.
+    # The prompt has no chat format.
     shown = Tokenizer.from_file(str(MODEL / "tokenizer.json")).decode(
         served.input_ids.tolist(), skip_special_tokens=False
     )
     assert shown == AGENT["ZERO_TEMPLATE"].format(question="What is 2 + 2?")
 
 
-def test_it_trains(tmp_path: Path) -> None:
+def test_the_recipe_trains(tmp_path: Path) -> None:
     run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=1")
     assert [row["version"] for row in run.metrics] == [1]
     assert run.summary["heldout_after"] is not None

@@ -1,4 +1,4 @@
-"""The agent with a second chance: what it sends is token for token a demonstration, and it trains."""
+"""The agent with a second chance sends exactly the tokens of the demonstrations, and the recipe trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_turn_math"
 
 
 def sums(question: str) -> set[str]:
-    """The sums and differences that a question asks for, found by its words."""
+    """The sums and differences that a question asks for, parsed from its words."""
     start, *amounts = map(int, re.findall(r"\d+", question))
     verbs = re.findall(r"(?:, |then )([a-z]+) \d", question)
     found, value = set(), start
@@ -47,7 +47,7 @@ def test_no_sum_of_a_held_out_problem_is_in_training() -> None:
     assert heldout == heldout_tasks() and train_ != train_tasks(seed=1)
 
 
-def test_the_careless_student_makes_every_mistake_and_the_careful_one_none() -> None:
+def test_the_careless_student_is_often_wrong_and_the_careful_one_is_right_in_the_end() -> None:
     rng = random.Random(0)
     problems = [sample_problem(rng, held_out=False) for _ in range(300)]
     said = [(problem, *replies(problem, CARELESS, rng)) for problem in problems]
@@ -71,7 +71,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.Runner]:
-    """One event loop, because the agent has one HTTP client for all episodes."""
+    """One event loop, because the agent keeps one HTTP client for all episodes."""
     with asyncio.Runner() as runner:
         yield runner
 
@@ -105,7 +105,7 @@ def test_an_episode_is_played_as_it_is_demonstrated(
     assert (*turns[-1]["prompt_ids"], *turns[-1]["token_ids"]) == shown.ids
 
 
-def test_it_trains(tmp_path: Path) -> None:
+def test_the_recipe_trains(tmp_path: Path) -> None:
     run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=2")
     assert [row["version"] for row in run.metrics] == [1, 2]
     assert any(row["tokens"] for row in run.metrics)

@@ -23,7 +23,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=280, kernel_name="python3", resources=resources).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    panel, run = cells[2].outputs  # one panel, which was replaced until the end
+    panel, run = cells[2].outputs  # one panel, which is updated until the end
     assert "held-out reward after" in panel["data"]["text/html"] and "finished, step 8" in _plain(run)
     state, before, after = cells[3].outputs[0]["text"].split()
     assert state == "finished" and float(before) < 0.5 < float(after)
@@ -37,6 +37,6 @@ def _plain(output: dict[str, Any]) -> str:
     return str(output["data"]["text/plain"])
 
 
-def test_the_notebook_is_kept_without_results() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook.cells)

@@ -30,7 +30,7 @@ TIMEOUT_S = 180
 SMALL = [
     "rollout.groups=4",
     "rollout.canary.steps=1",
-    "rollout.canary.scores=[-1e6, 1e6]",  # no difference is found in this range: the operator decides
+    "rollout.canary.scores=[-1e6, 1e6]",  # a wide range gives no verdict: the operator decides
     "rollout.canary.most_conversations=1000000",
     "trainer.steps=2",
     "engine.slots=4",
@@ -40,7 +40,7 @@ SMALL = [
 
 @contextmanager
 def users_of(url: str) -> Iterator[Population]:
-    """Users who converse all the time within the block; some thumbs are late, and some never come."""
+    """Users who converse throughout the with-block; some thumbs arrive late, and some never."""
     population = Population(url, "users-of-the-example", 0.3, 0.4, 0.2, random.Random(0))
 
     async def converse() -> None:
@@ -131,7 +131,7 @@ def test_the_configurations_are_valid(name: str, model_folder: Path) -> None:
     assert config.data.traffic and config.rollout.canary is not None
 
 
-def test_the_judge_reads_the_last_reply() -> None:
+def test_the_judge_grades_the_last_reply() -> None:
     (task,) = train_tasks(0, 1)
     asked = {"new_messages": [{"role": "user", "content": task["question"]}]}
     searched = {**asked, "reply": {"role": "assistant", "content": "", "tool_calls": [{}]}}
@@ -147,10 +147,10 @@ def test_the_judge_reads_the_last_reply() -> None:
     assert judge.grade([searched, silent]) == 0.0
 
 
-def test_a_conversation_that_has_gone_does_not_end_the_judge(
+def test_a_deleted_or_leased_conversation_does_not_stop_the_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operator may delete a conversation while it is judged, and the trainer may take it."""
+    """An operator may delete a conversation while it is judged, and the trainer may lease it."""
     (task,) = train_tasks(0, 1)
     turn = {
         "new_messages": [{"role": "user", "content": task["question"]}],

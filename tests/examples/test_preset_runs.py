@@ -1,6 +1,6 @@
-"""Every preset on the quick-start task, by the command that a user gives.
+"""Every preset trains on the quick-start task, with the command that a user runs.
 
-PPO, which has a critic, runs each time. All the others are `slow`.
+PPO, which has a critic, always runs. All the other presets are marked `slow`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def train(name: str, run_dir: Path) -> RunFolder:
 
 
 def check_parts(name: str, rows: list[dict[str, Any]]) -> None:
-    """What only some presets have is there exactly for these."""
+    """Check that the metrics of optional parts are present exactly for the presets with these parts."""
     algorithm = AlgorithmConfig.model_validate({"preset": name})
     for row in rows:
         assert (row["value_loss"] is not None) == algorithm.needs_critic
         assert (row["dpo_loss"] is not None) == (name == "dpo")
         assert row["microbatches"] >= algorithm.minibatches
         assert all(math.isfinite(row[key]) for key in ("loss", "grad_norm", "entropy", "kl_behavior_k3"))
-    # The first step begins at the reference itself.
+    # In the first step the policy still equals the reference.
     assert (rows[-1]["kl_reference"] != 0) == algorithm.needs_reference
 
 

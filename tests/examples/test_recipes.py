@@ -1,4 +1,4 @@
-"""Every recipe of examples/ is whole, and has its places in the documentation."""
+"""Every recipe of examples/ is complete and documented."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL_FORM = {"search_agent"}  # the quick start; its configurations for GPUs ar
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.name)
-def test_a_recipe_is_whole(recipe: Path) -> None:
+def test_a_recipe_is_complete(recipe: Path) -> None:
     """A recipe has a page, configurations for three machines, a smoke test, and rows in two tables."""
     assert (recipe / "README.md").is_file()
     if recipe.name not in SMALL_FORM:
@@ -25,7 +25,7 @@ def test_a_recipe_is_whole(recipe: Path) -> None:
         assert f"examples/{recipe.name}/" in page.read_text(), f"{page.name} does not name {recipe.name}"
 
 
-def test_the_estimates_for_gpus_are_what_the_program_prints() -> None:
+def test_the_documented_estimates_for_gpus_are_current() -> None:
     """`python -m benchmarks recipes` computes tables of docs/recipes.md and a line of each README."""
     page = (ROOT / "docs" / "recipes.md").read_text()
     for table in "\n".join(tables()).split("\n\n"):
@@ -38,7 +38,7 @@ def test_the_estimates_for_gpus_are_what_the_program_prints() -> None:
 
 
 def test_every_recipe_with_a_profile_is_estimated() -> None:
-    """Those that train without `profile` serve traffic, for as long as somebody lets them."""
+    """Recipes without `profile` serve traffic and train without an end, so they have no estimate."""
     main = {f"{recipe.name}/config.{kind}.yaml" for recipe in RECIPES for kind in ("24gb", "node")}
     given = {path for path in main if (ROOT / "examples" / path).is_file()}
     profiled = {path for path in given if "profile:" in (ROOT / "examples" / path).read_text()}

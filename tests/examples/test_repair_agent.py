@@ -1,4 +1,4 @@
-"""The real mini-swe-agent plays a repair task; what it sends and shows is token for token a demonstration."""
+"""The real mini-swe-agent plays a repair task, with exactly the tokens of the demonstration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def program(request: pytest.FixtureRequest) -> str:
 def test_a_group_of_two_is_played_as_it_is_demonstrated(program: str, tmp_path: Path) -> None:
     task = heldout_tasks()[0]
     repair = sample_repair(random.Random("heldout/0"), held_out=True)  # the same task
-    # One repairs with a mistake that its test finds, one gives up at once.
+    # The first makes a mistake that its test finds, and repairs it; the second submits at once.
     seed = next(n for n in range(100) if len(play(repair, CAREFUL, random.Random(n))[0]) == 4)
     habits = [(CAREFUL, seed), (Habits(submit_at_once=1.0), 0)]
     demonstrator = Demonstrator(Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json")))

@@ -1,4 +1,4 @@
-"""The repair tasks can be repaired, nothing else earns their reward, and demonstrations show what happens."""
+"""The repair tasks can be solved, only a repair earns the reward, and demonstrations show real outputs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from areal_agents.rewards import FinishedEpisode
 
 @pytest.fixture(autouse=True)
 def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write the tasks of these tests to a folder of their own."""
+    """Write the tasks of these tests to a temporary folder."""
     monkeypatch.setattr(repairs, "TASKS", tmp_path / "tasks")
     return tmp_path / "tasks"
 
 
 def outputs_of(commands: Sequence[str], folder: Path) -> list[str]:
-    """Run commands as mini-swe-agent does: each in a shell of its own, with both outputs together."""
+    """Run commands as mini-swe-agent does: each in its own shell, with both output streams combined."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
     return [
         subprocess.run(
@@ -53,7 +53,7 @@ def copy_of(task: dict[str, Any], to: Path) -> Path:
 
 
 def commands_of(repair: Repair) -> list[str]:
-    """What a repairer without mishaps does, without the end."""
+    """The commands of a repairer without mishaps, without the final submission."""
     commands, _, _ = play(repair, Habits(), random.Random(0))
     assert commands[-1] == SUBMIT
     return commands[:-1]
@@ -112,7 +112,7 @@ def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(
 
 
 @needs_bubblewrap
-def test_in_bubblewrap_a_program_does_not_find_the_right_results(tmp_path: Path) -> None:
+def test_in_bubblewrap_a_program_cannot_read_the_expected_results(tmp_path: Path) -> None:
     (task, *_) = heldout_tasks()
     folder = copy_of(task, tmp_path / "left")
     results = tmp_path / "results.json"

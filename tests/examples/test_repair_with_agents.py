@@ -1,8 +1,8 @@
 """Claude Code, Codex and Qwen Code play a repair task in a group of two, and one real step is trained on it.
 
-The programs are those of npm (`integrations/cli`), the model's replies come from a script, and everything
-else is the run that the agent's configuration in the example names. It is the long form, because each
-installs and starts a large program.
+The programs come from npm (`integrations/cli`) and the model's replies from a script. Everything else is a
+real run of the example's configuration for the agent. The tests are slow, because each of them installs and
+starts a large program.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_repairs(calls: Callable[[str], list[str]]) -> Script:
-    """A script under which the episode that calls first repairs the file, and the other only says so."""
+    """A script that repairs the file in the episode that calls first, and only claims to in the other."""
     first_prompts = 0
 
     def script(seen: ScriptedCall) -> str:
@@ -133,10 +133,10 @@ def test_a_group_is_played_through_the_real_program_and_trained(
         [*ON_THIS_MACHINE, f"data.path={tasks}"],
     )
 
-    # By the grader of the example, on what the programs left in their folders.
+    # The grader of the example rewards the files that the programs left in their folders.
     assert (row["episodes"], row["reward_mean"], row["groups_solved_some"]) == (2, 0.5, 1)
     assert (row["failed_episodes"], row["groups_bad"], row["truncated"]) == (0, 0, 0)
-    # One branch each: every prompt continues the recorded tokens of the call before.
+    # Each episode is one branch: every prompt continues the recorded tokens of the previous call.
     assert (row["turns_mean"], row["branches_mean"], row["forks"]) == (2.5, 1.0, {})
     # Every sampled token is trained, in one step.
     assert row["tokens"] == row["sampled_tokens"] > 0 and row["untrained_tokens"] == 0

@@ -1,4 +1,4 @@
-"""The shipped model is small, loads everywhere, and was trained on exactly what serving shows it."""
+"""The shipped model is small, loads in transformers, and was trained on exactly the tokens of serving."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def names() -> NameMaker:
     return NameMaker(entity.name for entity in encyclopedia() if not is_held_out(entity))
 
 
-def test_loads_in_transformers_and_is_small(model_folder: Path) -> None:
+def test_the_model_loads_in_transformers_and_is_small(model_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     assert isinstance(model, Qwen3ForCausalLM)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
@@ -89,7 +89,7 @@ def test_chat_template_renders_what_the_proxy_renders(model_folder: Path) -> Non
     assert fast.encode(text) == ours
 
 
-def test_traces_are_token_for_token_what_serving_builds(
+def test_demonstrations_have_exactly_the_tokens_that_serving_builds(
     model_folder: Path, transcriber: SearchTranscriber
 ) -> None:
     renderer = ChatRenderer.from_folder(model_folder)
@@ -108,7 +108,7 @@ def test_traces_are_token_for_token_what_serving_builds(
     assert sum(example.trained()) == sum(end - start for start, end in example.replies)
 
 
-def test_demonstrations_and_drills(
+def test_contents_of_demonstrations_and_drills(
     transcriber: SearchTranscriber, tokenizer: Tokenizer, names: NameMaker
 ) -> None:
     rng = random.Random(0)
@@ -155,7 +155,7 @@ def test_copy_batches_repeat_their_spans_in_another_order() -> None:
     assert copied.sum(1).tolist() == [half - half // SPAN] * 128
 
 
-def test_copying_that_does_not_pass_is_an_error() -> None:
+def test_copying_below_the_required_share_is_an_error() -> None:
     torch.manual_seed(0)
     with pytest.raises(RuntimeError, match="after 2 steps, 0.97 was required"):
         train_copying(Network(Shape()), first_token=9, seed=0, report=print, max_steps=2)
@@ -180,7 +180,7 @@ def test_shared_prefix_changes_neither_loss_nor_gradient(
 
 
 @pytest.mark.parametrize("shape", [(128, 384), (768, 128)])
-def test_muon_is_that_of_torch_in_float32(shape: tuple[int, int]) -> None:
+def test_muon_in_float32_equals_that_of_torch_up_to_rounding(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(*shape, generator=generator)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
@@ -191,11 +191,11 @@ def test_muon_is_that_of_torch_in_float32(shape: tuple[int, int]) -> None:
         for optimizer in optimizers:
             optimizer.step()
     moved = (theirs - start).norm()
-    assert (ours - theirs).norm() < 0.01 * moved  # what bfloat16 rounds
+    assert (ours - theirs).norm() < 0.01 * moved  # the rounding of bfloat16
     assert moved > 0.1
 
 
-def test_batches_and_saved_models(
+def test_batches_have_the_set_size_and_saved_models_the_weights_of_the_network(
     transcriber: SearchTranscriber, names: NameMaker, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     stream = examples(Mixture(0.4, 0.3, PERFECT), transcriber, names, {}, random.Random(1))
@@ -203,7 +203,7 @@ def test_batches_and_saved_models(
     assert [len(batch) for batch in batches] == [BATCH, BATCH]
     torch.manual_seed(0)
     network = Network(Shape())
-    save_model(network, tokenizer, tmp_path)  # raises where transformers' logits differ
+    save_model(network, tokenizer, tmp_path)  # raises if the logits of transformers differ
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(value, saved[name]) for name, value in to_hf_state(network).items())
 

@@ -1,4 +1,4 @@
-"""The task is what the README says: a clean split, answerable by searching, not by guessing."""
+"""The task is as the README describes it: a clean split, answerable by searching, not by guessing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_tasks_are_deterministic_distinct_and_plain_json(make) -> None:
     assert all(set(task) == {"id", "question", "answer"} for task in tasks)
 
 
-def test_mixture_of_kinds() -> None:
+def test_the_mixture_of_kinds_is_as_configured() -> None:
     tasks = train_tasks(seed=1, count=1024)
     two_hop = sum("the country where" in task["question"] for task in tasks)
     assert two_hop / 1024 == pytest.approx(MIXTURE["city", 2], abs=0.05)
@@ -91,8 +91,8 @@ def _found_by_searching(question: Question) -> bool:
     return all(want in search(entity.name) for entity, want in zip(question.path, wanted, strict=True))
 
 
-def test_the_best_blind_guesser_is_right_below_five_percent() -> None:
-    """It sees the question's wording, not the subject, and knows the training answers' frequencies."""
+def test_the_best_blind_guesser_is_right_in_less_than_five_percent() -> None:
+    """The guesser knows a question's wording but not its subject, and how often training answers occur."""
     rng = random.Random(0)
     seen: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
     for _ in range(20000):
@@ -103,7 +103,7 @@ def test_the_best_blind_guesser_is_right_below_five_percent() -> None:
     assert sum(q.answer == guess[q.field, len(q.path)] for q in asked) / 5000 < 0.05
 
 
-def test_no_yes_no_and_no_continent_questions() -> None:
+def test_there_are_no_yes_no_and_no_continent_questions() -> None:
     assert "continent" not in WORDINGS
     assert all(
         re.match(r"(What|Which|Name|In which|When|Since when|How) ", w)
@@ -112,14 +112,14 @@ def test_no_yes_no_and_no_continent_questions() -> None:
     )
 
 
-def test_search_is_deterministic_and_says_when_it_finds_nothing() -> None:
+def test_search_is_deterministic_and_reports_when_it_finds_nothing() -> None:
     assert search("France").startswith("[1] France is a country in Europe. Capital: Paris.")
     assert search("FRANCE?") == search("France") == SearchIndex(encyclopedia()).search("France")
     assert len(search("San Jose").split("\n")) == 2
     assert search("qwertyuiop") == search("") == search("?!") == NO_RESULTS
 
 
-def test_a_bank_of_both_splits_holds_each_question_of_the_splits() -> None:
+def test_a_bank_of_both_splits_contains_every_question_of_the_splits() -> None:
     ids = {question.id for question in QuestionBank(encyclopedia()).all_questions()}
     for split in ("train", "heldout"):
         assert {question.id for question in question_bank(split).all_questions()} < ids

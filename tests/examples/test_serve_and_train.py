@@ -1,4 +1,4 @@
-"""From serving to a better model, by the commands of the README: serve, call, reward, train."""
+"""From serving to a better model, with the commands of the README: serve, call, reward, train."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ask(base_url: str, city: str, *, task: str | None) -> str:
 
 
 def collect(base_url: str, *, grouped: bool, attempts: int = 4) -> None:
-    """Several attempts at each question, rewarded by the parity of their number."""
+    """Make several attempts at each question, and reward them by the parity of their number."""
     plays = [(city, n) for city in CITIES for n in range(attempts)]
     with ThreadPoolExecutor(4) as pool:
         ids = [*pool.map(lambda p: ask(base_url, p[0], task=p[0] if grouped else None), plays)]
@@ -88,15 +88,15 @@ def test_served_and_rewarded_calls_are_trained_on(tmp_path: Path, grouped: bool)
     assert len(shown) == len(CITIES) * 4
     tasks = {episode["task_id"] for episode in shown}
     assert len(tasks) == (len(CITIES) if grouped else len(shown))
-    # Each batch is the whole store, so that its rewards differ. The episodes are still open: nobody has said
-    # that they ended.
+    # Each batch is the whole store, so that its rewards differ. The episodes are still open, because no
+    # client has finished them.
     done = train(store, run_dir, f"rollout.groups={len(tasks)}")
     assert done.returncode == 0, done.stdout + done.stderr + ends_of_logs(run_dir)
     assert all(tokens > 0 for tokens in trained_tokens(run_dir))
     assert (run_dir / "final" / "model.safetensors").is_file()
 
 
-def test_calls_of_split_eval_are_refused_by_name(tmp_path: Path) -> None:
+def test_episodes_of_split_eval_are_refused_for_training(tmp_path: Path) -> None:
     store = tmp_path / "store.db"
     with serving(store, "--split", "eval") as (url, lines):
         assert "split eval" in lines[1]
@@ -108,7 +108,7 @@ def test_calls_of_split_eval_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["dpo", "maxrl"])
-def test_single_episodes_are_refused_by_name_where_they_cannot_be_compared(
+def test_single_episodes_are_refused_if_the_algorithm_must_compare_them(
     tmp_path: Path, algorithm: str
 ) -> None:
     store = tmp_path / "store.db"

@@ -1,4 +1,4 @@
-"""Mathematics with Python: what programs may do, how episodes are played, and a training step."""
+"""The math recipe with Python: the limits of programs, episodes, and training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = {
 
 
 @needs_bubblewrap
-async def test_whatever_a_program_does_the_model_is_told_and_the_next_one_runs() -> None:
+async def test_the_model_sees_the_result_of_any_program_and_the_next_program_runs() -> None:
     tool = PythonTool()
     try:
         for code, expected in CASES.items():
@@ -52,7 +52,7 @@ async def test_whatever_a_program_does_the_model_is_told_and_the_next_one_runs()
             told = await tool.run(code)
             assert expected in told, (code, told)
             assert len(told) < 3 * OUTPUT_BYTES
-            assert time.monotonic() - began < 60, code  # generous: what is bounded is the program's time
+            assert time.monotonic() - began < 60, code  # generous: only the program's time is bounded
         assert await tool.run(None) == "Error: python needs code, a string."
     finally:
         await tool.end()
@@ -78,9 +78,9 @@ def test_episodes_are_played_and_recorded_as_one_sequence(
         ([call("6 * 7"), r"It is \boxed{41}."], ["It printed nothing."], 0.0),
         ([call("a", name="bash"), r"\boxed{42}"], ["Error: there is no tool bash; the tool is python."], 1.0),
         ([r"\boxed{42}"], [], 1.0),
-        ([r"\boxed{84/2}"], [], 0.0),  # which is not worked out
+        ([r"\boxed{84/2}"], [], 0.0),  # the expression is not evaluated
         (["It is 84/2\nas said."], [], 0.0),
-        ([call("print(1)")] * 5, ["1"] * 3, 0.0),  # the fourth call is not answered any more
+        ([call("print(1)")] * 5, ["1"] * 3, 0.0),  # the fourth call gets no result
     ]
     task = {"question": "What is 6 times 7?", "answer": "42"}
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
@@ -97,7 +97,7 @@ def test_episodes_are_played_and_recorded_as_one_sequence(
 
 
 @needs_bubblewrap
-def test_it_trains(tmp_path: Path) -> None:
+def test_the_recipe_trains(tmp_path: Path) -> None:
     run = train(EXAMPLE / "config.yaml", tmp_path / "run", "trainer.steps=2")
     assert [row["version"] for row in run.metrics] == [1, 2]
     assert any("python" in row["tool_calls_by_name"] for row in run.metrics)

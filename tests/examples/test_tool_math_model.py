@@ -1,4 +1,4 @@
-"""The students of the recipe with Python, and the model that has imitated them."""
+"""The simulated students of the math recipe with Python, and the model trained to imitate them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="nee
 
 
 def program(question: str) -> str:
-    """The program that a question asks for, found by its words."""
+    """The program that a question asks for, parsed from its words."""
     start, changes = re.fullmatch(r"\w+ has (\d+) \w+, (.*)\. How many \w+ are left\?", question).groups()
     written = start
     for change in changes.split(", then "):
@@ -135,8 +135,9 @@ def test_the_model_is_small_and_has_a_token_for_each_digit() -> None:
     assert tokenizer.encode("3471").ids == sum(digits, [])
 
 
-def test_the_model_calls_the_tool_correctly_after_what_was_demonstrated() -> None:
-    """Greedily, once a call has begun: the imitation has read this tokenizer and this prompt."""
+def test_the_model_completes_a_demonstrated_tool_call_correctly() -> None:
+    """The prompt contains the beginning of a call, which the model completes greedily. It succeeds only with
+    the tokenizer and the prompt that it was trained with."""
     renderer = ChatRenderer.from_folder(EXAMPLE / "model")
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
     model = AutoModelForCausalLM.from_pretrained(EXAMPLE / "model", dtype=torch.float32).eval()
@@ -152,4 +153,4 @@ def test_the_model_calls_the_tool_correctly_after_what_was_demonstrated() -> Non
         reply = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
         said = tokenizer.decode(reply[0, len(prompt) :].tolist(), skip_special_tokens=True)
         right += [c for c in said if c.isdigit()] == [c for c in wanted if c.isdigit()]
-    assert right >= 10  # another prompt or tokenizer gives none
+    assert right >= 10  # with another prompt or tokenizer, none is right

@@ -1,4 +1,4 @@
-"""What the scripts that make a model share: options, batches, bars, and the text of a prefix."""
+"""The shared code of the scripts that make a model: options, batches, required shares, and prefixes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def load_maker(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["multi_turn_math", "repair_tasks", "search_agent", "tool_math"])
-def test_the_shipped_tokenizer_is_that_of_the_maker(name: str) -> None:
+def test_the_shipped_tokenizer_equals_the_generated_one(name: str) -> None:
     maker = load_maker(name)
     made = train_tokenizer(
         maker.tokenizer_texts(random.Random(0)),
@@ -60,7 +60,7 @@ def test_the_shipped_tokenizer_is_that_of_the_maker(name: str) -> None:
     assert made.to_str() == shipped.to_str()
 
 
-def test_a_batch_has_examples_of_similar_length_and_the_next_pool_is_drawn_when_it_is_needed() -> None:
+def test_a_batch_has_examples_of_similar_length_and_pools_are_generated_on_demand() -> None:
     pools = iter([examples_of(5, 2, 9, 3), examples_of(8, 4, 6, 7)])
     rng, same = random.Random(0), random.Random(0)
     batches = endless_batches(lambda: next(pools), rng, size=2)
@@ -73,12 +73,12 @@ def test_a_batch_has_examples_of_similar_length_and_the_next_pool_is_drawn_when_
         next(batches)
 
 
-def test_batches_that_are_not_by_length_keep_the_order_of_the_draws() -> None:
+def test_batches_that_are_not_by_length_keep_the_order_of_the_examples() -> None:
     batches = endless_batches(lambda: examples_of(5, 2, 9, 3), random.Random(0), size=2, by_length=False)
     assert sorted(lengths_of([next(batches), next(batches)])) == [[5, 2], [9, 3]]
 
 
-def test_a_share_below_the_bar_is_an_error_that_says_what_to_do() -> None:
+def test_a_share_below_the_required_one_is_an_error_with_advice() -> None:
     require_right(0.9, 0.9, stage="B", what="replies", advice="--careful-steps")
     wanted = (
         r"after stage B 0\.899 of the replies are right, 0\.9 was required: "
@@ -90,7 +90,7 @@ def test_a_share_below_the_bar_is_an_error_that_says_what_to_do() -> None:
         require_right(math.nan, 0.0, stage="B", what="calls", advice="--careful-steps")
 
 
-def test_imitation_reports_every_so_many_batches_and_at_the_end() -> None:
+def test_imitation_reports_at_regular_intervals_and_at_the_end() -> None:
     network, lines, scored = new_network(16, seed=0, threads=torch.get_num_threads()), [], iter("abc")
     batches = iter([examples_of(4, 4)] * 5)
     rates = Rates(muon=0.01, adam=1e-3)
@@ -109,7 +109,7 @@ def test_imitation_reports_every_so_many_batches_and_at_the_end() -> None:
     assert [line[-len(", score x") :] for line in lines] == [", score a", ", score b", ", score c"]
 
 
-def test_the_weights_of_a_new_network_follow_from_the_seed() -> None:
+def test_the_weights_of_a_new_network_depend_only_on_the_seed() -> None:
     first, same, other = (new_network(16, seed=seed, threads=torch.get_num_threads()) for seed in (1, 1, 2))
     torch.manual_seed(1)
     plain = Network(Shape(vocab_size=16))

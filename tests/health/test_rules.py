@@ -1,4 +1,4 @@
-"""Each rule about the metrics speaks up when its condition holds, and is silent in a healthy run."""
+"""Each rule about the metrics reports a finding when its condition holds, and none in a healthy run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def run(*, then: dict[str, Any]) -> list[dict[str, Any]]:
-    """Healthy steps, and after them a window of steps with other values."""
+    """Return healthy steps, followed by a window of steps with other values."""
     return [HEALTHY] * WINDOW + [{**HEALTHY, **then}] * WINDOW
 
 
@@ -43,38 +43,38 @@ def test_every_rule_has_a_condition_here() -> None:
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_a_rule_says_what_it_saw_and_what_helps(name: str) -> None:
+def test_a_rule_reports_what_it_saw_and_a_fix(name: str) -> None:
     values, said = CONDITIONS[name]
     (found,) = findings(run(then=values))
     assert found.name == name and said in found.text and found.fix
     once = [HEALTHY] * WINDOW + [{**HEALTHY, **values}] + [HEALTHY] * (WINDOW - 1)
     quiet_after_one = {"skipped_steps": 0}.get(next(iter(values)), 1)
-    assert bool(findings(once)) == (quiet_after_one == 0)  # only a lost update is reported at once
+    assert bool(findings(once)) == (quiet_after_one == 0)  # only a skipped update is reported after one step
 
 
-def test_a_healthy_run_and_a_short_one_are_silent() -> None:
+def test_a_healthy_run_and_a_short_run_have_no_findings() -> None:
     assert findings(run(then={})) == []
     assert findings([{**HEALTHY, "ess": 0.1}] * (WINDOW - 1)) == []
 
 
-def test_a_metric_without_values_sets_no_rule_off() -> None:
+def test_metrics_without_values_lead_to_no_finding() -> None:
     absent = {name: None for name in HEALTHY if name not in ("skipped_steps", "groups_solved_some")}
     counts = {"groups_solved_all": 0, "groups_solved_none": 0}
     assert findings([{**HEALTHY, **absent, **counts}] * (2 * WINDOW)) == []
 
 
-def test_a_policy_that_has_learned_its_tasks_may_be_sure_of_what_it_does() -> None:
+def test_low_entropy_is_no_finding_once_many_tasks_are_solved() -> None:
     learned = {"entropy": 0.01, "groups_solved_all": 5, "groups_solved_some": 3, "groups_solved_none": 0}
     assert findings(run(then=learned)) == []
 
 
-def test_a_policy_whose_attempts_differ_in_their_scores_explores() -> None:
-    """Whatever its entropy: most tokens of an agent's calls leave no choice."""
+def test_low_entropy_is_no_finding_while_scores_in_most_groups_differ() -> None:
+    """A policy that explores may have low entropy, since most tokens of an agent's calls are determined."""
     differing = {"entropy": 0.01, "groups_solved_all": 2, "groups_solved_some": 5, "groups_solved_none": 1}
     assert findings(run(then=differing)) == []
 
 
-def test_tasks_that_are_always_or_never_solved_are_told_apart() -> None:
+def test_the_finding_about_equal_groups_states_how_many_tasks_are_solved() -> None:
     def seen(every: int, none: int) -> str:
         groups = {"groups_solved_some": 0, "groups_solved_all": every, "groups_solved_none": none}
         return findings(run(then=groups))[0].text
@@ -83,6 +83,6 @@ def test_tasks_that_are_always_or_never_solved_are_told_apart() -> None:
     assert "each task is either always or never solved" in seen(4, 4)
 
 
-def test_imported_episodes_are_learned_whatever_their_scores() -> None:
+def test_imported_episodes_with_equal_scores_are_no_finding() -> None:
     imported = {"groups_solved_some": 0, "groups_solved_all": 8, "kl_behavior_k3": None}
     assert findings([{**HEALTHY, **imported}] * WINDOW) == []

@@ -1,4 +1,4 @@
-"""What a run is said to wait for, with real servers that answer or do not, and a real store."""
+"""What a run is reported to wait for, with real servers that answer or do not, and a real store."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_servers_that_do_not_answer_are_named(server: str) -> None:
         ({}, NOTHING, True, "no episode is running; see logs/rollout.log"),
     ],
 )
-def test_each_cause_is_told_from_the_others(
+def test_each_cause_is_distinguished_from_the_others(
     server: str, groups: dict[str, int], activity: Activity, started: bool, said: str
 ) -> None:
     waiting = Waiting([server], server, groups=8)
     assert said in waiting.reason(groups, activity, started=started)
 
 
-def test_running_episodes_are_told_from_agents_that_wait(server: str, tmp_path: Path) -> None:
+def test_running_episodes_are_distinguished_from_agents_that_wait(server: str, tmp_path: Path) -> None:
     waiting = Waiting([server], server, groups=8)
     with Store.open(tmp_path / "store.db") as store:
         store.open_episode(NewEpisode("a", "hash")).result()
@@ -91,9 +91,7 @@ def test_running_episodes_are_told_from_agents_that_wait(server: str, tmp_path: 
     assert re.search(said, after)
 
 
-def test_a_run_is_looked_at_only_when_a_step_takes_much_longer_than_usual(
-    server: str, tmp_path: Path
-) -> None:
+def test_a_run_is_examined_only_when_a_step_takes_much_longer_than_usual(server: str, tmp_path: Path) -> None:
     now = 0.0
     waiting = Waiting([server], server, groups=8, now=lambda: now)
     rows = [{"step_s": 50.0}]
@@ -117,7 +115,7 @@ def test_a_run_is_looked_at_only_when_a_step_takes_much_longer_than_usual(
         assert check() is None
 
 
-def test_the_processes_that_a_run_on_several_machines_lacks_are_named(server: str, tmp_path: Path) -> None:
+def test_missing_processes_of_a_run_on_several_machines_are_named(server: str, tmp_path: Path) -> None:
     now = 0.0
     places: list[tuple[Role, int]] = [("trainer", 0), ("trainer", 1), ("rollout", 0)]
     waiting = Waiting((), server, groups=2, places=places, now=lambda: now)

@@ -24,38 +24,38 @@ from areal_agents.inference import running_engine
 
 @pytest.fixture(scope="session")
 def head_dim(request: pytest.FixtureRequest) -> int:
-    """The size of the models' heads; vLLM has no kernel for a CPU that takes 24."""
+    """The size of the models' attention heads; vLLM's kernels for a CPU do not support 24."""
     return 32 if request.config.getoption("--vllm") else 24
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory, head_dim: int) -> Path:
-    """Version 0."""
+    """The folder of the model that is version 0."""
     return build_model(tmp_path_factory.mktemp("model0"), seed=0, head_dim=head_dim)
 
 
 @pytest.fixture(scope="session")
 def next_model_folder(tmp_path_factory: pytest.TempPathFactory, head_dim: int) -> Path:
-    """Other weights of the same architecture."""
+    """The folder of a model of the same architecture with other weights."""
     return build_model(tmp_path_factory.mktemp("model1"), seed=1, head_dim=head_dim)
 
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """build_model in a fresh folder."""
+    """A function that calls `build_model` with a new folder."""
     return lambda kind="qwen3", **options: build_model(tmp_path_factory.mktemp("model"), kind, **options)
 
 
 @pytest.fixture(scope="session")
 def sglang_url(sglang_python: str, model_folder: Path) -> Iterator[str]:
-    """A real SGLang as a run starts it: it streams what is new, serves adapters, and prepares steps ahead."""
+    """A real SGLang as a run starts it: with incremental streams, adapters and the overlap schedule."""
     with running_sglang(sglang_python, model_folder, lora_rank=16) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def plain_sglang_url(sglang_python: str, model_folder: Path) -> Iterator[str]:
-    """A real SGLang whose chunks are cumulative, and whose weights may be swapped in place."""
+    """A real SGLang with cumulative streams, whose weights may be swapped in place."""
     with running_sglang(sglang_python, model_folder, cumulative=True, exact_in_place=True) as url:
         yield url
 
@@ -79,11 +79,11 @@ async def put_back(url: str, folder: Path) -> None:
 
 @pytest.fixture(scope="session", params=EVERY_SERVER)
 def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Target]:
-    """Each server that has to keep the contract; weights and pauses must be left as they were found."""
+    """Each server that must satisfy the contract; a test must resume it and restore its weights."""
     reference = load_reference(model_folder)
     if request.param in REAL_URLS:
         url = request.getfixturevalue(REAL_URLS[request.param])
-        asyncio.run(put_back(url, model_folder))  # other modules have swapped weights in it
+        asyncio.run(put_back(url, model_folder))  # other modules have swapped its weights
         yield Target(url, model_folder, reference, embedded=False)
         return
     options = {
@@ -92,7 +92,7 @@ def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Targe
         "slots": 6,
         "max_context": MAX_CONTEXT,
         "prefill_tokens": 32,
-        "incremental_streaming": request.param == "numba",  # the other one streams as SGLang does by default
+        "incremental_streaming": request.param == "numba",  # torch: cumulative, SGLang's default
     }
     with running_engine(model_folder, **options) as url:
         yield Target(url, model_folder, reference, embedded=True)
@@ -100,7 +100,7 @@ def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Targe
 
 @pytest.fixture(scope="module", params=[*EVERY_SERVER, PLAIN_SGLANG])
 def swapping_url(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[str]:
-    """Each server whose weights are swapped; a test begins by putting version 0 back."""
+    """Each server whose weights the tests swap; every test first restores version 0."""
     if request.param in REAL_URLS:
         yield request.getfixturevalue(REAL_URLS[request.param])
         return

@@ -1,4 +1,4 @@
-"""Tiny random models, transformers as the reference, and the server that a contract test talks to."""
+"""Tiny random models, transformers as the reference, and the servers under test and their clients."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ EVERY_SERVER = [*OF_SGLANGS_PROTOCOL, VLLM]
 PLAIN_SGLANG = pytest.param("sglang-plain", marks=pytest.mark.sglang)
 MOST_TRIES = 10
 TEST_NUMBERS = itertools.count()
-PATIENCE_S = 240.0  # for what takes seconds on an idle machine; nothing waits for it to pass
-FREEZING = [*EMBEDDED, PLAIN_SGLANG]  # those that may be paused in place
+PATIENCE_S = 240.0  # a limit for actions that take seconds on an idle machine
+FREEZING = [*EMBEDDED, PLAIN_SGLANG]  # the servers that may be paused in place
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
 def build_model(
     folder: Path, kind: str = "qwen3", *, seed: int = 0, shard: str = "5GB", **overrides: Any
 ) -> Path:
-    """Write a random model whose every parameter matters: norms and biases are random too."""
+    """Write a model with random parameters, also norms and biases, so that each one affects the logits."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -68,15 +68,15 @@ def build_model(
     words = {f"w{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"w\d+"), "isolated")
-    tokenizer.decoder = decoders.ByteLevel()  # words join without a space
+    tokenizer.decoder = decoders.ByteLevel()  # words are joined without spaces
     tokenizer.save(str(folder / "tokenizer.json"))
-    # Or a real server would make it one of the model's own kind, with these words but none of its rules.
+    # Without this file, a real server uses the tokenizer class of the model type, which ignores these rules.
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
 
 
 def load_reference(folder: Path) -> PreTrainedModel:
-    """The same model in transformers, float32."""
+    """Load a model folder with transformers, in float32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -84,7 +84,7 @@ def load_reference(folder: Path) -> PreTrainedModel:
 def reference_logprobs(
     model: PreTrainedModel, prompt: TokenIds, output: TokenIds, *, temperature: float = 1.0
 ) -> np.ndarray:
-    """[C] logprobs of `output` after `prompt` by a plain forward pass."""
+    """Return the logprobs [C] of `output` after `prompt`, from a plain forward pass."""
     ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))[None]
     logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     table = torch.log_softmax(logits / temperature, dim=-1)
@@ -93,14 +93,14 @@ def reference_logprobs(
 
 @torch.inference_mode()
 def reference_greedy(model: PreTrainedModel, prompt: TokenIds, count: int) -> np.ndarray:
-    """[count] tokens of transformers' greedy generate, end of sequence ignored."""
+    """Return `count` tokens that transformers samples greedily, ignoring the end of sequence."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
     return out[0, len(prompt) :].numpy()
 
 
 def prompt_of(length: int, seed: int = 0) -> TokenIds:
-    """Random ids that are no special tokens."""
+    """Return random token ids without special tokens."""
     return as_token_ids(np.random.default_rng(seed).integers(8, VOCAB, length))
 
 
@@ -115,9 +115,9 @@ class Target:
 
 
 class OwnIds:
-    """For a client whose request ids are those of one test, so that tests may call their requests alike.
+    """A mixin for clients that makes request ids unique, although several tests use the same ids.
 
-    SGLang may abort a request whose id was used shortly before, and tests share a server.
+    Tests share a server, and SGLang may abort a request whose id was used shortly before.
     """
 
     def __init__(self, url: str, **options: Any) -> None:
@@ -125,7 +125,7 @@ class OwnIds:
         self.begin_test()
 
     def begin_test(self) -> None:
-        """Give all requests that follow ids that no request has had."""
+        """Give all further requests ids that no earlier request has had."""
         self._test = f"test{next(TEST_NUMBERS)}-"
 
     async def generate(self, rid: str, *args: Any, **options: Any) -> Completion:
@@ -135,39 +135,40 @@ class OwnIds:
         return await super().score(self._test + rid, *args, **options)
 
     async def abort(self, rid: str) -> None:
-        # a cancelled call is aborted by the id that was sent
+        # the client aborts a cancelled call by the id that it sent
         await super().abort(rid if rid.startswith(self._test) else self._test + rid)
 
 
 class FreshIds(OwnIds, SGLangEngine):
-    """A client of SGLang's protocol with request ids of one test."""
+    """A client of SGLang's protocol with unique request ids."""
 
 
 class FreshVLLMIds(OwnIds, VLLMEngine):
-    """A client of vLLM's protocol with request ids of one test."""
+    """A client of vLLM's protocol with unique request ids."""
 
 
 def fresh_ids(url: str, **options: Any) -> Any:
-    """The client of the protocol that `url` speaks, with request ids of one test."""
+    """Return a client of the protocol that `url` speaks, with unique request ids."""
     return (FreshVLLMIds if isinstance(url, VLLMUrl) else FreshIds)(url, **options)
 
 
 def client_of(url: str, **options: Any) -> Any:
-    """The client of the protocol that `url` speaks."""
+    """Return a client of the protocol that `url` speaks."""
     return (VLLMEngine if isinstance(url, VLLMUrl) else SGLangEngine)(url, **options)
 
 
 class Missed(Exception):
     """The generation had already ended, or had not yet begun, when the test acted on it.
 
-    The models are small, so an engine samples hundreds of tokens while another process of the machine stalls.
+    The models are small, so an engine can sample hundreds of tokens while the process of the test stalls.
     """
 
 
 def again_if_missed(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """Begin a test again that has missed its moment; the last time that is a failure.
+    """Repeat a test that raises Missed; after MOST_TRIES attempts it fails.
 
-    Its `engine`, if it has one, goes on, and serves version 0 again if the test asks for the `model_folder`.
+    Before each repetition its `engine`, if it has one, is resumed, and serves version 0 again if the test
+    also has the fixture `model_folder`.
     """
 
     @functools.wraps(test)

@@ -1,4 +1,4 @@
-"""Engines whose tokens are all known beforehand, and servers of them that are killed and restarted."""
+"""Scripted engines whose tokens are known in advance, and servers that can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 # Delay between two tokens: the last of hundreds of tokens arrives long after any action of a test, even on a
 # machine that stalls.
 SLOW_S = 0.05
-# Seconds that a test can wait for.
+# Limits that are short enough for tests.
 QUICK = PoolLimits(
     probe_every_s=0.05,
     probe_timeout_s=5.0,
@@ -44,12 +44,12 @@ QUICK = PoolLimits(
 
 
 def next_token(ids: Sequence[int]) -> int:
-    """The one token that follows `ids`: a completion is the same in one piece and in several."""
+    """Return the token that follows `ids`; a completion is thus the same in one attempt and in several."""
     return 300 + zlib.crc32(np.asarray(ids, np.int32).tobytes()) % 50_000 % 400
 
 
 def chain(prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` tokens that follow a prompt."""
+    """Return the `count` tokens that follow a prompt."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(next_token(ids))
@@ -57,16 +57,16 @@ def chain(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """Their text."""
+    """Return the text of token ids, with special tokens."""
     return TOKENIZER.decode(list(ids), skip_special_tokens=False)
 
 
 @dataclass
 class Part:
-    """One attempt of a `PlayedEngine`: it samples `tokens` of the requested tokens and ends in this way.
+    """One attempt of a `PlayedEngine`: it samples at most `tokens` tokens and then ends as `end` says.
 
-    `versions` is of its first tokens, the last for all further ones; `told` is how many of them its chunks
-    name. It streams `chunk` tokens at a time.
+    `versions` are the versions of its first tokens; further tokens have the last one. Its chunks contain the
+    versions of the first `told` tokens only. It streams `chunk` tokens at a time.
     """
 
     tokens: int
@@ -81,7 +81,7 @@ class Part:
 
 @dataclass
 class PlayedEngine:
-    """Plays its parts one after another and remembers the requests."""
+    """Plays its parts one after another, the last one repeatedly, and records the requests."""
 
     parts: list[Part]
     asked: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
@@ -144,16 +144,17 @@ class PlayedEngine:
 
 
 class ReplicaServer:
-    """A scripted engine on a real socket, which can be killed and started again on its port.
+    """A scripted engine on a real socket, which can be killed and restarted on the same port.
 
-    `spoil` makes the bytes of each streamed chunk; what it raises breaks the connection. With `spans` every
-    chunk tells the versions of its tokens, as the embedded engine's do; SGLang's tell the latest.
+    `spoil` returns the bytes of each streamed chunk; if it raises an exception, the connection breaks. With
+    `spans`, a chunk contains the version of each of its tokens, as with the embedded engine; the chunks of
+    SGLang contain only the latest version.
     """
 
     def __init__(
         self, *, chunk_delay_s: float = 0.002, chunk_tokens: int = 1, spans: bool = False, **options: Any
     ) -> None:
-        self.exchanges: list[ServedCall] = []  # over all restarts
+        self.exchanges: list[ServedCall] = []  # kept over restarts
         self.chunk_delay_s = chunk_delay_s
         self._chunk_tokens = chunk_tokens
         self._spans = spans
@@ -169,7 +170,7 @@ class ReplicaServer:
         self.start()
 
     def start(self, **options: Any) -> None:
-        """Start it, at version "default"."""
+        """Start the server, with the version "default"."""
         if self._thread is not None:
             self._thread.join(30)  # after a crash it may still be exiting
         self.app = ScriptedApp.from_folder(MODEL, self._answer, **self._options | options)
@@ -185,7 +186,7 @@ class ReplicaServer:
                     message = {**message, "body": self._written(orjson.loads(body[6:]))}
                 await send(message)
 
-            # an error of a connection that was made while it died
+            # the connection was accepted while the server crashed, so it breaks too
             if not self.is_alive and scope["type"] == "http":
                 self._break_connections()
                 return
@@ -210,15 +211,15 @@ class ReplicaServer:
             time.sleep(0.001)
 
     def kill(self) -> None:
-        """End it as kill -9 does: every connection breaks, and nothing listens any more."""
+        """End the server as kill -9 does: every connection breaks, and nothing listens on its port."""
         assert self._loop is not None and self._thread is not None
-        thread = self._thread  # it may be restarted as soon as it is known to be dead
+        thread = self._thread  # a task of the test may restart the server as soon as it is dead
         self._loop.call_soon_threadsafe(self.crash)
         thread.join(30)
         assert not thread.is_alive()
 
     def crash(self) -> None:
-        """Crash in this way on its own; called on its event loop."""
+        """End the server in the same way; must be called on its event loop."""
         for server in self._server.servers:
             server.close()
         self._break_connections()
@@ -231,7 +232,7 @@ class ReplicaServer:
 
     @contextmanager
     def hanging(self) -> Iterator[None]:
-        """Keep listening but do nothing else."""
+        """Within the block, the server listens but does nothing else."""
         self._open.clear()
         self.do(lambda: self._open.wait(30))
         try:
@@ -246,7 +247,7 @@ class ReplicaServer:
         return b"data: " + orjson.dumps(chunk) + b"\n\n" if self.spoil is None else self.spoil(chunk)
 
     def hurry(self) -> None:
-        """Deliver all running and future requests without delays."""
+        """Send all running and future completions without delays."""
         self.chunk_delay_s = 0.0
 
         def all_at_once() -> None:
@@ -257,7 +258,7 @@ class ReplicaServer:
             self.do(all_at_once)
 
     def do(self, action: Callable[[], Any]) -> None:
-        """Run something on its event loop."""
+        """Call a function on the event loop of the server."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(action)
 
@@ -273,7 +274,7 @@ class ReplicaServer:
 
 
 class Rows:
-    """Stands in for the store: the published version, and whether its trainer lives."""
+    """Replaces the store: the published version, and whether a trainer is running."""
 
     def __init__(self) -> None:
         self.current: CurrentVersion | None = None
@@ -293,7 +294,7 @@ class Rows:
 def pool_of(
     servers: Sequence[ReplicaServer], rows: Rows | None = None, limits: PoolLimits = QUICK, **options: Any
 ) -> EnginePool:
-    """A pool over real clients of them."""
+    """Return a pool over real clients of the servers."""
     urls = [server.url for server in servers]
     engines = [SGLangEngine(url, control_timeout_s=5) for url in urls]
     rows = rows or Rows()
@@ -309,13 +310,13 @@ def pool_of(
 
 
 def reached(pool: EnginePool, rid: str) -> int:
-    """How many tokens of a request that runs the pool has."""
+    """Return how many tokens of a running request the pool has received; 0 if the request is not running."""
     return pool._unfinished[rid][0].reached if rid in pool._unfinished else 0
 
 
 def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[ServedCall]) -> None:
-    """Check that an engine sampled every token of a completion after exactly the tokens that precede it, and
-    that the token has the logprob and the version of that sample."""
+    """Check that an engine sampled every token of a completion after exactly the tokens that precede it, with
+    the same logprob and version."""
     ids = completion.token_ids.tolist()
     assert ids == chain(prompt.tolist(), len(ids))
     reached = {0}
@@ -339,5 +340,5 @@ def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[Se
 
 
 def prompt_of(seed: int, length: int = 12) -> TokenIds:
-    """Random ids of the model's vocabulary."""
+    """Return random ids of the model's vocabulary."""
     return as_token_ids(np.random.default_rng(seed).integers(300, 700, length))

@@ -1,4 +1,4 @@
-"""A policy that is a LoRA adapter: which adapter each call gets, keeps, and is labelled by."""
+"""A policy that is a LoRA adapter: which adapter each call uses, and which version its tokens get."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ one_kernel = pytest.mark.parametrize("swapping_url", ["numba"], indirect=True)
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[int, Path]:
-    """The folders of versions 1 to 3."""
+    """The adapter folders of versions 1 to 3."""
     folder = tmp_path_factory.mktemp("adapters")
     return {v: write_adapter(folder / f"v{v}", model_folder, seed=v) for v in (1, 2, 3)}
 
 
 @pytest.fixture(scope="module")
 def policies(adapters: dict[int, Path], model_folder: Path) -> dict[int, PreTrainedModel]:
-    """Every version in transformers; 0 is the base."""
+    """The model of every version in transformers; version 0 is the base model."""
     merged = {version: adapted_reference(model_folder, path) for version, path in adapters.items()}
     return {0: load_reference(model_folder), **merged}
 
 
 @pytest.fixture
 async def engine(swapping_url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
-    """The engine on version 0, without adapters when the test is over."""
+    """The engine with version 0; adapters are unloaded after the test."""
     async with FreshIds(swapping_url, adapters=True) as client:
         await client.resume()
         await client.update_weights_from_disk(str(model_folder), 0)
@@ -74,7 +74,7 @@ async def publish(engine: SGLangEngine, adapters: dict[int, Path], version: int)
 
 
 async def publish_beside(engine: SGLangEngine, adapters: dict[int, Path], version: int) -> None:
-    """Without ending what runs."""
+    """Publish a version without aborting running calls."""
     await engine.load_adapter(adapter_name(version), str(adapters[version]))
     await engine.set_version(version, abort_running=False)
     await engine.model_info()
@@ -94,7 +94,7 @@ async def test_every_call_gets_the_adapter_of_the_version_served(
 ) -> None:
     assert_drawn_by(0, policies, await engine.generate("a", PROMPT, SHORT))
     await publish(engine, adapters, 1)
-    # The prompt is in the prefix cache, under the base: nothing of it may be used.
+    # The prefix cache has the prompt as computed by the base model, which must not be used.
     assert_drawn_by(1, policies, await engine.generate("b", PROMPT, SHORT))
     await publish(engine, adapters, 2)
     assert_drawn_by(2, policies, await engine.generate("c", PROMPT, SHORT))
@@ -129,7 +129,7 @@ async def test_a_running_call_keeps_its_adapter_and_its_label(
     running = asyncio.create_task(engine.generate("r", PROMPT, LONG, on_tokens=chunks.append))
     await until_running(engine, running)
     await publish_beside(engine, adapters, 2)
-    beside = await engine.generate("n", PROMPT, SHORT)  # in the same batches as the first
+    beside = await engine.generate("n", PROMPT, SHORT)  # in the same batches as the first call
     if running.done():
         raise Missed
     unloading = asyncio.create_task(engine.unload_adapter(adapter_name(1)))
@@ -144,7 +144,7 @@ async def test_a_running_call_keeps_its_adapter_and_its_label(
 
 @each_engine
 @again_if_missed
-async def test_publishing_ends_running_calls_with_what_they_have_and_tells_them_the_version(
+async def test_publishing_aborts_running_calls_and_the_next_call_uses_the_new_adapter(
     engine: SGLangEngine,
     adapters: dict[int, Path],
     policies: dict[int, PreTrainedModel],
@@ -168,7 +168,7 @@ async def test_publishing_ends_running_calls_with_what_they_have_and_tells_them_
 
 
 @one_kernel
-async def test_a_call_under_an_adapter_that_is_gone_is_made_under_the_current_one(
+async def test_a_call_for_an_unloaded_adapter_uses_the_current_adapter(
     engine: SGLangEngine, adapters: dict[int, Path], policies: dict[int, PreTrainedModel]
 ) -> None:
     await publish(engine, adapters, 1)
@@ -177,7 +177,7 @@ async def test_a_call_under_an_adapter_that_is_gone_is_made_under_the_current_on
         await publish(trainer, adapters, 2)
         await trainer.unload_adapter(adapter_name(1))
         assert_drawn_by(2, policies, await engine.generate("late", PROMPT, SHORT))
-        await trainer.unload_adapter(adapter_name(2))  # the version served has none now
+        await trainer.unload_adapter(adapter_name(2))  # now the served version has no adapter
     with pytest.raises(EngineRejected, match="'policy-2' is not loaded; loaded are none"):
         await engine.generate("lost", PROMPT, SHORT)
 
@@ -194,7 +194,7 @@ async def test_adapters_follow_new_base_weights(
 
 @one_kernel
 @again_if_missed
-async def test_a_call_outlives_its_adapters_unloading_and_new_base_weights(
+async def test_a_running_call_survives_unloading_of_its_adapter_and_new_base_weights(
     engine: SGLangEngine, adapters: dict[int, Path], model_folder: Path, next_model_folder: Path
 ) -> None:
     await unload_all(engine)
@@ -217,7 +217,7 @@ async def test_a_call_outlives_its_adapters_unloading_and_new_base_weights(
 
 
 @one_kernel
-async def test_an_adapter_loaded_again_shares_nothing_with_the_one_before(
+async def test_an_adapter_loaded_under_an_earlier_name_reuses_nothing_of_the_earlier_adapter(
     engine: SGLangEngine, adapters: dict[int, Path], policies: dict[int, PreTrainedModel]
 ) -> None:
     await publish(engine, adapters, 1)
@@ -229,7 +229,7 @@ async def test_an_adapter_loaded_again_shares_nothing_with_the_one_before(
 
 
 @each_engine
-async def test_a_known_name_and_a_missing_folder_are_refused(
+async def test_a_name_that_is_already_loaded_and_a_missing_folder_are_refused(
     engine: SGLangEngine, adapters: dict[int, Path], tmp_path: Path, policies: dict[int, PreTrainedModel]
 ) -> None:
     await publish(engine, adapters, 1)
@@ -242,7 +242,9 @@ async def test_a_known_name_and_a_missing_folder_are_refused(
 
 
 @one_kernel
-async def test_a_stabilised_scale_is_taken(engine: SGLangEngine, model_folder: Path, tmp_path: Path) -> None:
+async def test_the_scale_of_rank_stabilised_lora_is_used(
+    engine: SGLangEngine, model_folder: Path, tmp_path: Path
+) -> None:
     folder = write_adapter(tmp_path / "rs", model_folder, seed=5, config={"use_rslora": True})
     await publish(engine, {1: folder}, 1)
     await engine.model_info()
@@ -275,7 +277,7 @@ REFUSED = {
 
 @one_kernel
 @pytest.mark.parametrize(("write", "message"), REFUSED.values(), ids=REFUSED)
-async def test_what_is_no_plain_adapter_of_this_model_is_refused(
+async def test_an_adapter_that_is_unsupported_or_does_not_fit_is_refused(
     engine: SGLangEngine,
     model_folder: Path,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""Both runners compute what transformers computes, for each architecture, whole or in pieces."""
+"""Both runners compute the same logits as transformers, for each architecture, in one pass or in chunks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make_runner(kind: str, folder: Path, *, threads: int = 1, slots: int = 3) ->
 
 
 def rows_of(*segments: tuple[int, int, TokenIds]) -> Rows:
-    """Rows for segments (slot, first position, tokens), with every row's logits wanted."""
+    """Return rows for segments (slot, first position, tokens) that request the logits of every row."""
     lengths = [len(tokens) for _, _, tokens in segments]
     return Rows(
         tokens=np.concatenate([tokens for _, _, tokens in segments]).astype(np.int32),
@@ -106,7 +106,7 @@ def test_rows_of_several_slots_do_not_mix(kind: str, model_folder: Path) -> None
 
 
 def test_a_row_is_bitwise_the_same_alone_chunked_copied_and_on_two_threads(model_folder: Path) -> None:
-    """What the numba kernel promises: seeded sampling cannot depend on what shares the batch."""
+    """The numba kernel guarantees this, so that seeded sampling does not depend on the rest of the batch."""
     ids, other = prompt_of(61, seed=3), prompt_of(30, seed=4)
     whole = make_runner("numba", model_folder).forward(rows_of((0, 0, ids))).numpy()[-1].copy()
 
@@ -119,8 +119,8 @@ def test_a_row_is_bitwise_the_same_alone_chunked_copied_and_on_two_threads(model
     assert np.array_equal(together[-1], whole)
 
 
-def test_a_token_without_finite_values_spoils_nothing_before_it(model_folder: Path) -> None:
-    """Rows of one slot are computed together; what comes after a row has no part in it."""
+def test_a_token_with_an_infinite_embedding_changes_no_row_before_it(model_folder: Path) -> None:
+    """Rows of one slot are computed together, but no row depends on later ones."""
     ids = prompt_of(80, seed=5)
     broken = int(np.setdiff1d(np.arange(8, 200), ids)[0])
     sound = make_runner("numba", model_folder).forward(rows_of((0, 0, ids))).numpy().copy()
@@ -136,7 +136,7 @@ def test_a_token_without_finite_values_spoils_nothing_before_it(model_folder: Pa
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000])
-def test_a_sample_from_logits_with_a_nan_of_either_sign_says_so(bits: int) -> None:
+def test_a_token_sampled_from_logits_with_a_nan_of_either_sign_has_a_nan_logprob(bits: int) -> None:
     logits = np.zeros((1, 50), np.float32)
     logits.view(np.uint32)[0, 7] = bits
     tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
@@ -155,7 +155,7 @@ def test_a_sample_from_logits_with_a_nan_of_either_sign_says_so(bits: int) -> No
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(
+def test_an_unsupported_setting_is_named_in_the_error(
     overrides: dict, named: str, make_model: Callable[..., Path]
 ) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -210,7 +210,7 @@ def test_bfloat16_is_close_to_float32(model_folder: Path) -> None:
     runner.load(load_weights(model_folder, arch))
     ids = prompt_of(60)
     logits = runner.forward(rows_of((0, 0, ids)))
-    assert (logits != logits.bfloat16()).float().mean() > 0.9  # summed and stored in float32
+    assert (logits != logits.bfloat16()).float().mean() > 0.9  # logits are summed and stored in float32
     logprobs = torch.log_softmax(logits, dim=-1).numpy()
     expected = torch.log_softmax(torch.from_numpy(reference_logits(model_folder, ids)), dim=-1).numpy()
     assert 1e-4 < np.abs(logprobs - expected).mean() < 0.05
@@ -225,17 +225,17 @@ def test_bfloat16_is_close_to_float32(model_folder: Path) -> None:
         ({}, False, "torch"),
     ],
 )
-def test_which_kernel_computes_is_decided_by_rule(
+def test_the_kernel_depends_on_the_settings_and_on_whether_numba_is_installed(
     options: dict, installed: bool, kind: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not installed:
-        monkeypatch.setitem(sys.modules, "numba", None)  # what an import of a missing package meets
+        monkeypatch.setitem(sys.modules, "numba", None)  # an import fails as if the package were missing
     config = EmbeddedEngineConfig(model=str(model_folder), slots=2, **options)
     runner = choose_runner(config, read_architecture(model_folder), max_context=64, threads=1)
     assert runner.kind == kind
 
 
-def test_numba_by_name_is_refused_where_it_cannot_compute(
+def test_kernel_numba_is_refused_where_it_cannot_compute(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match="float32 on a CPU"):

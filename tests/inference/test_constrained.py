@@ -1,4 +1,4 @@
-"""Constrained decoding in the embedded engine: with Qwen's vocabulary, over pauses, and where it fails."""
+"""Constrained decoding in the embedded engine: with Qwen's vocabulary, with pauses, and its errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def qwen_url(make_model: Callable[..., Path]) -> Iterator[str]:
-    """A tiny random model with Qwen's tokenizer and a vocabulary that is padded beyond it."""
+    """A tiny random model with Qwen's tokenizer and a vocabulary that is padded beyond the tokenizer's."""
     folder = make_model(
         vocab_size=PADDED_VOCAB,
         hidden_size=16,
@@ -69,7 +69,7 @@ def words_url(model_folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 async def words(words_url: str) -> AsyncIterator[SGLangEngine]:
-    """The vocabulary is w0 to w255, and w2 ends a sequence."""
+    """An engine with the vocabulary w0 to w255, where w2 is the end of sequence."""
     async with SGLangEngine(words_url, request_timeout_s=PATIENCE_S) as engine:
         yield engine
 
@@ -83,9 +83,7 @@ def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
-async def test_a_json_schema_holds_whatever_the_model_prefers(
-    qwen: SGLangEngine, tokenizer: Tokenizer
-) -> None:
+async def test_every_output_satisfies_its_json_schema(qwen: SGLangEngine, tokenizer: Tokenizer) -> None:
     grammar = Grammar("json_schema", json.dumps(SCHEMA))
     prompt = as_token_ids(tokenizer.encode("Where to?").ids)
     runs = await asyncio.gather(
@@ -108,7 +106,7 @@ async def test_a_json_schema_holds_whatever_the_model_prefers(
     assert len(answers) > 1
 
 
-async def test_a_structural_tag_may_spell_its_markers_with_their_own_tokens(
+async def test_markers_of_a_structural_tag_may_be_single_tokens(
     qwen: SGLangEngine, tokenizer: Tokenizer
 ) -> None:
     tag = {
@@ -126,11 +124,11 @@ async def test_a_structural_tag_may_spell_its_markers_with_their_own_tokens(
         assert text.startswith("<tool_call>\n") and text.endswith("\n</tool_call>")
         assert json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))["name"] == "travel"
         starts.add(int(completion.token_ids[0]))
-    assert TOOL_CALL in starts  # as are other spellings of it, of which there are many
+    assert TOOL_CALL in starts  # there are many other spellings, which are allowed too
 
 
-async def test_stop_tokens_of_the_request_end_a_complete_output_and_no_other(qwen: SGLangEngine) -> None:
-    """`TOOL_CALL` would be a legal beginning of the text, but as a stop token it may only end it."""
+async def test_stop_tokens_of_the_request_end_only_a_complete_output(qwen: SGLangEngine) -> None:
+    """`TOOL_CALL` would be a valid first token, but as a stop token it may only end the output."""
     grammar = Grammar("regex", "(<tool_call>){2}")
     ends = set()
     for seed in range(12):
@@ -146,8 +144,8 @@ async def test_stop_tokens_of_the_request_end_a_complete_output_and_no_other(qwe
 
 
 @again_if_missed
-async def test_the_text_of_incremental_chunks_joined_is_the_text(qwen_url: str) -> None:
-    """Random tokens of Qwen's vocabulary hold many halves of characters."""
+async def test_the_texts_of_incremental_chunks_join_to_the_whole_text(qwen_url: str) -> None:
+    """Random tokens of Qwen's vocabulary contain many incomplete characters."""
     body = {
         "input_ids": [9, 10],
         "sampling_params": {"max_new_tokens": 200, "sampling_seed": 3, "ignore_eos": True},
@@ -170,7 +168,7 @@ MANY_WORDS = Grammar("regex", "(w[3-9]){200}")
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 @again_if_missed
-async def test_a_pause_leaves_a_constrained_output_as_it_is(words: SGLangEngine, mode: PauseMode) -> None:
+async def test_a_pause_does_not_change_a_constrained_output(words: SGLangEngine, mode: PauseMode) -> None:
     params = [
         SamplingParams(
             300, temperature=0.9, seed=i, grammar=MANY_WORDS if i % 2 else None, ignore_eos=not i % 2
@@ -208,7 +206,7 @@ async def test_a_stop_string_ends_a_constrained_output(words: SGLangEngine) -> N
     assert stopped.token_ids.tolist() == free.token_ids[:first].tolist()
 
 
-async def test_the_end_of_a_grammar_ends_even_what_ignores_the_end_of_sequence(words: SGLangEngine) -> None:
+async def test_the_end_of_a_grammar_ends_the_output_even_with_ignore_eos(words: SGLangEngine) -> None:
     params = SamplingParams(50, seed=1, grammar=Grammar("regex", "w7w8"), ignore_eos=True)
     completion = await words.generate("i", prompt_of(9), params)
     assert completion.token_ids.tolist() == [7, 8, EOS]
@@ -216,16 +214,18 @@ async def test_the_end_of_a_grammar_ends_even_what_ignores_the_end_of_sequence(w
     assert completion.logprobs.tolist() == [0.0, 0.0, 0.0]
 
 
-async def test_truncation_and_penalties_go_with_a_grammar(words: SGLangEngine) -> None:
+async def test_truncation_and_penalties_apply_together_with_a_grammar(words: SGLangEngine) -> None:
     params = SamplingParams(
         300, seed=1, grammar=MANY_WORDS, top_k=1, frequency_penalty=2.0, presence_penalty=1.0
     )
     completion = await words.generate("k", prompt_of(9), params)
     assert len(completion) == 201
-    assert set(completion.token_ids[:-1].tolist()) == set(range(3, 10))  # the penalty goes through them all
+    assert set(completion.token_ids[:-1].tolist()) == set(range(3, 10))  # because of the penalties
 
 
-async def test_a_grammar_that_the_vocabulary_cannot_spell(words: SGLangEngine) -> None:
+async def test_a_grammar_that_the_vocabulary_cannot_spell_is_refused_or_aborts_the_request(
+    words: SGLangEngine,
+) -> None:
     with pytest.raises(EngineRejected, match="no token of the vocabulary begins what the json_schema"):
         await words.generate("b", prompt_of(9), SamplingParams(9, grammar=Grammar("json_schema", "{}")))
     stuck = await words.generate("m", prompt_of(9), SamplingParams(9, grammar=Grammar("regex", "w3x")))
@@ -236,7 +236,7 @@ async def test_a_grammar_that_the_vocabulary_cannot_spell(words: SGLangEngine) -
     assert "no token of the vocabulary fits the grammar" in raw["meta_info"]["finish_reason"]["message"]
 
 
-async def test_a_malformed_grammar_refuses_its_batch_before_anything_runs(words: SGLangEngine) -> None:
+async def test_a_batch_with_a_malformed_grammar_is_refused_before_anything_runs(words: SGLangEngine) -> None:
     params = [{"max_new_tokens": 400, "ignore_eos": True}, {"regex": "(w1"}]
     with pytest.raises(EngineRejected, match=r"\(400\): regex cannot be compiled: .*parenthesis"):
         await words._call("POST", "/generate", {"input_ids": [[9], [9]], "sampling_params": params})
@@ -250,14 +250,14 @@ async def test_a_malformed_grammar_refuses_its_batch_before_anything_runs(words:
         ({"json_schema": {"type": "object"}}, "json_schema must be a string"),
     ],
 )
-def test_what_is_no_grammar(params: dict[str, Any], message: str) -> None:
+def test_invalid_grammar_parameters_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse_generate(
             {"input_ids": [1], "sampling_params": params}, RequestLimits(256, 512, has_tokenizer=True)
         )
 
 
-def test_an_empty_grammar_is_none() -> None:
+def test_an_empty_grammar_counts_as_no_grammar() -> None:
     body = {"input_ids": [1], "sampling_params": {"regex": "", "json_schema": None}}
     ((generation,), _, _) = parse_generate(body, RequestLimits(256, 512, has_tokenizer=True))
     assert generation.sampling.grammar is None
@@ -269,7 +269,7 @@ def test_without_a_tokenizer_a_grammar_is_refused() -> None:
         parse_generate(body, RequestLimits(256, 512, has_tokenizer=False))
 
 
-def test_a_model_without_an_end_needs_a_stop_token() -> None:
+def test_a_grammar_needs_a_stop_token_if_the_model_has_no_end_token() -> None:
     vocabulary = Tokenizer.from_str(_WORDS)
     with pytest.raises(RequestError, match="give stop_token_ids"):
         Grammars(vocabulary, 8, ()).matcher(Grammar("regex", "b"), ())

@@ -1,4 +1,4 @@
-"""The JSON of ids is that of orjson, whatever ids were written before."""
+"""The JSON of token ids equals that of orjson, whichever ids were encoded before."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_any_sequence_of_prompts_is_written_as_if_each_were_the_first(prompts: l
         assert orjson.loads(orjson.dumps(encoded.json(ids, affinity))) == ids.tolist()
 
 
-def test_a_prompt_that_grows_is_written_once(monkeypatch) -> None:
+def test_only_the_new_ids_of_a_growing_prompt_are_encoded(monkeypatch) -> None:
     written = []
     dumps = encoded_ids._dumps
     monkeypatch.setattr(encoded_ids, "_dumps", lambda ids: written.append(len(ids)) or dumps(ids))

@@ -1,4 +1,4 @@
-"""Bad input over plain HTTP: a clear 400, and the server is alive and right afterwards."""
+"""Invalid requests over plain HTTP get status 400 with the reason, and the server works afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS = {"max_new_tokens": 4, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def url(model_folder: Path) -> Iterator[str]:
-    # Cumulative streams are what a real server sends by default; our own engines send what is new.
+    # A real server streams cumulatively by default; `running_engine` starts engines with incremental streams.
     with running_engine(
         model_folder, threads=1, slots=2, max_context=2048, incremental_streaming=False
     ) as address:
@@ -76,20 +76,20 @@ async def post(url: str, path: str, **options: Any) -> tuple[int, Any]:
         ({"input_ids": [[1], [2]], "stream": True}, "single prompt"),
     ],
 )
-async def test_a_bad_body_is_400_and_says_why(url: str, body: dict, message: str) -> None:
+async def test_an_invalid_body_gets_400_with_the_reason(url: str, body: dict, message: str) -> None:
     status, answer = await post(url, "/generate", json=body)
     assert status == 400
     assert message in answer["error"]["message"]
 
 
-async def test_what_is_not_json_is_400(url: str) -> None:
+async def test_a_body_that_is_no_json_object_gets_400(url: str) -> None:
     for raw in (b"{", b"[1, 2]", b"\xff\xfe", b"null"):
         status, answer = await post(url, "/generate", data=raw)
         assert status == 400
         assert "JSON" in answer["error"]["message"]
 
 
-async def test_an_oversized_body_is_413_before_it_is_read(url: str) -> None:
+async def test_an_oversized_body_gets_413_before_it_is_read(url: str) -> None:
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n")
@@ -108,13 +108,13 @@ async def test_an_oversized_body_is_413_before_it_is_read(url: str) -> None:
         ("/weights_checker", {"action": "guess"}),
     ],
 )
-async def test_bad_control_calls_are_400(url: str, path: str, body: dict) -> None:
+async def test_invalid_control_requests_get_400(url: str, path: str, body: dict) -> None:
     status, answer = await post(url, path, json=body)
     assert status == 400
     assert answer["error"]["message"]
 
 
-async def test_one_refused_prompt_refuses_its_batch_and_leaves_nothing_running(url: str) -> None:
+async def test_a_batch_with_one_refused_prompt_is_refused_and_leaves_nothing_running(url: str) -> None:
     params = {"max_new_tokens": 1000, "ignore_eos": True}
     body = {"input_ids": [[5], [6]], "rid": ["twin", "twin"], "sampling_params": params}
     status, answer = await post(url, "/generate", json=body)
@@ -124,7 +124,7 @@ async def test_one_refused_prompt_refuses_its_batch_and_leaves_nothing_running(u
         await wait_for_load(engine, 0)
 
 
-async def test_the_server_is_alive_after_all_of_it(url: str) -> None:
+async def test_the_server_works_after_invalid_requests(url: str) -> None:
     status, answer = await post(url, "/generate", json={"input_ids": [5, 6], "sampling_params": PARAMS})
     assert status == 200
     assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"])
@@ -138,7 +138,7 @@ async def test_the_server_is_alive_after_all_of_it(url: str) -> None:
 
 @again_if_missed
 async def test_a_client_that_hangs_up_aborts_its_generation(url: str) -> None:
-    """Both slots are taken by generations whose clients leave; the next one is served at once."""
+    """Both slots run generations whose clients disconnect, and then no request is running."""
     body = json.dumps(
         {
             "input_ids": prompt_of(10).tolist(),
@@ -157,7 +157,7 @@ async def test_a_client_that_hangs_up_aborts_its_generation(url: str) -> None:
         await wait_for_load(engine, 0)
 
 
-async def test_a_call_that_is_cancelled_aborts_its_generation(url: str) -> None:
+async def test_the_generation_of_a_call_that_times_out_is_aborted(url: str) -> None:
     async with SGLangEngine(url, request_timeout_s=0.05) as engine:
         from areal_agents.core.completion import SamplingParams
         from areal_agents.errors import EngineUnavailable
@@ -168,7 +168,7 @@ async def test_a_call_that_is_cancelled_aborts_its_generation(url: str) -> None:
 
 
 async def wait_for_load(engine: SGLangEngine, running: int, clients: Sequence[socket.socket] = ()) -> None:
-    """Wait until so many requests run. Missed if one of the clients was answered before that was seen."""
+    """Wait until `running` requests run; raise Missed if a client is answered before that is observed."""
     deadline = time.monotonic() + 60
     while True:
         info = await engine._call("GET", "/get_server_info")
@@ -184,7 +184,7 @@ async def wait_for_load(engine: SGLangEngine, running: int, clients: Sequence[so
 
 
 @again_if_missed
-async def test_streaming_sends_what_grows_and_then_done(url: str) -> None:
+async def test_a_cumulative_stream_grows_and_ends_with_done(url: str) -> None:
     body = {
         "input_ids": prompt_of(20).tolist(),
         "stream": True,
@@ -216,7 +216,7 @@ async def test_streaming_sends_what_grows_and_then_done(url: str) -> None:
         {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"},
     ],
 )
-async def test_a_web_page_can_do_nothing(url: str, headers: dict[str, str]) -> None:
+async def test_requests_of_web_pages_are_refused(url: str, headers: dict[str, str]) -> None:
     async with SGLangEngine(url) as engine:
         before = (await engine.model_info()).version
         for path, body in (

@@ -1,4 +1,4 @@
-"""What a user writes under `engine:` is checked before anything is started."""
+"""The settings under `engine:` are checked before anything is started."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from areal_agents.inference import EngineConfig
 
 
-def test_urls_lose_their_last_slash() -> None:
+def test_a_slash_at_the_end_of_a_url_is_removed() -> None:
     urls = ("http://127.0.0.1:30000/", "https://gpu.example/engine", "http://[::1]:30001")
     config = EngineConfig(kind="sglang", urls=urls)
     assert config.urls == ("http://127.0.0.1:30000", "https://gpu.example/engine", "http://[::1]:30001")
@@ -17,7 +17,7 @@ def test_urls_lose_their_last_slash() -> None:
     "url", ["", "127.0.0.1:30000", "localhost:30000", "gpu.example", "http://", "http://:30000", "ftp://gpu:1",
             "http://gpu:port", "http://gpu:99999"]
 )  # fmt: skip
-def test_what_is_no_base_url_is_refused_by_name(url: str) -> None:
+def test_an_invalid_base_url_is_named_in_the_error(url: str) -> None:
     with pytest.raises(ValueError, match="expected http://host:port, got '") as caught:
         EngineConfig(kind="sglang", urls=("http://fine:30000", url))
     assert repr(url) in str(caught.value)
@@ -41,7 +41,7 @@ ATTACHED = {"kind": "sglang", "urls": ("http://gpu:1",)}
         (ATTACHED | {"python": "p"}, "python is for engines that the run starts"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, object], message: str) -> None:
+def test_conflicting_settings_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig.model_validate(options)
 
@@ -52,10 +52,10 @@ def test_what_does_not_go_together_is_refused(options: dict[str, object], messag
         (ATTACHED, ()),
         (ATTACHED | {"routed_experts": True, "start_timeout_s": 5, "colocate": "sleep"}, ()),
         (ATTACHED | {"slots": 32, "device": "cuda", "max_context": 99}, ("slots", "max_context", "device")),
-        (ATTACHED | {"dtype": "float32", "threads": 0}, ("threads", "dtype")),  # as by default, but said
+        (ATTACHED | {"dtype": "float32", "threads": 0}, ("threads", "dtype")),  # set to the defaults
         ({"kind": "sglang", "python": "p", "slots": 32, "threads": 2}, ("slots",)),
         ({"slots": 32, "device": "cpu"}, ()),
     ],
 )
-def test_what_is_set_and_changes_nothing_is_known(options: dict[str, object], names: tuple[str, ...]) -> None:
+def test_settings_without_effect_are_listed(options: dict[str, object], names: tuple[str, ...]) -> None:
     assert EngineConfig.model_validate(options).without_effect == names

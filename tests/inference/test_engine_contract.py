@@ -1,4 +1,4 @@
-"""What every server must do for the client: the embedded engine with either kernel, and a real SGLang."""
+"""What the client requires of every server: the embedded engine with either kernel, SGLang, and vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from areal_agents.inference import PauseMode, SGLangEngine, running_engine
 from areal_agents.inference.vllm.client import VLLMEngine
 
 GREEDY = SamplingParams(40, temperature=0.0, ignore_eos=True)
-STREAMING = [*EVERY_SERVER, PLAIN_SGLANG]  # of both kinds of server, one with either form of chunks
+STREAMING = [*EVERY_SERVER, PLAIN_SGLANG]  # both forms of chunks, from the embedded engine and from SGLang
 STREAMED_GREEDILY = [  # a real SGLang on a CPU ignores seeds
     *(pytest.param(name, 0.0, marks=pytest.mark.sglang) for name in ("sglang", "sglang-plain")),
     *(pytest.param("vllm", t, marks=pytest.mark.vllm) for t in (0.0, 0.8)),
@@ -62,42 +62,42 @@ def assert_equal(a: Completion, b: Completion, atol: float = 1e-5) -> None:
 
 
 async def running(engine: SGLangEngine) -> int:
-    """How many requests are being computed."""
+    """Return the number of running requests."""
     if isinstance(engine, VLLMEngine):
         metrics = await engine._call("GET", "/metrics")
         return int(float(re.search(r"^vllm:num_requests_running\{.*\} (.*)$", metrics, re.M)[1]))
     info = await engine._call("GET", "/get_server_info")
-    if "running" not in info:  # a real server counts elsewhere
+    if "running" not in info:  # a real SGLang reports it at another endpoint
         return (await engine._call("GET", "/v1/loads"))["loads"][0]["num_running_reqs"]
     return info["running"]
 
 
 async def until_running(engine: SGLangEngine, *calls: asyncio.Task[Completion], count: int = 1) -> None:
-    """Wait until `count` of these calls are being computed. Missed if they ended before that was seen."""
+    """Wait until `count` requests are running; raise Missed if the calls end before that is observed."""
     async with asyncio.timeout(PATIENCE_S):
         while await running(engine) < count:
             if sum(not call.done() for call in calls) < count:
-                await asyncio.gather(*calls)  # unless they have failed
+                await asyncio.gather(*calls)  # raises the error of a call that failed
                 raise Missed
             await asyncio.sleep(0.002)
 
 
 def check_aborted(completion: Completion) -> None:
-    """It was ended from outside. Missed if it had come to its end before."""
+    """Check that a completion was aborted; raise Missed if it had reached its full length before."""
     if completion.finish_reason == "length":
         raise Missed
     assert completion.finish_reason == "abort"
 
 
 async def until_idle(engine: SGLangEngine) -> None:
-    """Wait until nothing is being computed."""
+    """Wait until no request is running."""
     async with asyncio.timeout(PATIENCE_S):
         while await running(engine):
             await asyncio.sleep(0.005)
 
 
 def assert_joined(pieces: list[TokenChunk], completion: Completion) -> None:
-    """The pieces are the completion."""
+    """Check that the joined pieces equal the completion."""
     assert sum((piece.token_ids for piece in pieces), ()) == tuple(completion.token_ids.tolist())
     logprobs = as_logprobs(sum((piece.logprobs for piece in pieces), ()))
     assert logprobs.tolist() == completion.logprobs.tolist()
@@ -129,7 +129,7 @@ async def test_greedy_equals_transformers_and_a_cached_prefix_changes_nothing(
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
-async def test_logprobs_are_those_after_temperature(
+async def test_logprobs_are_those_of_the_distribution_after_temperature(
     engine: SGLangEngine, target: Target, temperature: float
 ) -> None:
     prompt = prompt_of(50, seed=13)
@@ -140,8 +140,10 @@ async def test_logprobs_are_those_after_temperature(
 
 
 @pytest.mark.parametrize("target", EMBEDDED, indirect=True)
-async def test_a_seed_reproduces_alone_and_in_company(engine: SGLangEngine, target: Target) -> None:
-    """A real server heeds seeds with --enable-deterministic-inference only, which no CPU backend has."""
+async def test_a_seed_reproduces_a_completion_alone_and_beside_others(
+    engine: SGLangEngine, target: Target
+) -> None:
+    """A real SGLang respects seeds only with --enable-deterministic-inference, which no CPU backend has."""
     prompt = prompt_of(40, seed=14)
     params = SamplingParams(50, ignore_eos=True, seed=99)
     alone = await engine.generate("s", prompt, params)
@@ -172,7 +174,7 @@ async def test_top_k_and_top_p_only_sample_what_they_allow(engine: SGLangEngine,
         drawn = await engine.generate("k", prompt, params)
         logprobs = reference_logprobs(target.reference, prompt, drawn.token_ids)
         ranks = _ranked(target, prompt, drawn)
-        if isinstance(engine, VLLMEngine):  # its logprobs are of the truncated distribution, all others' not
+        if isinstance(engine, VLLMEngine):  # only vLLM's logprobs are of the truncated distribution
             logprobs = logprobs - np.log([sum(ranked[list(_allowed(ranked, params))]) for ranked in ranks])
         np.testing.assert_allclose(drawn.logprobs, logprobs, atol=2e-5)
         for token, ranked in zip(drawn.token_ids, ranks, strict=True):
@@ -181,7 +183,7 @@ async def test_top_k_and_top_p_only_sample_what_they_allow(engine: SGLangEngine,
 
 
 def _ranked(target: Target, prompt: np.ndarray, drawn: Completion) -> list[np.ndarray]:
-    """Probabilities [V] at each step."""
+    """Return the probabilities [V] at each step."""
     import torch
 
     ids = torch.from_numpy(np.concatenate([prompt, drawn.token_ids]).astype(np.int64))[None]
@@ -200,15 +202,15 @@ def _allowed(probs: np.ndarray, params: SamplingParams) -> set[int]:
     return set(order[before <= params.top_p + 1e-4].tolist())
 
 
-async def test_penalties_lower_what_was_sampled(engine: SGLangEngine, target: Target) -> None:
-    """With a presence penalty larger than any logit gap, greedy never repeats a token."""
+async def test_penalties_reduce_repetitions(engine: SGLangEngine, target: Target) -> None:
+    """Greedy sampling yields more different tokens with penalties than without."""
     params = SamplingParams(40, temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0, ignore_eos=True)
     plain = await engine.generate("p0", prompt_of(30, seed=16), GREEDY)
     penalised = await engine.generate("p1", prompt_of(30, seed=16), params)
     assert len(set(penalised.token_ids.tolist())) > len(set(plain.token_ids.tolist()))
 
 
-async def test_a_stop_token_ends_and_is_included(engine: SGLangEngine) -> None:
+async def test_a_stop_token_ends_the_completion_and_is_included(engine: SGLangEngine) -> None:
     prompt = prompt_of(60, seed=17)
     free = await engine.generate("f", prompt, GREEDY)
     stop_at = next(i for i in range(5, 40) if free.token_ids[i] not in free.token_ids[:i])
@@ -220,8 +222,8 @@ async def test_a_stop_token_ends_and_is_included(engine: SGLangEngine) -> None:
     assert stopped.finish_reason == "stop"
 
 
-async def test_the_end_of_sequence_token_ends_unless_ignored(engine: SGLangEngine, target: Target) -> None:
-    """Sampled at temperature 1 over 256 tokens, some of many seeds meet EOS."""
+async def test_the_end_of_sequence_token_ends_a_completion(engine: SGLangEngine, target: Target) -> None:
+    """At temperature 1 and with a vocabulary of 256 tokens, some of the completions sample EOS."""
     prompt = prompt_of(30, seed=18)
     runs = await asyncio.gather(
         *(engine.generate(f"e{i}", prompt, SamplingParams(300, seed=i)) for i in range(24))
@@ -235,7 +237,9 @@ async def test_the_end_of_sequence_token_ends_unless_ignored(engine: SGLangEngin
         assert completion.token_ids[-1] == EOS
 
 
-async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngine, target: Target) -> None:
+async def test_a_stop_string_ends_the_completion_and_is_included_in_the_ids(
+    engine: SGLangEngine, target: Target
+) -> None:
     prompt = prompt_of(60, seed=19)
     free = await engine.generate("f", prompt, GREEDY)
     a, b = free.token_ids[6:8].tolist()
@@ -267,7 +271,7 @@ async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngin
     indirect=["target"],
 )
 @again_if_missed
-async def test_a_streamed_completion_is_the_one_that_is_not_streamed(
+async def test_a_streamed_completion_equals_one_that_is_not_streamed(
     engine: SGLangEngine, target: Target, temperature: float
 ) -> None:
     prompt = prompt_of(45, seed=50)
@@ -288,7 +292,7 @@ async def test_a_streamed_completion_is_the_one_that_is_not_streamed(
 
 
 @pytest.mark.parametrize("target", STREAMING, indirect=True)
-async def test_many_streams_at_once(engine: SGLangEngine, target: Target) -> None:
+async def test_many_concurrent_streams_equal_transformers(engine: SGLangEngine, target: Target) -> None:
     pieces: list[list[TokenChunk]] = [[] for _ in range(12)]
     calls = [
         engine.generate(f"n{i}", prompt_of(10 + 9 * i, seed=60 + i), GREEDY, pieces[i].append)
@@ -305,8 +309,10 @@ LONG = SamplingParams(1900, temperature=0.0, ignore_eos=True)
 
 @pytest.mark.parametrize("target", STREAMING, indirect=True)
 @again_if_missed
-async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
-    """By its reader, by its task's end, and by name from outside: then the reader gets what there is."""
+async def test_a_stream_ends_on_an_error_of_its_reader_a_cancellation_or_an_abort(
+    engine: SGLangEngine,
+) -> None:
+    """After an abort by its request id, the reader has the tokens sampled so far."""
 
     def refuse(piece: TokenChunk) -> None:
         raise ArithmeticError("enough")
@@ -361,7 +367,7 @@ def reference_table(
     temperature: float = 1.0,
     allowed: list[list[int]] | None = None,
 ) -> np.ndarray:
-    """[C, V] logprobs at each output position, of the `allowed` tokens alone where given."""
+    """Return logprobs [C, V] at each output position, of the `allowed` tokens only if these are given."""
     import torch
 
     ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))[None]
@@ -419,7 +425,7 @@ async def test_a_grammar_is_kept_and_logprobs_are_of_what_it_allows(
     assert unconstrained.token_ids.tolist() == reference_greedy(target.reference, prompt, 40).tolist()
 
 
-async def test_a_grammar_ends_where_the_length_does(engine: SGLangEngine) -> None:
+async def test_the_length_limit_ends_an_output_with_a_grammar(engine: SGLangEngine) -> None:
     params = SamplingParams(4, seed=1, grammar=Grammar("regex", FIVE_WORDS["regex"]))
     completion = await engine.generate("short", prompt_of(12, seed=54), params)
     assert (len(completion), completion.finish_reason) == (4, "length")
@@ -445,7 +451,7 @@ async def test_a_malformed_grammar_is_refused(engine: SGLangEngine, kind: Gramma
 
 
 @speaking_sglang
-async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:
+async def test_prompt_logprobs_equal_transformers(engine: SGLangEngine, target: Target) -> None:
     prompt = prompt_of(70, seed=21)
     await engine.generate("warm", prompt, GREEDY)
     for start in (0, 25):
@@ -467,7 +473,7 @@ async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:
 
 
 @speaking_sglang
-async def test_a_batch_answers_in_order(engine: SGLangEngine, target: Target) -> None:
+async def test_a_batch_is_answered_in_order(engine: SGLangEngine, target: Target) -> None:
     prompts = [prompt_of(n, seed=22) for n in (5, 50, 20)]
     raw = await engine._call(
         "POST",
@@ -502,8 +508,8 @@ async def test_abort_returns_what_was_sampled(engine: SGLangEngine, target: Targ
 
 
 @again_if_missed
-async def test_an_abort_ends_no_request_whose_id_begins_alike(engine: SGLangEngine) -> None:
-    """On a real server an abort takes all ids that begin with the one given."""
+async def test_an_abort_ends_no_request_whose_id_has_the_same_prefix(engine: SGLangEngine) -> None:
+    """A real SGLang aborts all requests whose ids begin with the given one."""
     params = SamplingParams(400, temperature=0.0, ignore_eos=True)
     one = asyncio.create_task(engine.generate("k1", prompt_of(30, seed=24), LONG))
     other = asyncio.create_task(engine.generate("k10", prompt_of(31, seed=24), params))
@@ -550,7 +556,9 @@ async def test_a_pause_without_a_swap_changes_nothing(
 
 
 @again_if_missed
-async def test_pause_abort_ends_what_runs_and_holds_what_comes(engine: SGLangEngine, target: Target) -> None:
+async def test_pause_abort_ends_running_requests_and_holds_new_ones(
+    engine: SGLangEngine, target: Target
+) -> None:
     running = asyncio.create_task(
         engine.generate("r", prompt_of(30), SamplingParams(1900, temperature=0.0, ignore_eos=True))
     )
@@ -592,8 +600,8 @@ async def test_a_duplicate_rid_and_a_prompt_too_long_are_refused(engine: SGLangE
     await engine.health()
 
 
-async def test_chunked_prefill_and_the_prefix_cache_are_invisible(model_folder: Path) -> None:
-    """An engine without cache whose prompts fit one step, and one that reuses and computes small chunks."""
+async def test_chunked_prefill_and_the_prefix_cache_change_no_completion(model_folder: Path) -> None:
+    """Compares prompts computed in one step, without a cache, with reused prefixes and small chunks."""
     prompt = prompt_of(200, seed=40)
     calls = [
         as_token_ids(np.concatenate([prompt[:n], prompt_of(30, seed=n)])) for n in (200, 120, 200, 80, 0, 120)

@@ -1,4 +1,4 @@
-"""The key of an engine: every server refuses requests without it, and no command line and no log shows it."""
+"""The key of an engine: every server refuses requests without it, and no command line or log contains it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_requests_without_the_key_are_refused(guarded: tuple[str, Protocol, Path
     assert lines and not any(KEY in line for line in lines)
 
 
-def test_a_run_with_another_key_than_its_running_engines_ends_at_once(
+def test_waiting_for_engines_with_another_key_fails_at_once(
     guarded: tuple[str, Protocol, Path],
 ) -> None:
     url, protocol, _ = guarded

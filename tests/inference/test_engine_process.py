@@ -1,4 +1,4 @@
-"""The engine as a process: it starts, says why it cannot, and never outlives its parent."""
+"""The engine as a process: it starts, reports why it cannot start, and never outlives its parent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gone(pid: int, timeout_s: float = 20.0) -> bool:
 
 
 @again_if_missed
-async def test_sigterm_ends_it_in_the_middle_of_generations(model_folder: Path) -> None:
+async def test_sigterm_ends_an_engine_during_generations(model_folder: Path) -> None:
     with EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=0, threads=1)) as process:
         async with SGLangEngine(process.url) as engine:
             tasks = [
@@ -54,7 +54,7 @@ async def test_sigterm_ends_it_in_the_middle_of_generations(model_folder: Path) 
     assert process.returncode == 0
 
 
-def test_sigterm_while_it_starts_ends_it(model_folder: Path) -> None:
+def test_an_engine_can_be_stopped_while_it_starts(model_folder: Path) -> None:
     process = EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=0, threads=1))
     process.start()
     time.sleep(0.5)
@@ -62,7 +62,7 @@ def test_sigterm_while_it_starts_ends_it(model_folder: Path) -> None:
     assert process.returncode is not None
 
 
-def test_it_ends_when_its_parent_is_killed(model_folder: Path) -> None:
+def test_an_engine_ends_when_its_parent_is_killed(model_folder: Path) -> None:
     script = (
         "import sys, time\n"
         "from areal_agents.inference import EmbeddedEngineConfig, EngineProcess\n"
@@ -93,7 +93,7 @@ def test_a_port_that_is_taken_is_refused(model_folder: Path) -> None:
             EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=port)).start()
 
 
-async def test_a_server_that_is_not_there_is_unavailable() -> None:
+async def test_a_port_without_a_server_is_an_unavailable_engine() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     async with SGLangEngine(f"http://127.0.0.1:{port}") as engine:

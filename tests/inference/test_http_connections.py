@@ -1,4 +1,4 @@
-"""The HTTP client of the engines, against servers that answer in every way, and against those that lie."""
+"""The HTTP client of the engines, with servers that answer in every valid form and in invalid ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLo
 
 
 class Server:
-    """Plays back raw answers; `requests` has what arrived, and `opened` the number of connections."""
+    """Plays back raw answers; `requests` are the received requests, `opened` the number of connections."""
 
     def __init__(self, *answers: bytes | None) -> None:
         self.answers = list(answers)  # None: the connection is closed without an answer
@@ -145,7 +145,7 @@ async def test_a_connection_is_not_used_again_if_the_answer_came_before_the_whol
         opened += 1
         await reader.readuntil(b"\r\n\r\n")
         writer.write(sized(b"text"))
-        await closing.wait()  # it reads no more than its buffer holds
+        await closing.wait()  # the server reads no more than fits its buffer
         writer.close()
 
     closing = asyncio.Event()
@@ -164,7 +164,7 @@ async def test_concurrent_requests_have_connections_of_their_own() -> None:
         assert server.opened == 4
 
 
-async def test_an_idle_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_is_closed_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connections, "KEEP_ALIVE_S", 0.05)
     async with connected(sized(b"text"), sized(b"text")) as (connections, server):
         await post(connections)
@@ -175,7 +175,7 @@ async def test_an_idle_connection_is_closed_in_time(monkeypatch: pytest.MonkeyPa
         assert server.opened == 2
 
 
-async def test_an_idle_connection_is_not_used_late_if_the_event_loop_was_busy(
+async def test_an_expired_connection_is_not_used_even_if_the_event_loop_was_busy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_connections, "KEEP_ALIVE_S", 0.05)
@@ -249,7 +249,7 @@ BAD_ANSWERS = {
 
 
 @pytest.mark.parametrize("name", BAD_ANSWERS)
-async def test_what_is_no_answer_is_an_error_and_ends_the_connection(name: str) -> None:
+async def test_an_invalid_answer_is_an_error_and_closes_the_connection(name: str) -> None:
     answer, error, message = BAD_ANSWERS[name]
 
     async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,7 +259,7 @@ async def test_what_is_no_answer_is_an_error_and_ends_the_connection(name: str) 
                 writer.write(answer)
             writer.write_eof()
             await reader.read()
-        except ConnectionError:  # the client has closed it before it read all
+        except ConnectionError:  # the client closed the connection before it read everything
             pass
         closed.set_result(None)
 
@@ -271,7 +271,7 @@ async def test_what_is_no_answer_is_an_error_and_ends_the_connection(name: str) 
         await asyncio.wait_for(closed, 5)
 
 
-async def test_data_on_an_idle_connection_ends_it() -> None:
+async def test_data_on_an_idle_connection_closes_it() -> None:
     writers: list[asyncio.StreamWriter] = []
     ended: list[asyncio.StreamWriter] = []
 
@@ -294,7 +294,7 @@ async def test_data_on_an_idle_connection_ends_it() -> None:
         connections.close()
 
 
-async def test_a_server_that_does_not_answer_is_left_in_time_and_its_connection_closed() -> None:
+async def test_a_request_without_an_answer_times_out_and_closes_its_connection() -> None:
     async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         closed.set_result(await reader.read())
 
@@ -341,7 +341,7 @@ async def test_a_cancelled_call_closes_its_connection() -> None:
             await asyncio.wait_for(closed, 5)
 
 
-async def test_a_reader_that_is_slow_holds_the_server_back() -> None:
+async def test_a_server_waits_for_a_slow_reader() -> None:
     sent = 0
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -358,7 +358,7 @@ async def test_a_reader_that_is_slow_holds_the_server_back() -> None:
         connections = HttpConnections(url, {}, connect_timeout_s=5)
         async with connections.streamed("POST", "/", b"{}", timeout_s=60) as streamed:
             before = -1
-            while before != sent:  # until the server is held back
+            while before != sent:  # until the server waits for the reader
                 before = sent
                 await asyncio.sleep(0.3)
             assert sent < 50_000_000
@@ -432,7 +432,7 @@ async def test_a_host_that_is_given_by_its_name_is_looked_up() -> None:
         connections.close()
 
 
-async def test_a_host_that_is_no_name_is_an_os_error() -> None:
+async def test_an_invalid_host_name_is_an_os_error() -> None:
     with pytest.raises(NotConnected):
         await post(HttpConnections(f"http://{'a' * 70}.example", {}, connect_timeout_s=5))
 
@@ -440,7 +440,7 @@ async def test_a_host_that_is_no_name_is_an_os_error() -> None:
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:80", "ftp://host", "http://", "http://host:port", "https:///path"]
 )
-def test_an_address_that_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError):
         HttpConnections(url, {}, connect_timeout_s=5)
 

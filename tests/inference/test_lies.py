@@ -1,4 +1,4 @@
-"""Engines that lie: an impossible answer is never accepted, and a request that always gets one stops no other
+"""Engines that give invalid answers: none is accepted, and a request that always gets one affects no other
 request."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def engines() -> Iterator[dict[Form, tuple[ScriptedApp, str]]]:
 
 @asynccontextmanager
 async def pool_over(url: str, rows: Rows | None = None, **limits: Any) -> AsyncIterator[EnginePool]:
-    """A pool of one engine that serves."""
+    """A pool with one serving engine."""
 
     def decode(ids: Any) -> str:
         return TOKENIZER.decode(list(ids), skip_special_tokens=False)
@@ -70,10 +70,10 @@ async def pool_over(url: str, rows: Rows | None = None, **limits: Any) -> AsyncI
 
 @pytest.mark.parametrize("published", [True, False], ids=["published", "no-trainer"])
 @pytest.mark.parametrize(("lie", "form"), TOLD)
-async def test_no_lie_is_taken(
+async def test_no_invalid_answer_is_accepted(
     engines: dict[Form, tuple[ScriptedApp, str]], lie: str, form: Form, published: bool
 ) -> None:
-    """It is refused, and the next attempt is taken; a caller who was streamed a part of it is told."""
+    """The request is repeated; if a part was streamed to the caller already, the call fails instead."""
     app, url = engines[form]
     calls = 0
 
@@ -97,7 +97,7 @@ async def test_no_lie_is_taken(
             with pytest.raises(EngineError) as caught:
                 await generation
             assert calls == 1 and not isinstance(caught.value, EngineUnavailable)
-        assert len(pool.replicas[0].invalid_answers) == (form != "whole")  # a good answer clears it
+        assert len(pool.replicas[0].invalid_answers) == (form != "whole")  # cleared by a valid answer
         app.script = lambda call: TEXT
         again = await pool.generate("s", prompt("hello"), SAMPLING, lambda chunk: None)
         assert again.token_ids.tolist() == TRUTH and again.finish_reason == "stop"
@@ -115,12 +115,12 @@ GRAMMAR = Grammar("regex", "[a-z]+")
     ("request_", "ids", "reason", "matched", "is_right"),
     [
         (asked(sampling={"stop_token_ids": (7,)}), [1, 7], "stop", 7, True),
-        (asked(sampling={"stop_token_ids": (7,)}), [1, 7], "stop", None, True),  # servers that do not say
+        (asked(sampling={"stop_token_ids": (7,)}), [1, 7], "stop", None, True),  # some servers do not say
         (asked(sampling={"stop_token_ids": (7,)}), [1, 8], "stop", None, False),
         (asked(sampling={"stop_token_ids": (7,), "ignore_eos": True}), [1, 7], "stop", 7, False),
-        (asked(end_ids=frozenset({5})), [1, 5], "stop", 5, True),  # the model's own
+        (asked(end_ids=frozenset({5})), [1, 5], "stop", 5, True),  # an end token of the model
         (asked(end_ids=frozenset({5})), [1, 6], "stop", 6, False),
-        (asked(end_ids=None), [1, 6], "stop", 6, True),  # it cannot be checked, so it is accepted
+        (asked(end_ids=None), [1, 6], "stop", 6, True),  # cannot be checked, so it is accepted
         (asked(end_ids=None), [1, 6], "stop", 5, False),
         (asked(sampling={"stop": ("END",)}), [1, 6], "stop", "END", True),
         (asked(sampling={"stop": ("END",)}, end_ids=frozenset()), [1, 6], "stop", None, True),
@@ -134,11 +134,11 @@ GRAMMAR = Grammar("regex", "[a-z]+")
         (asked(most=3), [1, 2, 3], "length", None, True),
         (asked(most_tokens=13), [1, 2, 3], "length", None, True),  # the context is full
         (asked(most_tokens=14), [1, 2, 3], "length", None, False),
-        (asked(most_tokens=None), [1, 2, 3], "length", None, True),  # where that is, is not known
+        (asked(most_tokens=None), [1, 2, 3], "length", None, True),  # the limit is not known
         (asked(most_tokens=14), [1], "abort", None, True),
     ],
 )
-def test_how_a_completion_may_end(
+def test_the_reported_end_of_a_completion_is_checked(
     request_: SentRequest, ids: list[int], reason: Any, matched: Any, is_right: bool
 ) -> None:
     if is_right:
@@ -148,8 +148,8 @@ def test_how_a_completion_may_end(
             request_.check_end(ids, reason, matched)
 
 
-def test_an_abort_may_lack_what_a_finished_answer_has() -> None:
-    """SGLang counts one prompt token of a request that it refuses, and names more tokens than it sent."""
+def test_an_aborted_answer_is_checked_less_strictly() -> None:
+    """SGLang counts one prompt token of a request that it refuses, and spans of tokens that were not sent."""
     asked().check_meta({"prompt_tokens": 1}, "abort")
     with pytest.raises(EngineError, match="1 prompt tokens, expected 10"):
         asked().check_meta({"prompt_tokens": 1}, None)
@@ -159,19 +159,19 @@ def test_an_abort_may_lack_what_a_finished_answer_has() -> None:
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1e-5, -1e-45, -87.3, -999])
-def test_what_is_a_logprob(value: float) -> None:
+def test_valid_logprobs_are_accepted(value: float) -> None:
     check_logprobs([value])
 
 
 @pytest.mark.parametrize(
     "value", [float("nan"), float("-inf"), float("inf"), 2e-4, -1001.0, "-1", None, True]
 )
-def test_what_is_no_logprob(value: Any) -> None:
+def test_invalid_logprobs_are_refused(value: Any) -> None:
     with pytest.raises(EngineError):
         check_logprobs([-0.5, value])
 
 
-def test_the_ends_of_a_model_are_those_of_all_its_files(tmp_path: Any) -> None:
+def test_the_end_tokens_of_a_model_are_read_from_all_its_files(tmp_path: Any) -> None:
     ends = end_ids_of(MODEL)
     assert ends is not None and STOP in ends
     assert end_ids_of(tmp_path) is None
@@ -188,7 +188,7 @@ def test_the_ends_of_a_model_are_those_of_all_its_files(tmp_path: Any) -> None:
 
 
 def lying_to(*words: str) -> Any:
-    """A script that lies to every prompt with one of `words`, and takes a moment for all others."""
+    """Return a script that answers prompts with one of `words` invalidly, and others after a short delay."""
 
     def script(call: ScriptedCall) -> ScriptedReply:
         if any(word in call.prompt_text for word in words):
@@ -199,7 +199,7 @@ def lying_to(*words: str) -> Any:
 
 
 async def outcome(pool: EnginePool, rid: str, text: str, affinity: str) -> float | EngineError:
-    """Seconds that a call took, or its error."""
+    """Return the seconds that a call took, or its error."""
     began = time.perf_counter()
     try:
         completion = await pool.generate(rid, prompt(text), SAMPLING, affinity=affinity)
@@ -214,11 +214,11 @@ async def outcome(pool: EnginePool, rid: str, text: str, affinity: str) -> float
     [
         ["poison apple"],
         ["poison apple", "poison pear"],
-        [f"poison {number}" for number in range(8)],  # one caller with many
+        [f"poison {number}" for number in range(8)],  # one caller with many such requests
     ],
     ids=["one", "two", "one caller's many"],
 )
-async def test_a_poisoned_request_fails_alone(
+async def test_a_request_that_always_gets_invalid_answers_fails_alone(
     engines: dict[Form, tuple[ScriptedApp, str]], poisoned: list[str]
 ) -> None:
     app, url = engines["whole"]
@@ -236,13 +236,13 @@ async def test_a_poisoned_request_fails_alone(
                 assert isinstance(took, float)
                 good.append(took)
         assert replica.exclusions == 0 and replica.is_serving
-        assert len(good) > 10 and median(good) < 0.5  # each waits 0.02 s; a rest would take 1 s
+        assert len(good) > 10 and median(good) < 0.5  # each takes 0.02 s; an exclusion takes 1 s
         for error in await asyncio.gather(*bad):
             assert isinstance(error, EngineError) and not isinstance(error, EngineUnavailable)
             assert "6 times in a row" in str(error) and "expected one from -1000 to 0" in str(error)
 
 
-async def test_one_poisoned_prompt_in_every_episode_of_a_group_fails_alone(
+async def test_a_prompt_that_always_gets_invalid_answers_fails_alone_in_every_episode(
     engines: dict[Form, tuple[ScriptedApp, str]],
 ) -> None:
     app, url = engines["whole"]
@@ -257,8 +257,10 @@ async def test_one_poisoned_prompt_in_every_episode_of_a_group_fails_alone(
         assert pool.replicas[0].exclusions == 0
 
 
-async def test_a_resting_engine_keeps_its_reason(engines: dict[Form, tuple[ScriptedApp, str]]) -> None:
-    """Health checks find it alive, and nothing more."""
+async def test_a_health_check_keeps_the_reason_of_an_excluded_engine(
+    engines: dict[Form, tuple[ScriptedApp, str]],
+) -> None:
+    """An answer to a health check does not end the exclusion."""
     app, url = engines["whole"]
     app.script = lambda call: TEXT
     async with pool_over(url) as pool:
@@ -268,8 +270,10 @@ async def test_a_resting_engine_keeps_its_reason(engines: dict[Form, tuple[Scrip
         assert (replica.state, replica.reason) == ("down", "it gave invalid answers: one of them")
 
 
-async def test_a_broken_engine_still_rests_at_once(engines: dict[Form, tuple[ScriptedApp, str]]) -> None:
-    """Three callers are enough; it rests twice as long the next time, and one good answer forgives it."""
+async def test_an_engine_is_excluded_after_invalid_answers_to_three_callers(
+    engines: dict[Form, tuple[ScriptedApp, str]],
+) -> None:
+    """The engine may be excluded several times, and one valid answer resets the count."""
     app, url = engines["whole"]
     app.script = lying_to("")
     async with pool_over(url, longest_pause_s=0.2) as pool:
@@ -289,7 +293,7 @@ async def test_a_broken_engine_still_rests_at_once(engines: dict[Form, tuple[Scr
         assert (replica.exclusions, replica.invalid_answers) == (0, [])
 
 
-async def test_a_size_that_nobody_reports_is_named(tmp_path: Path) -> None:
+async def test_an_unknown_vocabulary_size_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     app = ScriptedApp.from_folder(MODEL, lambda call: TEXT)
     app._model_path, app._vocab_size = str(tmp_path), None  # type: ignore[assignment]  # as SGLang reports
     with running(app) as url:

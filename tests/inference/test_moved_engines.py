@@ -1,4 +1,4 @@
-"""Clients follow engines that are started again at other addresses, also when none of them answers."""
+"""Clients follow engines that are restarted at other addresses, even while no engine answers."""
 
 from __future__ import annotations
 

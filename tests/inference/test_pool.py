@@ -1,4 +1,4 @@
-"""A pool over real clients of scripted engines: where requests go, and what becomes of them when one dies."""
+"""A pool over real clients of scripted engines: which engine gets a request, and what happens if it dies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def servers_of(count: int, **options: Any) -> Iterator[list[ReplicaServer]]:
 async def serving(
     servers: list[ReplicaServer], rows: Rows | None = None, **options: Any
 ) -> AsyncIterator[EnginePool]:
-    """A pool all of whose replicas serve."""
+    """A started pool; all of its replicas serve."""
     pool = pool_of(servers, rows, **options)
     pool.start()
     try:
@@ -71,7 +71,7 @@ async def test_an_episode_stays_on_one_replica_and_new_ones_go_to_the_least_load
                 for turn in range(3)
             ]
             await asyncio.gather(*calls)
-            # One after the other, so that none of them is loaded.
+            # These run one after another, so that no replica is loaded.
             for episode in range(9, 15):
                 await pool.generate(f"{episode}", prompt_of(episode), FORTY, affinity=f"e{episode}")
     homes: dict[tuple[int, ...], set[int]] = {}
@@ -83,7 +83,7 @@ async def test_an_episode_stays_on_one_replica_and_new_ones_go_to_the_least_load
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_what_a_killed_replica_had_sampled_continues_elsewhere(streamed: bool) -> None:
+async def test_a_completion_of_a_killed_replica_continues_on_another_one(streamed: bool) -> None:
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         async with serving(servers) as pool:
             got: list[int] = []
@@ -103,8 +103,8 @@ async def test_what_a_killed_replica_had_sampled_continues_elsewhere(streamed: b
             await until(lambda: states(pool)[first] == "down")
 
 
-async def test_what_no_client_reads_comes_in_large_pieces_and_survives_a_death() -> None:
-    """The tokens of the piece that the engine had not sent are sampled again, exactly."""
+async def test_a_completion_that_no_client_reads_arrives_in_large_pieces_and_survives_a_death() -> None:
+    """The tokens of the piece that the engine had not sent are sampled again."""
     with servers_of(2) as servers:
         async with serving(servers, limits=replace(QUICK, unread_interval=32)) as pool:
             call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG))
@@ -118,7 +118,7 @@ async def test_what_no_client_reads_comes_in_large_pieces_and_survives_a_death()
             assert pool.counts.resubmitted_tokens % 32 == 1  # the first piece has one token
             read: list[int] = []
             await pool.generate("s", prompt_of(2), FORTY, lambda chunk: read.append(len(chunk.token_ids)))
-            assert sum(read) == 40 and max(read) < 32  # a client that streams waits for no other token
+            assert sum(read) == 40 and max(read) < 32  # a client that streams gets each token at once
     asked = {e.rid.partition("~")[0].rstrip("$"): e.body for e in servers[0].exchanges + servers[1].exchanges}
     assert asked["r"]["sampling_params"]["stream_interval"] == 32
     assert "stream_interval" not in asked["s"]["sampling_params"]
@@ -138,8 +138,8 @@ async def test_a_replica_that_hangs_is_lost_and_its_requests_continue() -> None:
             assert servers[1 - first].exchanges
 
 
-async def test_a_pause_is_no_death() -> None:
-    """However long the trainer holds a replica, what runs there stays, and nobody loads anything into it."""
+async def test_a_paused_replica_does_not_count_as_dead() -> None:
+    """However long the trainer pauses a replica, its requests stay there, and the pool loads nothing."""
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         rows = Rows()
         rows.publish(0)
@@ -170,7 +170,7 @@ async def test_a_pause_is_no_death() -> None:
             assert pool.counts.failovers == pool.counts.catch_ups == 0
 
 
-async def test_a_replica_that_comes_back_is_brought_up_before_it_serves() -> None:
+async def test_a_restarted_replica_gets_the_current_version_before_it_serves() -> None:
     with servers_of(2) as servers:
         rows = Rows()
         rows.publish(0)
@@ -178,7 +178,7 @@ async def test_a_replica_that_comes_back_is_brought_up_before_it_serves() -> Non
             await pool.model_info()
             servers[0].kill()
             await until(lambda: states(pool)[0] == "down")
-            rows.publish(5)  # meanwhile the trainer swaps what is left
+            rows.publish(5)  # meanwhile the trainer updates the other replica
             await pool.replicas[1].engine.update_weights_from_disk("/w/5", 5)
             calls = [asyncio.create_task(pool.generate(f"r{n}", prompt_of(n), FORTY)) for n in range(4)]
             servers[0].start()
@@ -187,7 +187,7 @@ async def test_a_replica_that_comes_back_is_brought_up_before_it_serves() -> Non
             for completion in await asyncio.gather(*calls):
                 assert set(completion.versions) == {5}
             info = await pool.replicas[0].engine.model_info()
-            assert (info.version, info.model_path) == (5, "/weights/v5")  # the folder that the row names
+            assert (info.version, info.model_path) == (5, "/weights/v5")  # the folder named in the row
             assert pool.counts.catch_ups == 1
             assert servers[0].exchanges
 
@@ -228,7 +228,7 @@ async def test_a_late_replica_waits_for_a_folder_that_is_not_written_yet(then: s
             assert pool.counts.catch_ups == (then == "the folder is written")
 
 
-async def test_two_pools_that_find_one_late_replica_do_no_harm() -> None:
+async def test_two_pools_may_bring_the_same_late_replica_to_the_current_version() -> None:
     with servers_of(2) as servers:
         rows = Rows()
         rows.publish(3)
@@ -264,8 +264,8 @@ async def test_a_version_that_another_process_has_loaded_meanwhile_is_not_loaded
     assert loaded == ([] if another_loads else ["/weights/v7"])
 
 
-async def test_a_replica_started_again_within_a_moment_hands_out_nothing_of_its_old_weights() -> None:
-    """Between two health checks, only the version of its tokens shows the restart."""
+async def test_a_replica_restarted_between_health_checks_returns_no_tokens_of_its_old_weights() -> None:
+    """Between two health checks, only the version of the tokens reveals the restart."""
     with servers_of(1) as servers:
         rows = Rows()
         rows.publish(4)
@@ -281,11 +281,11 @@ async def test_a_replica_started_again_within_a_moment_hands_out_nothing_of_its_
             assert set(whole.versions) == {4}
             servers[0].kill()
             servers[0].start()
-            whole = await pool.generate("x", prompt_of(4), FORTY)  # in one piece
+            whole = await pool.generate("x", prompt_of(4), FORTY)  # not streamed
             assert set(whole.versions) == {4}
 
 
-async def test_no_engine_at_all_is_an_error_that_names_each() -> None:
+async def test_the_error_names_every_engine_if_none_serves() -> None:
     with servers_of(2) as servers:
         async with serving(servers, limits=replace(QUICK, wait_s=0.3)) as pool:
             await pool.generate("r", prompt_of(1), FORTY)
@@ -303,7 +303,7 @@ async def test_no_engine_at_all_is_an_error_that_names_each() -> None:
 
 
 def broken(kind: str) -> Callable[[dict[str, Any]], bytes]:
-    """What a broken engine makes of a chunk."""
+    """Return a `spoil` function, which writes chunks as a broken engine does."""
 
     def spoil(chunk: dict[str, Any]) -> bytes:
         if kind == "garbage":
@@ -327,8 +327,8 @@ def broken(kind: str) -> Callable[[dict[str, Any]], bytes]:
 
 
 @pytest.mark.parametrize("kind", ["garbage", "half", "nan", "ids", "version", "ahead", "abort"])
-async def test_an_engine_that_answers_garbage_spoils_nothing(kind: str) -> None:
-    """It is one of two replicas: every request ends as if it did not exist."""
+async def test_an_engine_with_invalid_answers_affects_no_completion(kind: str) -> None:
+    """Every request ends as if the other replica were the only one."""
     with servers_of(2) as servers:
         rows = Rows()
         rows.publish(0)
@@ -341,7 +341,7 @@ async def test_an_engine_that_answers_garbage_spoils_nothing(kind: str) -> None:
             assert pool.counts.failovers + pool.counts.continued >= 3
 
 
-async def test_an_engine_alone_that_answers_garbage_is_an_error_and_not_a_loop() -> None:
+async def test_a_single_engine_with_invalid_answers_is_an_error_and_no_endless_loop() -> None:
     with servers_of(1) as servers:
         servers[0].spoil = broken("garbage")
         async with serving(servers, limits=replace(QUICK, longest_pause_s=0.05)) as pool:
@@ -370,11 +370,11 @@ async def test_a_replica_of_another_model_is_refused_at_the_start_and_when_it_ap
                     with pytest.raises(ConfigError, match=f"{urls[1]}: it serves a {said} of .* {urls[0]}"):
                         await refuse_other_models(urls, [first, second])
                     servers[1].kill()
-                    await refuse_other_models(urls, [first, second])  # it may come later
+                    await refuse_other_models(urls, [first, second])  # a replica may start later
                     servers[1].start()
 
 
-async def test_a_replica_of_another_model_that_answers_first_is_refused_all_the_same() -> None:
+async def test_a_replica_of_another_model_is_refused_even_if_it_answers_first() -> None:
     with servers_of(2) as servers:
         async with SGLangEngine(servers[0].url) as right:
             vocab_size = (await right.model_info()).vocab_size
@@ -391,7 +391,7 @@ async def test_a_replica_of_another_model_that_answers_first_is_refused_all_the_
             assert not servers[1].exchanges
 
 
-async def test_what_the_caller_ends_is_not_sent_again() -> None:
+async def test_a_request_that_its_caller_ends_is_not_sent_again() -> None:
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         async with serving(servers) as pool:
             seen: list[TokenChunk] = []
@@ -410,7 +410,7 @@ async def test_what_the_caller_ends_is_not_sent_again() -> None:
             assert pool.counts.continued == pool.counts.failovers == 0
 
 
-async def test_a_refused_request_is_the_callers_fault_and_goes_nowhere_else() -> None:
+async def test_a_refused_request_fails_without_a_failover() -> None:
     with servers_of(2, context_length=100) as servers:
         async with serving(servers) as pool:
             with pytest.raises(EngineRejected, match="context"):
@@ -433,7 +433,7 @@ async def test_a_replica_that_its_own_process_left_paused_is_not_resumed() -> No
                 assert set((await call).versions) == {0}
 
 
-async def test_the_pause_mode_abort_loses_nothing() -> None:
+async def test_pauses_with_mode_abort_lose_no_tokens() -> None:
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         rows = Rows()
         rows.publish(0)
@@ -461,7 +461,7 @@ async def test_the_pause_mode_abort_loses_nothing() -> None:
             assert pool.counts.continued == 18 and pool.counts.failovers == 0
 
 
-async def test_a_grammar_starts_over_elsewhere_unless_a_piece_was_given_away() -> None:
+async def test_a_request_with_a_grammar_starts_over_elsewhere_unless_a_piece_was_streamed() -> None:
     sampling = SamplingParams(400, ignore_eos=True, grammar=Grammar("regex", "x*"))
     for streamed in (False, True):
         with servers_of(2, chunk_delay_s=SLOW_S) as servers:
@@ -483,7 +483,7 @@ async def test_a_grammar_starts_over_elsewhere_unless_a_piece_was_given_away() -
                     assert [len(e.input_ids) for s in servers for e in s.exchanges] == [12, 12]
 
 
-async def test_replicas_without_a_trainer_serve_at_any_version() -> None:
+async def test_replicas_without_a_published_version_serve_with_any_version() -> None:
     with servers_of(2) as servers:
         await load(servers[1].url, 7)
         async with serving(servers) as pool:

@@ -1,4 +1,4 @@
-"""A pool of two real engine processes: one is killed in mid-generation, restarted, and updated."""
+"""A pool of two real engine processes: one is killed during generations, restarted, and updated."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def engine_on(model: Path, port: int = 0) -> EngineProcess:
 
 
 @again_if_missed
-async def test_kill_9_in_mid_generation_and_the_way_back(model_folder: Path, next_model_folder: Path) -> None:
-    """Greedy and seeded completions are, token by token, what one engine that never died would have
-    sampled."""
+async def test_completions_survive_kill_9_of_an_engine_and_its_restart(
+    model_folder: Path, next_model_folder: Path
+) -> None:
+    """Greedy and seeded completions equal, token by token, those of an engine that was not killed."""
     old, new = load_reference(model_folder), load_reference(next_model_folder)
     rows, prompts = Rows(), [prompt_of(20, seed) for seed in range(2)]
     greedy = reference_greedy(old, prompts[0], 1000).tolist()
@@ -77,7 +78,7 @@ async def test_kill_9_in_mid_generation_and_the_way_back(model_folder: Path, nex
             raise Missed
         assert pool.counts.failovers == 2 and pool.counts.resubmitted_tokens > 40
 
-        rows.current = CurrentVersion(1, str(next_model_folder))  # swapped into the one that is left
+        rows.current = CurrentVersion(1, str(next_model_folder))  # only the second engine gets it
         await pool.replicas[1].engine.update_weights_from_disk(str(next_model_folder), 1)
         first.stop()
         again = engine_on(model_folder, int(first.url.rpartition(":")[2]))
@@ -96,10 +97,10 @@ async def test_kill_9_in_mid_generation_and_the_way_back(model_folder: Path, nex
 
 @pytest.mark.slow
 @again_if_missed
-async def test_a_swap_under_abort_and_the_death_of_its_engine_after_it(
+async def test_versions_are_right_after_a_swap_with_an_abort_and_the_death_of_an_engine(
     model_folder: Path, next_model_folder: Path
 ) -> None:
-    """Every token's logprob is that of the version it carries, around the swap and the death."""
+    """Every token has the logprob of its version, before and after the swap and the death."""
     models = [load_reference(model_folder), load_reference(next_model_folder)]
     rows, prompt = Rows(), prompt_of(20, 5)
     rows.current = CurrentVersion(0, str(model_folder))

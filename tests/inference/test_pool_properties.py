@@ -1,4 +1,4 @@
-"""Random kills, restarts, swaps and pauses over scripted engines: nothing lost, doubled or mislabelled."""
+"""No token is lost, repeated or mislabelled if scripted engines are killed, swapped and paused at random."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPLICAS, CALLS, TOKENS = 3, 24, 120
 
 
 class Trainer:
-    """Publishes as the trainer does."""
+    """Publishes versions as the trainer does."""
 
     def __init__(self, rng: random.Random, pool: EnginePool, rows: Rows) -> None:
         self._rng, self._pool, self._rows = rng, pool, rows
@@ -49,7 +49,7 @@ class Trainer:
 async def disturb(
     rng: random.Random, servers: Sequence[ReplicaServer], trainer: Trainer, done: asyncio.Event
 ) -> None:
-    """One thing after the other, at random moments, until the calls have ended."""
+    """Disturb the engines in random ways and at random times until the calls have ended."""
     while not done.is_set():
         await asyncio.sleep(rng.uniform(0.01, 0.08))
         victim = rng.choice(servers)
@@ -65,9 +65,9 @@ async def disturb(
 
 
 @pytest.mark.parametrize(("seed", "spans"), [(0, True), (1, True), (2, True), (3, False)])
-async def test_every_completion_is_what_the_engines_drew(seed: int, spans: bool) -> None:
-    """Not one is lost where the engines tell the versions of what they stream; where they do not, only ones
-    that a client was streamed, and whose engine died some time after a swap."""
+async def test_every_token_of_a_completion_was_sampled_by_an_engine(seed: int, spans: bool) -> None:
+    """With `spans`, where chunks contain the versions of their tokens, no request fails. Without, a request
+    may fail only if a client was streamed its tokens and its engine died some time after a swap."""
     rng = random.Random(seed)
     rows = Rows()
     rows.publish(0)
@@ -75,7 +75,7 @@ async def test_every_completion_is_what_the_engines_drew(seed: int, spans: bool)
         ReplicaServer(chunk_tokens=rng.choice([1, 3]), spans=spans, incremental=rng.random() < 0.5)
         for _ in range(REPLICAS)
     ]
-    # An engine lives for half a second here, so that a request sees many deaths by chance.
+    # An engine runs for about half a second here, so that many engines of a request die by chance.
     pool = pool_of(servers, rows, replace(QUICK, suspect_after=1000, most_deaths=1000))
     trainer, done = Trainer(rng, pool, rows), asyncio.Event()
     sampling = SamplingParams(TOKENS, ignore_eos=True)
@@ -96,8 +96,8 @@ async def test_every_completion_is_what_the_engines_drew(seed: int, spans: bool)
     try:
         results = await asyncio.gather(*(call(number) for number in range(CALLS)))
         while not pool.counts.failovers + pool.counts.continued:
-            # On a stalled machine every call can fall between two disturbances: more calls are made until
-            # one of them is hit.
+            # On a busy machine every call can run between two disturbances: more calls are made until one of
+            # them is disturbed.
             assert asyncio.get_running_loop().time() < deadline, "no call was ever disturbed"
             results += await asyncio.gather(
                 *(call(number) for number in range(len(results), len(results) + CALLS))

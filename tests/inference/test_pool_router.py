@@ -1,4 +1,4 @@
-"""A router of the user's own before the engines: what goes through it, and what must not."""
+"""A router of the user in front of the engines: which requests go through it, and which must not."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ KNOWN = {"rid", "input_ids", "return_logprob", "logprob_start_len", "stream", "s
 
 
 class Router:
-    """As sglang-router 0.3.2 does: it takes turns, passes /generate on less the fields that it does not know,
-    has none of the engines' other endpoints, and answers 500 for a worker that is not there."""
+    """Behaves like sglang-router 0.3.2: it chooses the workers in turn, forwards /generate without the fields
+    that it does not know, has no other endpoint of the engines, and answers 500 for an unreachable worker."""
 
     def __init__(self, urls: list[str]) -> None:
         self.passed = 0
@@ -78,7 +78,7 @@ def pool_through(url: str, servers: list[ReplicaServer], rows: Rows) -> EnginePo
     return EnginePool(workers, names=names, current=rows, decode=text_of, router=router, limits=QUICK)
 
 
-async def test_generation_goes_through_the_router_and_a_dead_worker_loses_nothing(
+async def test_generations_go_through_the_router_and_survive_the_death_of_a_worker(
     servers: list[ReplicaServer],
 ) -> None:
     rows = Rows()
@@ -97,7 +97,7 @@ async def test_generation_goes_through_the_router_and_a_dead_worker_loses_nothin
             check_drawn(prompt_of(number), completion, servers[0].exchanges + servers[1].exchanges)
             assert len(completion) == 300
         assert pool.counts.failovers >= 3 and router.passed >= 6
-        # It comes back with its first weights. Whatever the router sends there meanwhile is not taken.
+        # The worker restarts with its first weights. The pool discards what it samples before it is updated.
         rows.publish(2)
         await pool.replicas[1].engine.update_weights_from_disk("/weights/v2", 2)
         while pool.replicas[1].version < 2:
@@ -109,7 +109,9 @@ async def test_generation_goes_through_the_router_and_a_dead_worker_loses_nothin
         await pool.aclose()
 
 
-async def test_what_the_router_would_leave_out_goes_to_a_worker_itself(servers: list[ReplicaServer]) -> None:
+async def test_requests_with_fields_that_the_router_drops_go_directly_to_a_worker(
+    servers: list[ReplicaServer],
+) -> None:
     tag = Grammar("structural_tag", '{"format": {"type": "any_text"}}')
     with routed(servers) as (router, url):
         pool = pool_through(url, servers, Rows())

@@ -26,12 +26,12 @@ HUNDRED = SamplingParams(100, ignore_eos=True)
 
 
 class DeadlyServer(ReplicaServer):
-    """Dies of requests named poison, when one of them is to get the token after its first `at`."""
+    """Crashes when a request whose id begins with "poison" is about to get the token after its first `at`."""
 
     def __init__(self, at: int = 0) -> None:
         self.deaths = 0
         self._at = at
-        self._had: dict[str, int] = {}  # tokens of a completion that came with its prompt, by request
+        self._had: dict[str, int] = {}  # by request: how many tokens of the completion were in its prompt
         super().__init__()
         self.spoil = self._sent
 
@@ -75,7 +75,7 @@ async def pool_over(
 
 
 async def grown(seen: list[TokenChunk]) -> None:
-    """Wait for ten more chunks: further than where a suspect is still tried."""
+    """Wait for ten more chunks, after which a suspect is no longer tried."""
     known = len(seen)
     await until(lambda: len(seen) > known + 10)
 
@@ -89,7 +89,7 @@ async def ended(call: Any) -> Completion | EngineError:
 
 @pytest.mark.parametrize(("replicas", "is_read"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("at", [0, 30], ids=["at once", "later"])
-async def test_a_request_that_engines_die_of_is_given_up_and_nobody_beside_it(
+async def test_a_request_that_kills_engines_is_given_up_and_no_other_request(
     replicas: int, at: int, is_read: bool
 ) -> None:
     servers = [DeadlyServer(at) for _ in range(replicas)]
@@ -100,7 +100,7 @@ async def test_a_request_that_engines_die_of_is_given_up_and_nobody_beside_it(
         poison = pool.generate("poison", PROMPT, HUNDRED, take)
         *innocents, guilty = await asyncio.gather(*map(ended, [*calls, poison]))
         assert isinstance(guilty, EngineError) and "3 engines died while they ran it; the last" in str(guilty)
-        assert not isinstance(guilty, EngineUnavailable)  # which clients would repeat
+        assert not isinstance(guilty, EngineUnavailable)  # clients would repeat the request
         for number, completion in enumerate(innocents, 1):
             assert isinstance(completion, Completion), completion
             check_drawn(prompt_of(number), completion, [e for server in servers for e in server.exchanges])
@@ -111,15 +111,15 @@ async def test_a_request_that_engines_die_of_is_given_up_and_nobody_beside_it(
         assert not any(replica.running for replica in pool.replicas)
 
 
-async def test_of_a_group_with_one_deadly_prompt_only_one_is_tried() -> None:
+async def test_a_prompt_that_kills_engines_is_not_tried_by_every_request_of_a_group() -> None:
     servers = [DeadlyServer() for _ in range(2)]
     async with pool_over(servers) as pool:
         calls = [ended(pool.generate(f"poison {n}", PROMPT, HUNDRED)) for n in range(12)]
         assert all(isinstance(call, EngineError) for call in await asyncio.gather(*calls))
-        assert sum(server.deaths for server in servers) < 12  # each of them would need one of its own
+        assert sum(server.deaths for server in servers) < 12  # otherwise each would kill at least one
 
 
-async def test_a_request_whose_engines_die_by_chance_continues_and_not_for_ever() -> None:
+async def test_a_request_whose_engines_die_by_chance_continues_up_to_a_number_of_deaths() -> None:
     servers = [ReplicaServer() for _ in range(2)]
     async with pool_over(servers, replace(QUICK, most_deaths=4)) as pool:
         for deaths in (3, 4):
@@ -142,7 +142,7 @@ async def test_a_request_whose_engines_die_by_chance_continues_and_not_for_ever(
                     await call
 
 
-async def test_all_that_ran_there_hear_of_a_death_also_when_the_engine_is_there_again() -> None:
+async def test_a_death_counts_for_all_requests_on_the_engine_even_if_it_is_restarted_at_once() -> None:
     server = ReplicaServer(chunk_delay_s=SLOW_S)
     async with pool_over([server], replace(QUICK, most_deaths=1)) as pool:
         seen: list[TokenChunk] = []
@@ -153,7 +153,7 @@ async def test_all_that_ran_there_hear_of_a_death_also_when_the_engine_is_there_
         assert all("1 engines died while they ran it" in str(outcome) for outcome in outcomes)
 
 
-async def test_an_engine_that_was_started_again_before_anybody_looked_has_died() -> None:
+async def test_a_restart_between_two_health_checks_counts_as_a_death() -> None:
     server, rows = ReplicaServer(chunk_delay_s=SLOW_S), Rows()
     rows.publish(3)
     async with serving([server], rows, limits=replace(QUICK, most_deaths=1)) as pool:
@@ -161,13 +161,13 @@ async def test_an_engine_that_was_started_again_before_anybody_looked_has_died()
         calls = [asyncio.create_task(pool.generate(f"r{n}", PROMPT, LONG, seen.append)) for n in range(3)]
         await until(lambda: len(seen) > 20)
         server.kill()
-        server.start()  # and the pool, which is of this thread, has not had a moment
+        server.start()  # the pool, which runs in this thread, could do nothing in between
         outcomes = await asyncio.gather(*map(ended, calls))
         assert all("1 engines died while they ran it" in str(outcome) for outcome in outcomes)
     server.kill()
 
 
-async def test_a_request_that_found_nobody_has_not_run() -> None:
+async def test_a_request_that_found_no_server_has_not_arrived() -> None:
     server = ReplicaServer(chunk_delay_s=SLOW_S)
     async with SGLangEngine(server.url, vocab_size=2048) as engine:
         call = asyncio.create_task(engine.generate("r", PROMPT, LONG))

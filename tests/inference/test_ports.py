@@ -1,4 +1,4 @@
-"""Ports that are reserved for servers: no other process gets them, but the server does."""
+"""Ports that are reserved for servers: the server can listen on its port, and no other process gets it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINUX = pytest.mark.skipif(
 
 
 def listening(port: int) -> socket.socket:
-    """A socket as the servers open it: asyncio, uvicorn and torch's TCPStore set SO_REUSEADDR."""
+    """Return a socket opened as by the servers: asyncio, uvicorn and torch's TCPStore set SO_REUSEADDR."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     server.bind(("127.0.0.1", port))
@@ -25,7 +25,7 @@ def listening(port: int) -> socket.socket:
     return server
 
 
-def test_a_port_that_somebody_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_ports(3) as ports:
         assert len(set(ports)) == 3
     monkeypatch.setattr("areal_agents.inference.ports._PORTS", ports[:2])
@@ -39,12 +39,12 @@ def test_a_port_that_somebody_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -
 
 
 @LINUX
-def test_a_reserved_port_is_its_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_its_server_can_use_a_reserved_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_ports(2) as ports:
         monkeypatch.setattr("areal_agents.inference.ports._PORTS", ports)
         with pytest.raises(ConfigError, match="fewer than 1 ports"), reserved_ports(1):
             pass
-        for _ in range(2):  # a server that is started again finds its port free too
+        for _ in range(2):  # a restarted server finds its port free too
             with listening(ports[0]), socket.create_connection(("127.0.0.1", ports[0]), timeout=5):
                 pass
     with reserved_ports(1) as found:
@@ -65,7 +65,7 @@ def test_an_outgoing_connection_does_not_take_a_reserved_port() -> None:
 
 
 def test_a_server_may_have_as_many_connections_as_the_machine_allows() -> None:
-    """In a process of its own, whose limit is as low as that of a login shell."""
+    """Runs in a separate process, whose limit is as low as that of a login shell."""
     program = (
         "import resource; from areal_agents.sockets import allow_many_connections\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"

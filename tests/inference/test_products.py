@@ -1,4 +1,4 @@
-"""The matrix product of the CPU kernels: right, and the same for a row whatever else is computed."""
+"""The matrix product of the CPU kernels: it is accurate, and a row does not depend on the other rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def multiply(a: np.ndarray, w: np.ndarray, c: np.ndarray, *, fresh: bool) -> Non
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 64])
 @pytest.mark.parametrize(("depth", "width"), [(8, 1), (1, 5), (33, 85), (128, 64), (384, 1000), (64, 24)])
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_product_is_right_and_no_row_knows_of_the_others(
+def test_a_product_is_accurate_and_no_row_depends_on_the_others(
     rows: int, depth: int, width: int, fresh: bool
 ) -> None:
     random = np.random.default_rng([rows, depth, width])
@@ -37,7 +37,7 @@ def test_a_product_is_right_and_no_row_knows_of_the_others(
         assert alone.tobytes() == whole[row : row + 1].tobytes()
 
 
-def test_strides_leave_what_is_beside_alone() -> None:
+def test_columns_outside_the_product_are_not_written() -> None:
     a, w = np.ones((3, 4), np.float32), np.ones((4, 20), np.float32)
     out = np.full((3, 50), 7.0, np.float32)
     product(a.ctypes.data, 4, w.ctypes.data, 20, out[:, 10:].ctypes.data, 50, 3, 4, 20, True)

@@ -58,7 +58,7 @@ def over_http(urls: list[str]) -> Sampler:
 
 @pytest.fixture(scope="module", params=SAMPLERS)
 def urls(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[list[str]]:
-    """The servers behind one sampler; a pool has two, a sampler within the process none."""
+    """The servers of one sampler: two for a pool, none for a sampler within the process."""
     kind = request.param
     if kind == "in the process":
         yield []
@@ -99,25 +99,27 @@ async def test_a_completion_is_aligned_within_its_limit_and_of_the_served_versio
     assert set(done.versions.tolist()) == {info.version}
 
 
-async def test_the_pieces_of_a_stream_are_the_completion(sampler: Sampler) -> None:
+async def test_the_pieces_of_a_stream_add_up_to_the_completion(sampler: Sampler) -> None:
     pieces: list[TokenChunk] = []
     done = await sampler.generate("s", prompt_of(20), PARAMS, pieces.append, affinity="episode")
     assert [i for piece in pieces for i in piece.token_ids] == done.token_ids.tolist()
     np.testing.assert_allclose([p for piece in pieces for p in piece.logprobs], done.logprobs)
 
 
-async def test_the_pieces_of_a_stream_have_the_size_that_was_asked_for(sampler: Sampler) -> None:
+async def test_the_pieces_of_a_stream_have_the_requested_size(sampler: Sampler) -> None:
     pieces: list[TokenChunk] = []
     params, interval = SamplingParams(300, ignore_eos=True), 32
     done = await sampler.generate("i", prompt_of(20), params, pieces.append, stream_interval=interval)
     sizes = [len(piece.token_ids) for piece in pieces]
     assert [i for piece in pieces for i in piece.token_ids] == done.token_ids.tolist()
     assert sum(sizes) == 300
-    # The first piece does not wait, and the last one is the rest. On a busy machine there may be no others.
+    # The first piece is sent at once, and the last has the rest. On a busy machine there may be no others.
     assert min(sizes[1:-1], default=interval) >= interval
 
 
-async def test_what_a_listener_raises_ends_the_call_and_the_sampler_serves_on(sampler: Sampler) -> None:
+async def test_an_exception_of_a_listener_ends_the_call_and_the_sampler_continues_to_serve(
+    sampler: Sampler,
+) -> None:
     def refuse(piece: TokenChunk) -> None:
         raise LookupError("enough")
 
@@ -126,7 +128,7 @@ async def test_what_a_listener_raises_ends_the_call_and_the_sampler_serves_on(sa
     assert len((await sampler.generate("r2", prompt_of(20), PARAMS)).token_ids) == LENGTH
 
 
-async def test_a_cancelled_call_ends_and_the_sampler_serves_on(sampler: Sampler) -> None:
+async def test_a_cancelled_call_ends_and_the_sampler_continues_to_serve(sampler: Sampler) -> None:
     first: asyncio.Event = asyncio.Event()
     call = asyncio.create_task(
         sampler.generate("c", prompt_of(20), SamplingParams(300, ignore_eos=True), lambda _: first.set())
@@ -139,13 +141,13 @@ async def test_a_cancelled_call_ends_and_the_sampler_serves_on(sampler: Sampler)
     assert len((await sampler.generate("c2", prompt_of(20), PARAMS)).token_ids) == LENGTH
 
 
-async def test_concurrent_calls_are_answered_each(sampler: Sampler) -> None:
+async def test_each_of_several_concurrent_calls_is_answered(sampler: Sampler) -> None:
     calls = [sampler.generate(f"n{i}", prompt_of(10 + i), PARAMS, affinity=f"e{i % 3}") for i in range(8)]
     done = await asyncio.gather(*calls)
     assert [len(one.token_ids) for one in done] == [LENGTH] * 8
 
 
-async def test_a_prompt_that_cannot_be_served_is_refused_and_harms_nothing(sampler: Sampler) -> None:
+async def test_a_prompt_that_cannot_be_served_is_refused(sampler: Sampler) -> None:
     info = await sampler.model_info()
     with pytest.raises(EngineRejected):
         await sampler.generate("w", np.array([3, info.vocab_size], np.int32), PARAMS)
@@ -154,7 +156,7 @@ async def test_a_prompt_that_cannot_be_served_is_refused_and_harms_nothing(sampl
     await sampler.health()
 
 
-async def test_an_engine_that_is_not_there_is_unavailable() -> None:
+async def test_an_unreachable_engine_is_unavailable() -> None:
     async with SGLangEngine("http://127.0.0.1:9", request_timeout_s=1.0) as gone:
         with pytest.raises(EngineUnavailable):
             await gone.generate("g", prompt_of(VOCAB // 64), PARAMS)

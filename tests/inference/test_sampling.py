@@ -1,4 +1,4 @@
-"""Samples against exact small distributions."""
+"""Sampled tokens compared with small distributions that are known exactly."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_logprobs_are_of_the_distribution_after_temperature_before_truncation() 
     np.testing.assert_allclose(greedy, np.log(0.5), atol=1e-6)
 
 
-def test_a_row_depends_on_its_seed_and_index_alone() -> None:
+def test_a_row_depends_only_on_its_seed_and_position() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     tokens, _ = sample(logits, batch(50))
     for row in (0, 13, 49):
@@ -82,7 +82,7 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
     assert set(tokens[1::2].tolist()) == {0, 1, 2, 3}
 
 
-def test_logits_that_are_not_finite_are_told_by_the_logprob() -> None:
+def test_logits_that_are_not_finite_yield_a_logprob_that_is_not_finite() -> None:
     logits = torch.zeros(2, 4)
     logits[1, 2] = float("nan")
     _, logprobs = sample(logits, batch(2))

@@ -45,7 +45,7 @@ def submit(scheduler: Scheduler, prompt: TokenIds, seed: int, *, count: int = 20
 
 
 def drawn_alone(runner: ModelRunner, request: Request) -> Request:
-    """The same request on an engine with one slot and no cache."""
+    """Run the same request in a scheduler with one slot and without a cache."""
     scheduler = make_scheduler(runner, slots=1, prefill_tokens=128, prefix_cache=False)
     alone = Request("alone", request.prompt, request.sampling, request.seed, notify=lambda _: None)
     scheduler.add(alone)
@@ -55,7 +55,7 @@ def drawn_alone(runner: ModelRunner, request: Request) -> Request:
 
 
 def grow(draw: np.random.Generator, known: list[TokenIds]) -> TokenIds:
-    """A new prompt: often a prefix of a known one with something new behind, sometimes a whole one."""
+    """Return a new prompt: a known prompt, often only a prefix of it, followed by new tokens."""
     base = known[draw.integers(len(known))]
     kept = base[: draw.integers(1, len(base) + 1)] if draw.random() < 0.7 else base
     fresh = draw.integers(8, VOCAB, draw.integers(0, 40))
@@ -63,7 +63,9 @@ def grow(draw: np.random.Generator, known: list[TokenIds]) -> TokenIds:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_traffic_is_bitwise_what_each_request_samples_alone(seed: int, model_folder: Path) -> None:
+def test_with_random_traffic_each_output_is_bitwise_that_of_the_request_alone(
+    seed: int, model_folder: Path
+) -> None:
     draw = np.random.default_rng(seed)
     runner = make_runner("numba", model_folder, threads=2, slots=5)
     scheduler = make_scheduler(runner, slots=5, prefill_tokens=24)
@@ -99,7 +101,7 @@ def test_random_traffic_is_bitwise_what_each_request_samples_alone(seed: int, mo
         assert request.output_ids.tolist() == alone.output_ids[:count].tolist()
         assert np.array_equal(request.output_logprobs, alone.output_logprobs[:count])
         reused += request.cached_tokens
-    assert reused > 1000  # the traffic did exercise the cache
+    assert reused > 1000  # the requests did use the cache
 
 
 def test_a_long_prompt_does_not_stall_decoding(model_folder: Path) -> None:
@@ -156,7 +158,7 @@ def test_retracted_requests_keep_their_order(model_folder: Path) -> None:
     assert finished == ["a", "b", "c"]
 
 
-def test_weights_that_give_no_finite_logits_abort_the_request_and_harm_nobody_after(
+def test_logits_that_are_not_finite_abort_the_request_and_affect_no_later_one(
     model_folder: Path,
 ) -> None:
     arch = read_architecture(model_folder)
@@ -185,7 +187,7 @@ def test_weights_that_give_no_finite_logits_abort_the_request_and_harm_nobody_af
 
 
 def test_an_error_in_a_step_reaches_the_owner_of_the_thread(model_folder: Path) -> None:
-    """A runner without weights cannot compute; that must not end in silence."""
+    """A runner without weights cannot compute, and its error must be reported."""
     arch = read_architecture(model_folder)
     runner = NumbaRunner(arch, slots=1, max_context=64, max_rows=16, threads=1)
     failures: Queue[Exception] = Queue()
@@ -199,8 +201,8 @@ def test_an_error_in_a_step_reaches_the_owner_of_the_thread(model_folder: Path) 
     thread.stop()
 
 
-def test_a_call_that_was_cancelled_is_not_run_and_harms_nobody_after(model_folder: Path) -> None:
-    """Its caller disconnected while it waited; the engine's thread continues."""
+def test_a_cancelled_call_is_not_run_and_affects_no_later_one(model_folder: Path) -> None:
+    """The caller disconnected while the call waited; the engine's thread continues."""
     failures: Queue[Exception] = Queue()
     thread = EngineThread(
         make_scheduler(make_runner("torch", model_folder), slots=1, prefill_tokens=8),
@@ -216,8 +218,8 @@ def test_a_call_that_was_cancelled_is_not_run_and_harms_nobody_after(model_folde
     assert failures.empty()
 
 
-def test_a_notice_says_what_was_true_in_its_step(model_folder: Path) -> None:
-    """Its reader may come to it after later steps, when the request has finished."""
+def test_a_notice_describes_the_step_in_which_it_was_made(model_folder: Path) -> None:
+    """A notice may be read after later steps, when the request has already finished."""
     notices: Queue[list[Notice]] = Queue()
     thread = EngineThread(
         make_scheduler(make_runner("numba", model_folder), slots=1, prefill_tokens=8),

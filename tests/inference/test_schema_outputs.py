@@ -1,4 +1,4 @@
-"""Whatever a schema that is not refused lets an output be, it fits: jsonschema says so, and Python's `re`."""
+"""Every output that an accepted schema allows is valid according to jsonschema and Python's `re`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INTEGER, BOOLEAN = {"type": "integer"}, {"type": "boolean"}
 
 
 def a_tokenizer() -> Tokenizer:
-    """One token for each character."""
+    """Return a tokenizer with one token for each character."""
     model = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "</s>"}
     return Tokenizer.from_str(json.dumps({"version": "1.0", "model": model}))
 
@@ -43,7 +43,7 @@ def matcher_of(schema: Any) -> TokenMatcher:
 
 
 def output(schema: Any, seed: int) -> str | None:
-    """What a model without any preference would write, or None if it comes to no end."""
+    """Return a random output that the schema allows, or None if it does not end."""
     draw = random.Random(seed)
     matcher = matcher_of(schema)
     text = ""
@@ -61,7 +61,7 @@ def output(schema: Any, seed: int) -> str | None:
 
 
 def takes(schema: Any, text: str) -> bool:
-    """Whether the text is a possible output."""
+    """Return whether the text is a possible output."""
     matcher = matcher_of(schema)
     for char in text:
         matcher.accept(VOCABULARY[char])
@@ -105,7 +105,7 @@ patterns = st.sampled_from(
 
 
 def _schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Schemas of every keyword, beside others, many of which are refused."""
+    """Return schemas with every keyword in various combinations, many of which are refused."""
     keywords: dict[str, st.SearchStrategy[Any]] = {
         "type": st.one_of(
             st.sampled_from(["object", "array", "string", "integer", "number", "boolean", "null"]),
@@ -193,7 +193,7 @@ def test_every_possible_output_fits_its_schema(schema: Any, texts: list[str], se
     assume(unenforced(schema) is None)
     try:
         matcher_of(schema)
-    except RequestError:  # nothing fits, or a bound that the compiler refuses
+    except RequestError:  # no output is valid, or the compiler refuses a bound
         return
     for text in [*(output(schema, seed + number) for number in range(3)), *texts]:
         if text is not None and all(char in VOCABULARY for char in text) and takes(schema, text):
@@ -228,8 +228,8 @@ def test_every_possible_output_fits_its_schema(schema: Any, texts: list[str], se
         ({"$ref": "#/x/y", "x": {"y": {"multipleOf": 2}}}, "3"),
     ],
 )
-def test_what_the_grammar_would_not_hold_to_is_refused(schema: dict[str, Any], text: str) -> None:
-    """Each was answered with this text, or one like it, before it was refused."""
+def test_a_schema_that_the_grammar_would_not_enforce_is_refused(schema: dict[str, Any], text: str) -> None:
+    """Before these schemas were refused, they led to outputs such as `text`."""
     with pytest.raises(RequestError, match="^json_schema cannot be compiled: ") as refused:
         matcher_of(schema)
     assert " supported" in refused.value.message or "properties does not have" in refused.value.message
@@ -258,7 +258,7 @@ def test_what_the_grammar_would_not_hold_to_is_refused(schema: dict[str, Any], t
         ({"type": "string", "pattern": "^(?:ab){2}|c$"}, ['"abab"', '"c"'], ['"ab"']),
     ],
 )
-def test_what_is_enforced(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+def test_a_supported_schema_is_enforced(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
     assert [text for text in (*good, *bad) if takes(schema, text)] == good
     assert [text for text in (*good, *bad) if fits(schema, text)] == good
 
@@ -268,7 +268,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def branching(depth: int) -> dict[str, Any]:
-    """Two references from each level to the next: 2^depth ways through it."""
+    """Return a schema with two references from each level to the next, thus 2^depth paths."""
     levels = {str(level): {"anyOf": [{"$ref": f"#/$defs/{level + 1}"}] * 2} for level in range(depth)}
     same = {"$ref": "#/$defs/0"}
     return {"oneOf": [same, same], "$defs": {**levels, str(depth): INTEGER}}
@@ -319,8 +319,8 @@ def branching(depth: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_grammar_that_would_explode_is_refused_at_once(grammar: Grammar, limit: str) -> None:
-    GRAMMARS.matcher(Grammar("regex", "a"), ())  # the vocabulary is read
+def test_a_grammar_that_would_become_too_large_is_refused_at_once(grammar: Grammar, limit: str) -> None:
+    GRAMMARS.matcher(Grammar("regex", "a"), ())  # so that the vocabulary has been read
     began = time.process_time()
     with pytest.raises(RequestError, match=limit) as refused:
         GRAMMARS.matcher(grammar, ())
@@ -328,18 +328,18 @@ def test_a_grammar_that_would_explode_is_refused_at_once(grammar: Grammar, limit
     assert time.process_time() - began < 5
 
 
-def test_schemas_at_the_limits_are_taken() -> None:
+def test_schemas_at_the_limits_are_accepted() -> None:
     for schema in ({"enum": list(range(5_000))}, nested(60), {"type": "string", "maxLength": 10_000}):
         assert matcher_of(schema).allowed().any()
 
 
-def test_a_grammar_that_is_large_when_it_is_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_whose_compiled_form_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_limits, "MOST_COMPILED_BYTES", 1)
     with pytest.raises(RequestError, match="bytes compiled, at most 1 are supported"):
         matcher_of({"type": "object", "properties": {"compiled": BOOLEAN}})
 
 
-def test_numbers_at_their_bounds() -> None:
+def test_bounds_of_numbers_are_enforced() -> None:
     schema = {"type": "number", "minimum": 0.125, "exclusiveMaximum": 2}
     for text in ("0.125", "0.124", "1.9999", "2", "2.0", "1e9", "0.2e1"):
         assert not takes(schema, text) or (fits(schema, text) and math.isfinite(float(text)))

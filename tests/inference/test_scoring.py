@@ -1,6 +1,6 @@
 """Scores of given tokens: every server against transformers, the client's checks, and pools.
 
-Every request has an id of its own: SGLang may abort a request whose id was used a moment before.
+Every request has a unique id, because SGLang may abort a request whose id was used shortly before.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ ATOL = 1e-4  # every server computes in float32
 
 @torch.inference_mode()
 def reference_table(model: PreTrainedModel, ids: TokenIds, start: int) -> np.ndarray:
-    """[N, V] transformers' logprobs at positions `start`..P-1, the softmax taken in float64."""
+    """Return logprobs [N, V] of transformers at positions `start` to P-1, with the softmax in float64."""
     logits = model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0, start - 1 : -1]
     return torch.log_softmax(logits.double(), dim=-1).numpy()
 
 
 def assert_scores(scores: PromptScores, model: PreTrainedModel, ids: TokenIds, start: int, top: int) -> None:
-    """They are those of transformers."""
+    """Check that the scores are those of transformers."""
     table = reference_table(model, ids, start)
     rows = np.arange(len(table))
     assert (len(scores), scores.top_ids.shape) == (len(ids) - start, (len(ids) - start, top))
     np.testing.assert_allclose(scores.token_logprobs, table[rows, ids[start:]], atol=ATOL)
     np.testing.assert_allclose(scores.top_logprobs, -np.sort(-table, axis=1)[:, :top], atol=ATOL)
-    # Of two tokens that are closer than ATOL either may come first.
+    # Two tokens whose logprobs differ by less than ATOL may be in either order.
     np.testing.assert_allclose(scores.top_logprobs, table[rows[:, None], scores.top_ids], atol=ATOL)
 
 
@@ -103,7 +103,9 @@ async def test_a_batch_is_scored_concurrently_beside_generation(engine: SGLangEn
         assert_scores(scores, target.reference, ids, start, i % 4)
 
 
-async def test_sampled_tokens_have_the_logprobs_that_they_were_sampled_with(engine: SGLangEngine) -> None:
+async def test_scores_of_sampled_tokens_are_the_logprobs_that_they_were_sampled_with(
+    engine: SGLangEngine,
+) -> None:
     prompt = prompt_of(40, seed=85)
     drawn = await engine.generate("d", prompt, SamplingParams(50, ignore_eos=True, seed=3))
     ids = as_token_ids(np.concatenate([prompt, drawn.token_ids]))
@@ -112,7 +114,7 @@ async def test_sampled_tokens_have_the_logprobs_that_they_were_sampled_with(engi
 
 
 async def test_every_id_of_the_vocabulary_can_be_scored(engine: SGLangEngine, target: Target) -> None:
-    """The first, the last, and the end of sequence, which ends nothing here. SGLang calls the last one 0."""
+    """The end-of-sequence token ends nothing here, and SGLang reports the last id as 0."""
     ids = as_token_ids([VOCAB - 1, 0, 2, VOCAB - 1, VOCAB - 1, 2, 0, 0, VOCAB - 1])
     scores = await engine.score("v", ids, start=1, top=VOCAB)
     assert_scores(scores, target.reference, ids, 1, VOCAB)
@@ -134,7 +136,7 @@ async def test_every_id_of_the_vocabulary_can_be_scored(engine: SGLangEngine, ta
         ([7] * 5000, 1, 0, "context|maximum model length"),
     ],
 )
-async def test_what_cannot_be_scored_is_refused(
+async def test_invalid_scoring_requests_are_refused(
     engine: SGLangEngine, ids: list[int], start: int, top: int, message: str
 ) -> None:
     with pytest.raises(EngineRejected, match=message):
@@ -142,8 +144,10 @@ async def test_what_cannot_be_scored_is_refused(
     await engine.health()
 
 
-async def test_what_an_engine_takes_at_most(engine: SGLangEngine, target: Target) -> None:
-    """The embedded engine scores a whole context, vLLM one that is a token shorter, SGLang 7 tokens."""
+async def test_the_longest_sequence_that_an_engine_accepts_is_scored(
+    engine: SGLangEngine, target: Target
+) -> None:
+    """The embedded engine scores a whole context, vLLM one token less, and SGLang 7 tokens less."""
     room = 0 if target.embedded else 1 if isinstance(target.url, VLLMUrl) else 7
     most = (await engine.model_info()).max_context - room
     ids = prompt_of(most, seed=86)
@@ -153,9 +157,8 @@ async def test_what_an_engine_takes_at_most(engine: SGLangEngine, target: Target
     await engine.health()
 
 
-async def test_either_form_of_the_wire_is_read(engine: SGLangEngine, target: Target) -> None:
-    """Top logprobs as arrays, which are requested, and as lists, from a server that does not support
-    arrays."""
+async def test_both_formats_of_top_logprobs_are_read(engine: SGLangEngine, target: Target) -> None:
+    """The client requests arrays; a server that does not support them answers with lists."""
     ids = prompt_of(30, seed=87)
     body = scoring_to_wire(ids, 10, 3)
     plain = {name: value for name, value in body.items() if not name.startswith("return_flat")}
@@ -174,7 +177,7 @@ async def test_either_form_of_the_wire_is_read(engine: SGLangEngine, target: Tar
 async def test_scores_are_of_the_version_that_is_served(
     engine: SGLangEngine, target: Target, next_model_folder: Path
 ) -> None:
-    """And no logits of the weights before are reused."""
+    """No logits of the earlier weights are reused."""
     ids = prompt_of(90, seed=89)
     await engine.score("o", ids, start=1, top=2)
     await engine.pause("retract")
@@ -191,7 +194,7 @@ async def test_scores_are_of_the_version_that_is_served(
 
 
 async def test_chunks_and_caches_change_no_score_of_the_numba_kernel(model_folder: Path) -> None:
-    """Bit for bit, between whole prompts in one step and steps of 8 tokens with reused prefixes."""
+    """Scores are bitwise equal for prompts computed in one step and in steps of 8 with reused prefixes."""
     prompt = prompt_of(200, seed=91)
     calls = [(prompt[:length], start) for length, start in ((200, 1), (150, 149), (200, 100), (80, 16))]
     found = []
@@ -213,7 +216,7 @@ async def test_chunks_and_caches_change_no_score_of_the_numba_kernel(model_folde
 
 
 async def check_chunks_and_pauses(url: str, reference: PreTrainedModel) -> None:
-    """Ranges that begin around the ends of chunks of 32, then a batch that is retracted 12 times."""
+    """Score ranges that begin near the ends of chunks of 32, then a batch that is retracted 12 times."""
     async with SGLangEngine(url, request_timeout_s=PATIENCE_S) as engine:
         ids = prompt_of(200, seed=93)
         for start in (1, 31, 32, 33, 34, 63, 64, 65, 66, 199):
@@ -223,7 +226,7 @@ async def check_chunks_and_pauses(url: str, reference: PreTrainedModel) -> None:
         calls = [
             asyncio.create_task(engine.score(f"h{i}", ids, start=1 + i, top=2)) for i, ids in enumerate(batch)
         ]
-        for _ in range(12):  # each makes all that is being scored begin again
+        for _ in range(12):  # after each pause, all running requests begin again
             await engine.pause("retract")
             await engine.resume()
             await asyncio.sleep(0.03)
@@ -247,7 +250,7 @@ async def test_chunked_prefill_and_retractions_change_no_score_of_sglang(
         await check_chunks_and_pauses(url, load_reference(model_folder))
 
 
-# Two positions of a vocabulary of 1000, in the two forms of the wire.
+# Two positions of a vocabulary of 1000, in both formats.
 IDS = as_token_ids([4, 5, 6, 7])
 LISTS: dict[str, Any] = {
     "text": "",
@@ -383,7 +386,7 @@ def test_the_last_id_of_the_vocabulary_may_be_reported_as_0() -> None:
     assert scores.token_logprobs.tolist() == [-0.5, -3.0]
 
 
-def test_an_aborted_score_is_no_score() -> None:
+def test_an_aborted_scoring_request_is_an_error() -> None:
     raw = copy.deepcopy(LISTS)
     raw["meta_info"]["finish_reason"] = {"type": "abort", "message": "paused"}
     with pytest.raises(EngineUnavailable, match="aborted the scoring.*paused"):
@@ -413,7 +416,7 @@ def test_scores_are_checked_when_they_are_made(arrays: Any, message: str) -> Non
 
 
 class PlayedScorer:
-    """The client of a server; its first calls fail with `failures`. It remembers the requests."""
+    """The client of a server whose first calls fail with `failures`; it records the request ids."""
 
     def __init__(self, url: str) -> None:
         self.client = SGLangEngine(url)

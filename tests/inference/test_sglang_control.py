@@ -1,4 +1,4 @@
-"""Which commands SGLang gets, and in which order; test_weight_swap.py has their effect."""
+"""Which commands SGLang gets, and in which order; test_weight_swap.py tests their effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_agents.inference.sglang.control import SGLangControl
 
 
 class RecordingTransport:
-    """Stands in for `HttpTransport`: answers as SGLang does, and keeps what it was sent."""
+    """Replaces `HttpTransport`: answers as SGLang does, and records the requests."""
 
     base_url = "http://engine"
 

@@ -1,4 +1,4 @@
-"""The experts that the real SGLang returns: those that transformers' routers choose, token by token."""
+"""The experts that a real SGLang returns are those that transformers chooses, token by token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAIT_S = 240.0
 
 
 def build(folder: Path, seed: int) -> Path:
-    """A random Qwen3-MoE with a tokenizer."""
+    """Write a random Qwen3-MoE model with a tokenizer."""
     shutil.copytree(TOKENIZER, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -52,7 +52,7 @@ def server(sglang_python: str, folders: tuple[Path, Path]) -> Iterator[str]:
 
 
 def choices(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """The experts of each token by transformers, [N, LAYERS, PER_TOKEN], in ascending order."""
+    """Return the experts [N, LAYERS, PER_TOKEN] that transformers chooses, in ascending order."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     chosen: list[torch.Tensor] = []
     for layer in model.model.layers:
@@ -80,11 +80,11 @@ async def draw(
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_they_are_transformers_choices_of_prompt_and_completion(
+def test_the_experts_of_prompt_and_completion_are_those_of_transformers(
     server: str, folders: tuple[Path, Path], streams: bool
 ) -> None:
     async def ask() -> list[Completion]:
-        async with SGLangEngine(server) as engine:  # the second and the third find their prompts in the cache
+        async with SGLangEngine(server) as engine:  # later calls find the prompt in the cache
             return [await draw(engine, f"{streams}-{n}", 12, start=n * 13, streams=streams) for n in (0, 1)]
 
     for start, drawn in zip((0, 13), asyncio.run(ask()), strict=True):
@@ -94,7 +94,7 @@ def test_they_are_transformers_choices_of_prompt_and_completion(
         np.testing.assert_array_equal(np.sort(drawn.routed_experts, axis=-1), expected)
 
 
-def test_after_a_swap_with_retraction_only_the_new_weights_choices_are_known(
+def test_after_a_swap_with_retraction_only_experts_of_the_new_weights_are_known(
     server: str, folders: tuple[Path, Path]
 ) -> None:
     async def swapped() -> Completion:
@@ -121,13 +121,13 @@ def test_after_a_swap_with_retraction_only_the_new_weights_choices_are_known(
     assert 0 < old < 400 and set(drawn.versions.tolist()) == {0, 1}
     routing = drawn.routed_experts
     assert routing is not None
-    first = len(PROMPT) - 1  # the row of the token that the first sampled one comes after
+    first = len(PROMPT) - 1  # the row of the token before the first sampled one
     expected = choices(folders[1], whole(drawn))[:-1]
     expected[first : first + old] = -1
     np.testing.assert_array_equal(np.sort(routing, axis=-1), expected)
 
 
-def test_an_aborted_generation_returns_those_of_what_it_sampled(
+def test_an_aborted_generation_returns_the_experts_of_its_tokens(
     server: str, folders: tuple[Path, Path]
 ) -> None:
     async def aborted() -> Completion:

@@ -1,4 +1,4 @@
-"""How SGLang is started: from which environment, where its servers compute, and with what flags."""
+"""How SGLang is started: from which environment, on which devices, and with which flags."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SERVE = Path(__file__).parents[2] / "areal_agents/inference/sglang/environment/s
 
 
 def script(path: Path, text: str) -> str:
-    """An executable in place of a Python."""
+    """Write an executable that replaces a Python, and return its path."""
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
     return str(path)
@@ -47,7 +47,7 @@ def engine(**options: Any) -> EngineConfig:
     return EngineConfig(**{"kind": "sglang", "python": "sglang/bin/python", **options})
 
 
-def test_an_environment_is_looked_into(tmp_path: Path) -> None:
+def test_the_version_and_the_gpus_of_an_environment_are_found(tmp_path: Path) -> None:
     python = script(tmp_path / "python", """echo '{"sglang": "0.5.23.post1", "gpus": 2, "error": null}'""")
     found = find_environment(python)
     assert (found.python, found.version, found.gpus) == (python, "0.5.23.post1", 2)
@@ -64,14 +64,14 @@ def test_an_environment_is_looked_into(tmp_path: Path) -> None:
         ("exit 0", "is not a working Python"),
     ],
 )
-def test_an_environment_that_cannot_serve_is_refused_with_what_to_do(
+def test_an_environment_that_cannot_serve_is_refused_with_a_remedy(
     tmp_path: Path, text: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         find_environment(script(tmp_path / "python", text))
 
 
-def test_a_python_without_sglang_or_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_python_without_sglang_and_a_missing_python_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"sglang is not installed there; make an environment .*make sglang"
     ):
@@ -92,7 +92,7 @@ def test_a_python_without_sglang_or_that_is_not_there_is_refused(tmp_path: Path)
         ({"device": "cuda"}, 1, 0, [(0,)]),
     ],
 )
-def test_replicas_take_gpus_that_the_trainer_leaves(
+def test_replicas_are_placed_on_gpus_according_to_the_trainer_and_the_settings(
     options: dict[str, Any], gpus: int, trainer_gpus: int, expected: list[tuple[int, ...]]
 ) -> None:
     placements = place(engine(**options), gpus, trainer_gpus=trainer_gpus)
@@ -111,7 +111,7 @@ def test_the_log_of_a_server_has_its_key_neither_in_messages_nor_in_tracebacks(
 ) -> None:
     monkeypatch.delenv(ENGINE_KEY, raising=False)
     gpu_build = SimpleNamespace(version=SimpleNamespace(cuda="12.8"))
-    monkeypatch.setitem(sys.modules, "torch", gpu_build)  # its import takes seconds
+    monkeypatch.setitem(sys.modules, "torch", gpu_build)  # importing torch takes seconds
     without_key = runpy.run_path(str(SERVE))["_without_key"]
     monkeypatch.setattr(logging, "raiseExceptions", False)
     written = io.StringIO()
@@ -121,7 +121,7 @@ def test_the_log_of_a_server_has_its_key_neither_in_messages_nor_in_tracebacks(
     logging.setLogRecordFactory(without_key(earlier, "hush"))
     try:
         log.info("key=%s", "hush")
-        log.info("%d", "not a number")  # the caller goes on
+        log.info("%d", "not a number")  # the caller sees no error
         try:
             raise ValueError("hush is wrong")
         except ValueError:
@@ -142,7 +142,7 @@ def flags(config: EngineConfig, placement: GpuPlacement = ONE_GPU, **options: An
     return " ".join(command[2:])
 
 
-def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
+def test_a_server_gets_the_flags_of_its_config() -> None:
     plain = flags(engine(), seed=7)
     assert "--model-path /models/m --host 127.0.0.1 --port 30000 --random-seed 7 --dtype " in plain
     assert "--incremental-streaming-output" in plain and "--tp-size 1" in plain
@@ -179,7 +179,7 @@ def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
         ({"dtype": "bfloat16"}, False, "float32"),
     ],
 )
-def test_the_compute_type_is_that_of_the_files_on_a_gpu(
+def test_the_dtype_depends_on_the_model_files_and_the_device(
     saved: dict[str, str], on_gpu: bool, want: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(saved))
@@ -188,7 +188,7 @@ def test_the_compute_type_is_that_of_the_files_on_a_gpu(
     assert command[command.index("--dtype") + 1] == want
 
 
-def test_on_a_cpu_the_flags_are_those_that_a_cpu_can_do() -> None:
+def test_on_a_cpu_the_flags_are_those_that_a_cpu_supports() -> None:
     on_cpu = flags(engine(colocate="sleep"), GpuPlacement(), lora_rank=8)
     assert "--device cpu --attention-backend torch_native --sampling-backend pytorch" in on_cpu
     assert "--sleep-on-idle" in on_cpu and "--lora-backend torch_native" in on_cpu
@@ -213,7 +213,7 @@ def test_a_server_sees_its_own_gpus_only(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_server_has_the_programs_of_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang compiles kernels with the ninja that it finds on PATH: that of its own environment."""
+    """SGLang compiles kernels with the ninja on PATH, which must be that of its own environment."""
     monkeypatch.setenv("VIRTUAL_ENV", "/ours")
     programs = tmp_path / "sglang" / "bin"
     programs.mkdir(parents=True)
@@ -224,7 +224,7 @@ def test_a_server_has_the_programs_of_its_environment(
     assert shutil.which("ninja", path=environment["PATH"]) == ninja
     assert environment["PATH"].endswith(os.environ["PATH"]) and "VIRTUAL_ENV" not in environment
     (tmp_path / "sglang" / "pyvenv.cfg").write_text("")
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)  # a name without a folder
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)  # to be found by its name
     assert server_environment(engine(python="python"), GpuPlacement())["VIRTUAL_ENV"] == str(programs.parent)
 
 
@@ -237,10 +237,10 @@ def test_a_server_has_the_programs_of_its_environment(
         ({"NCCL_CUMEM_ENABLE": "0"}, ["--enable-symm-mem"], ("1", "1")),
     ],
 )
-def test_trainer_and_engine_have_the_settings_of_nccl_that_sglang_takes(
+def test_trainer_and_engine_have_the_nccl_settings_that_sglang_chooses(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], arguments: list[str], expected: tuple[str, str]
 ) -> None:
-    """`_set_envs_and_config` of SGLang 0.5.21 decides; a test with the mark sglang asks it."""
+    """SGLang 0.5.21 chooses them in its function `_set_envs_and_config`."""
     for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
@@ -278,7 +278,7 @@ def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> No
         CommandProcess("SGLang", command, os.environ, port=1).__enter__()
 
 
-def test_a_server_ends_with_all_that_it_started(tmp_path: Path) -> None:
+def test_stopping_a_server_ends_the_processes_that_it_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     command = [script(tmp_path / "python", f"sleep 600 & echo $! > {pids}.tmp; mv {pids}.tmp {pids}; wait")]
     server = CommandProcess("SGLang", command, os.environ, port=1)

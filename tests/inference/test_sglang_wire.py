@@ -1,4 +1,4 @@
-"""SGLang's answers as recorded from real servers, and answers that cannot be trusted."""
+"""Answers of SGLang as recorded from real servers, and invalid answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_answer_becomes_a_completion() -> None:
     assert completion.finish_reason == "length"
 
 
-def test_spans_win_over_the_weight_version_and_older_servers_have_none() -> None:
+def test_version_spans_take_precedence_over_the_weight_version_if_a_server_sends_them() -> None:
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
     assert completion_from_wire(answer(weight_version="3", weight_versions=spans)).versions.tolist() == [0, 3]
     assert completion_from_wire(answer(weight_version="12")).versions.tolist() == [12, 12]
@@ -100,7 +100,9 @@ def test_an_answer_that_cannot_be_trusted_is_an_engine_error(raw: Any, message: 
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_was_not_requested_is_no_completion(ids: list[Any], message: str, streamed: bool) -> None:
+def test_invalid_or_too_many_token_ids_are_an_engine_error(
+    ids: list[Any], message: str, streamed: bool
+) -> None:
     raw = {**answer(output_token_logprobs=[[-1.0, id, None] for id in ids]), "output_ids": ids}
     asked = SentRequest(SamplingParams(2), vocab_size=1000)
     with pytest.raises(EngineError, match=message):
@@ -111,7 +113,7 @@ def test_what_was_not_requested_is_no_completion(ids: list[Any], message: str, s
 
 
 @pytest.mark.parametrize("value", ["", "-1", "1.0", "٣", 3, None])
-def test_what_is_not_a_version(value: Any) -> None:
+def test_an_invalid_version_is_an_engine_error(value: Any) -> None:
     with pytest.raises(EngineError, match="expected an integer of this run"):
         version_from_wire(value)
 
@@ -139,7 +141,7 @@ def test_a_grammar_in_wire_form(kind: GrammarKind) -> None:
     assert wire == sampling_to_wire(SamplingParams(8)) | {kind: "text"}
 
 
-def test_top_logprobs_are_sorted_and_without_what_a_grammar_excludes() -> None:
+def test_top_logprobs_are_sorted_and_without_tokens_that_a_grammar_excludes() -> None:
     rows = [[[-2.0, 9, None], [-0.5, 460, "x"], [-3.4028234663852886e38, 1, None]], [[None, 3, None]]]
     completion = completion_from_wire(answer(output_top_logprobs=rows))
     assert completion.top_logprobs == (((460, -0.5), (9, -2.0)), ())
@@ -151,7 +153,7 @@ def test_top_logprobs_are_sorted_and_without_what_a_grammar_excludes() -> None:
 @pytest.mark.parametrize(
     ("status", "error"), [(400, EngineRejected), (503, EngineUnavailable), (500, EngineUnavailable)]
 )
-def test_an_abort_that_stands_for_an_error(status: int, error: type[Exception]) -> None:
+def test_an_abort_with_a_status_code_is_an_error(status: int, error: type[Exception]) -> None:
     reason = {"type": "abort", "message": "no such grammar", "status_code": status}
     with pytest.raises(error, match="no such grammar"):
         completion_from_wire(answer(finish_reason=reason))
@@ -163,8 +165,8 @@ def test_a_base_url_without_a_scheme_is_refused() -> None:
 
 
 @pytest.mark.parametrize("scored", [False, True])
-async def test_a_cancelled_call_is_aborted_by_name(scored: bool) -> None:
-    """A real server notices a closed connection only seconds later, and would sample on until then."""
+async def test_a_cancelled_call_is_aborted_by_its_request_id(scored: bool) -> None:
+    """A real server notices a closed connection only after seconds, and would sample until then."""
     calls: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
 
     async def generate(request: web.Request) -> web.Response:
@@ -194,7 +196,7 @@ async def test_a_cancelled_call_is_aborted_by_name(scored: bool) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_half_a_response_is_an_engine_that_cannot_be_reached(streamed: bool) -> None:
+async def test_an_incomplete_response_is_an_unavailable_engine(streamed: bool) -> None:
     async def generate(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "500"})
         await response.prepare(request)

@@ -9,7 +9,7 @@ from areal_agents.inference.embedded.scheduling.slots import WORTH_WAITING, Slot
 
 
 def fill(table: SlotTable, ids: list[int], *, release: bool = True) -> int:
-    """Take a slot for `ids`, compute all of it, and give it back."""
+    """Take a slot for `ids`, mark all of them as computed, and release it if `release`."""
     place = table.take(as_token_ids(ids), max_reuse=len(ids) - 1)
     assert place is not None
     slot = place.slot
@@ -28,7 +28,7 @@ def test_a_continued_history_keeps_its_slot() -> None:
     assert (place.slot, place.reused, place.source) == (slot, 4, slot)
 
 
-def test_a_branch_is_copied_so_that_the_history_survives() -> None:
+def test_a_branch_gets_a_copy_of_the_prefix_and_the_history_stays() -> None:
     table = SlotTable(3, 16)
     slot = fill(table, [1, 2, 3, 4])
     place = table.take(as_token_ids([1, 2, 7, 8]), max_reuse=3)
@@ -37,7 +37,7 @@ def test_a_branch_is_copied_so_that_the_history_survives() -> None:
     assert table.valid[slot] == 4
 
 
-def test_a_busy_slot_lends_its_prefix() -> None:
+def test_the_prefix_of_a_busy_slot_is_copied() -> None:
     table = SlotTable(2, 16)
     slot = fill(table, [1, 2, 3, 4], release=False)
     place = table.take(as_token_ids([1, 2, 3, 4]), max_reuse=3)
@@ -45,7 +45,7 @@ def test_a_busy_slot_lends_its_prefix() -> None:
     assert (place.reused, place.source) == (3, slot)
 
 
-def test_the_slot_used_longest_ago_is_given_up_and_reused_in_place_if_it_matches_best() -> None:
+def test_the_least_recently_used_slot_is_replaced_or_reused_in_place_if_it_matches_best() -> None:
     table = SlotTable(2, 16)
     first, second = fill(table, [1, 2, 3]), fill(table, [4, 5, 6])
     place = table.take(as_token_ids([1, 2, 9]), max_reuse=2)
@@ -79,8 +79,8 @@ def test_a_request_waits_for_a_prefix_that_is_being_computed_unless_it_is_short(
     assert second is not None and second.reused == 100 - WORTH_WAITING
 
 
-def test_a_prefix_that_went_around_is_read_where_it_was_computed_first() -> None:
-    """Slot 0 has it, 1 copies from 0, 2 copies from 1: both read it in 0, until 0 holds something else."""
+def test_a_prefix_that_was_copied_twice_is_read_where_it_was_computed() -> None:
+    """Slot 0 has the prefix, 1 copies it from 0, and 2 from 1: both read it in 0 until 0 has another one."""
     table = SlotTable(4, 128)
     root = fill(table, [*range(70), 100, 101])
     left = fill(table, [*range(70), 102, 103])
@@ -93,13 +93,13 @@ def test_a_prefix_that_went_around_is_read_where_it_was_computed_first() -> None
     assert place is not None and place.slot == left
     assert (table.prefix_slot[left], table.prefix_length[left]) == (root, 70)
     table.release(left)
-    fill(table, [7, 7, 7])  # the slot never used so far
+    fill(table, [7, 7, 7])  # takes the slot that was never used
     replaced = fill(table, [*range(30), 9, 9])
     assert replaced == root
     assert table.prefix_length[[left, right]].tolist() == [30, 30]
 
 
-def test_only_what_is_computed_is_reused() -> None:
+def test_only_computed_tokens_are_reused() -> None:
     table = SlotTable(2, 16)
     slot = table.take(as_token_ids(np.arange(10)), max_reuse=9).slot
     table.valid[slot] = 4

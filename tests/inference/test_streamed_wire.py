@@ -1,4 +1,4 @@
-"""Streams as bytes on a socket: events cut anywhere, both forms of chunk, and streams that go wrong."""
+"""Streams as bytes on a socket: events split anywhere, both forms of chunks, and invalid streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def chunk(first: int, end: int, **meta: Any) -> dict[str, Any]:
-    """Tokens first to end as SGLang streams them."""
+    """Return the chunk in which SGLang streams the tokens from `first` to `end`."""
     triples = [[LOGPROBS[i], IDS[i], None] for i in range(first, end)]
     tops = [[[LOGPROBS[i], IDS[i], None], [-9.0, 1, None]] for i in range(first, end)]
     return {
@@ -62,7 +62,7 @@ def stream_of(chunks: list[dict[str, Any]]) -> bytes:
 async def serving(
     writes: list[bytes], *, cut: bool = False, hang: bool = False, timeout_s: float = 20.0
 ) -> AsyncIterator[tuple[SGLangEngine, list[str]]]:
-    """A server that answers /generate with `writes`, each sent on its own; and the rids that it aborted."""
+    """Yield the client of a server that answers /generate with separate `writes`, and the aborted rids."""
     aborted: list[str] = []
 
     async def generate(request: web.Request) -> web.StreamResponse:
@@ -106,7 +106,9 @@ def split_at(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @pytest.mark.parametrize("form", [CUMULATIVE, INCREMENTAL], ids=["cumulative", "incremental"])
 @pytest.mark.parametrize("cut", ["whole", "bytes", "random", "events", "crlf", "noise"])
-async def test_however_a_stream_is_cut_it_reads_the_same(form: list[dict[str, Any]], cut: str) -> None:
+async def test_a_stream_yields_the_same_completion_however_it_is_split(
+    form: list[dict[str, Any]], cut: str
+) -> None:
     data = stream_of(form)
     writes = {
         "whole": [data],
@@ -130,8 +132,8 @@ async def test_however_a_stream_is_cut_it_reads_the_same(form: list[dict[str, An
     assert aborted == []
 
 
-async def test_of_many_cumulative_events_in_one_read_only_the_last_is_needed() -> None:
-    """The text in between is not even read once it is known that chunks repeat what was sent."""
+async def test_only_the_last_of_many_cumulative_events_in_one_read_is_parsed() -> None:
+    """Once chunks are known to be cumulative, the events before the last one are not even parsed."""
     whole = StreamedCompletion()
     whole.feed(event(chunk(0, 1))[6:])
     assert not whole.cumulative
@@ -150,7 +152,7 @@ async def test_without_spans_the_version_is_that_of_the_last_chunk() -> None:
         assert (await generate(engine)).versions.tolist() == [4] * 5
 
 
-async def test_an_abort_while_it_waits_for_its_second_turn_names_one_id_and_all_logprobs() -> None:
+async def test_an_abort_of_a_retracted_request_has_one_id_and_all_logprobs() -> None:
     last = chunk(0, 4, finish_reason={"type": "abort", "message": "Aborted", "status_code": None})
     last["output_ids"] = [14]
     async with serving([stream_of([chunk(0, 1), chunk(1, 3), last])]) as (engine, _):
@@ -195,7 +197,7 @@ NEVER_RUN = chunk(
         ([event(chunk(0, 5, **FINAL | {"weight_versions": SPANS[:1]}))], EngineError, "do not cover"),
     ],
 )
-async def test_a_stream_that_cannot_be_trusted(
+async def test_an_invalid_stream_is_an_error(
     writes: list[bytes], error: type[Exception], message: str
 ) -> None:
     async with serving(writes) as (engine, _):
@@ -224,7 +226,7 @@ async def test_a_connection_serves_one_stream_after_another() -> None:
     assert len(set(ports)) == 1
 
 
-async def test_a_connection_that_is_cut_is_an_unavailable_engine() -> None:
+async def test_a_broken_connection_is_an_unavailable_engine() -> None:
     async with serving([event(chunk(0, 1))], cut=True) as (engine, _):
         with pytest.raises(EngineUnavailable, match="not reachable"):
             await generate(engine)
@@ -236,7 +238,7 @@ async def test_a_stream_that_stalls_ends_at_the_total_limit() -> None:
             await generate(engine)
 
 
-async def test_a_connection_that_is_not_accepted_is_said_with_its_own_limit() -> None:
+async def test_the_error_has_the_limit_for_connections_if_no_connection_is_accepted() -> None:
     with contextlib.ExitStack() as opened:
         listener = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         address = listener.getsockname()
@@ -248,7 +250,7 @@ async def test_a_connection_that_is_not_accepted_is_said_with_its_own_limit() ->
         await http.aclose()
 
 
-async def test_a_refusal_by_status_is_no_stream() -> None:
+async def test_a_status_400_in_place_of_a_stream_is_a_refusal() -> None:
     async def refuse(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "rid is taken"}}, status=400)
 
@@ -260,7 +262,7 @@ async def test_a_refusal_by_status_is_no_stream() -> None:
 
 
 @pytest.mark.parametrize("failure", [ArithmeticError("mine"), TimeoutError("mine"), asyncio.CancelledError()])
-async def test_what_on_tokens_raises_comes_out_and_the_call_is_aborted(failure: BaseException) -> None:
+async def test_an_exception_of_on_tokens_is_raised_and_the_call_is_aborted(failure: BaseException) -> None:
     def fail(piece: TokenChunk) -> None:
         raise failure
 
@@ -274,7 +276,7 @@ async def test_what_on_tokens_raises_comes_out_and_the_call_is_aborted(failure: 
     assert aborted == ["r1$"]
 
 
-def test_an_event_without_an_end_is_not_collected_for_ever() -> None:
+def test_the_size_of_an_event_is_limited() -> None:
     reader = EventReader(limit=100)
     assert reader.feed(b"data: " + b"x" * 90) == []
     with pytest.raises(EngineError, match="more than 100 bytes"):

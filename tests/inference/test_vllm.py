@@ -1,4 +1,4 @@
-"""A real vLLM: broadcasts, adapters, and what its workers refuse. The contract tests run on it as well."""
+"""A real vLLM: broadcasts, adapters, and refusals of its workers. The contract tests run on it as well."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHORT = SamplingParams(20, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture
 async def engine(vllm_url: VLLMUrl, model_folder: Path) -> AsyncIterator[FreshVLLMIds]:
-    """The engine on version 0, whatever the test before left behind."""
+    """The engine with version 0, whatever state the previous test left it in."""
     async with FreshVLLMIds(vllm_url) as client:
         await client.resume()
         await client.update_weights_from_disk(str(model_folder), 0)
@@ -49,7 +49,7 @@ async def engine(vllm_url: VLLMUrl, model_folder: Path) -> AsyncIterator[FreshVL
 
 
 @again_if_missed
-async def test_a_broadcast_in_mid_generation_labels_every_token(
+async def test_every_token_gets_its_version_if_a_broadcast_arrives_during_a_generation(
     engine: FreshVLLMIds, model_folder: Path, next_model_folder: Path
 ) -> None:
     prompt, params = prompt_of(40, seed=2), SamplingParams(300, temperature=0.0, ignore_eos=True)
@@ -72,7 +72,7 @@ async def test_a_broadcast_in_mid_generation_labels_every_token(
 async def test_an_update_that_a_lost_trainer_left_open_is_given_up(
     engine: FreshVLLMIds, model_folder: Path, next_model_folder: Path
 ) -> None:
-    """Half of the weights have arrived: the first ones are loaded again, and the next update is whole."""
+    """Half of the weights have arrived; version 0 is loaded again, and the next update is complete."""
     named = weights_of(next_model_folder)
     await engine.pause("retract")
     async with joined(engine) as (group, name):
@@ -92,7 +92,7 @@ async def test_an_update_that_a_lost_trainer_left_open_is_given_up(
     assert done.versions.tolist() == [4] * 20
 
 
-async def test_requests_that_make_no_sense_are_refused_and_change_nothing(
+async def test_invalid_update_requests_are_refused_and_change_nothing(
     engine: FreshVLLMIds, model_folder: Path, tmp_path: Path
 ) -> None:
     bucket = WeightBucket(("model.norm.weight",), ("float32",), ((64,),))
@@ -116,7 +116,7 @@ async def test_requests_that_make_no_sense_are_refused_and_change_nothing(
 
 @pytest.fixture(scope="module")
 def adapters_url(vllm_python: str, model_folder: Path) -> Iterator[VLLMUrl]:
-    """A server that takes adapters, as a run starts it for `trainer.lora`."""
+    """A server with adapters, as a run with `trainer.lora` starts it."""
     with running_vllm(vllm_python, model_folder, lora_rank=4) as url:
         yield url
 

@@ -1,4 +1,4 @@
-"""How vLLM is started: from which environment and with what flags; and which settings it refuses."""
+"""How vLLM is started: from which environment and with which flags; and which settings are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flags(config: EngineConfig, placement: GpuPlacement = ONE_GPU, **options: An
     return " ".join(command[2:])
 
 
-def test_an_environment_is_looked_into(tmp_path: Path) -> None:
+def test_the_version_and_the_gpus_of_an_environment_are_found(tmp_path: Path) -> None:
     found = find_environment(script(tmp_path / "python", ANSWER % ("0.33.1", 2)))
     assert (found.version, found.gpus) == ("0.33.1", 2)
 
@@ -48,7 +48,7 @@ def test_an_environment_that_cannot_serve_is_refused(tmp_path: Path, text: str, 
         find_environment(script(tmp_path / "python", text))
 
 
-def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
+def test_a_server_gets_the_flags_of_its_config() -> None:
     plain = flags(engine(dtype="bfloat16"), seed=7)
     assert plain.startswith("--end-with-stdin --model /models/m --host 127.0.0.1 --port 30000 --seed 7")
     assert "--dtype bfloat16" in plain and "--tensor-parallel-size 1" in plain
@@ -65,7 +65,7 @@ def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
     assert vllm_environment(engine(), GpuPlacement((0,)))["CUDA_VISIBLE_DEVICES"].split(",") != [""]
 
 
-def test_its_number_of_sequences_is_that_of_its_argument() -> None:
+def test_the_number_of_sequences_is_that_of_the_argument() -> None:
     assert engine(arguments=["--max-num-seqs", "64"], replicas=2).sequences == 128
     assert engine().sequences == 256
     assert engine(slots=9).without_effect == ("slots",)
@@ -84,7 +84,7 @@ def test_its_number_of_sequences_is_that_of_its_argument() -> None:
         ({"arguments": ["--tensor-parallel-size", "2"]}, "is set from replicas"),
     ],
 )
-def test_settings_that_vllm_is_not_used_with_are_refused(options: dict[str, Any], message: str) -> None:
+def test_settings_that_are_not_supported_with_vllm_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine(**options)
 
@@ -106,7 +106,9 @@ def test_settings_that_vllm_is_not_used_with_are_refused(options: dict[str, Any]
         ),
     ],
 )
-def test_transports_that_vllm_cannot_take_are_refused(settings: list[str], message: str) -> None:
+def test_publish_settings_that_are_not_supported_with_vllm_are_refused(
+    settings: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(EXAMPLE, ["engine.kind=vllm", "engine.python=p", *settings])
 

@@ -1,6 +1,6 @@
-"""The client of vLLM against a stand-in that speaks its API: swaps, refusals, and what the client checks.
+"""The client of vLLM with a stand-in that speaks its API: swaps, refusals, and checks of the client.
 
-What only the real server can show is in test_vllm.py and, with the mark `vllm`, in the contract tests.
+Tests that need the real server are in test_vllm.py and, with the mark `vllm`, among the contract tests.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_model(
     streamed = await engine.generate("s", prompt, params, pieces.append, stream_interval=6)
     whole = await engine.generate("w", prompt, params)
     assert streamed.token_ids.tolist() == whole.token_ids.tolist()
-    assert all(piece.versions == () for piece in pieces)  # vLLM tells them at the end
+    assert all(piece.versions == () for piece in pieces)  # vLLM reports them at the end
     expected = reference_logprobs(load_reference(model_folder), prompt, whole.token_ids, temperature=0.7)
     np.testing.assert_allclose(whole.logprobs, expected, atol=2e-5)
     assert whole.versions.tolist() == [0] * 20 and whole.finish_reason == "length"
@@ -65,7 +65,7 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_model(
     assert all(best[0][1] >= best[-1][1] for best in whole.top_logprobs)
 
 
-async def test_a_folder_is_swapped_in_within_one_pause_and_the_version_with_it(
+async def test_the_weights_of_a_folder_and_their_version_are_swapped_in_one_pause(
     engine: VLLMEngine, server: VLLMStandIn, next_model_folder: Path
 ) -> None:
     await engine.update_weights_from_disk(str(next_model_folder), 7)
@@ -81,10 +81,10 @@ async def test_a_folder_is_swapped_in_within_one_pause_and_the_version_with_it(
     await engine.pause("retract")
     await engine.update_weights_from_disk(str(next_model_folder), 8)
     assert server.calls == ["pause", "reset_prefix_cache", "areal_load_folder", "update_weight_version"]
-    await engine.resume()  # a pause of the caller is the caller's to end
+    await engine.resume()  # the caller resumes what it paused itself
 
 
-async def test_a_folder_that_is_not_there_leaves_version_and_weights(
+async def test_a_missing_folder_is_refused_and_the_version_stays(
     engine: VLLMEngine, server: VLLMStandIn, tmp_path: Path
 ) -> None:
     with pytest.raises(EngineRejected, match=r"refused load_folder \(400\)"):
@@ -110,7 +110,7 @@ async def test_a_pause_that_aborts_ends_what_runs_and_holds_what_comes(
     assert (await held).versions.tolist() == [3] * 20
 
 
-async def test_what_vllm_is_not_used_for_is_refused_with_what_to_use(engine: VLLMEngine) -> None:
+async def test_unsupported_operations_are_refused_with_an_alternative(engine: VLLMEngine) -> None:
     with pytest.raises(EngineRejected, match="in_place.*use retract"):
         await engine.pause("in_place")
     with pytest.raises(EngineRejected, match="no tensors in requests; use .*disk, broadcast"):
@@ -121,7 +121,7 @@ async def test_what_vllm_is_not_used_for_is_refused_with_what_to_use(engine: VLL
         await engine.generate("e", prompt_of(5), SamplingParams(3, routed_experts_from=0))
 
 
-async def test_a_server_that_was_started_otherwise_is_refused(
+async def test_a_server_that_was_started_with_other_settings_is_refused(
     engine: VLLMEngine, server: VLLMStandIn
 ) -> None:
     described = {
@@ -135,8 +135,8 @@ async def test_a_server_that_was_started_otherwise_is_refused(
         await engine.model_info()
 
 
-async def test_a_worker_that_failed_is_no_refusal(engine: VLLMEngine, server: VLLMStandIn) -> None:
-    """A refusal leaves the old weights; after a failure nothing is known of them."""
+async def test_the_failure_of_a_worker_is_not_a_refusal(engine: VLLMEngine, server: VLLMStandIn) -> None:
+    """A refusal keeps the old weights; after a failure the state of the weights is unknown."""
     server.answers["areal_receive"] = {"error": "RuntimeError: the connection was closed", "failed": True}
     bucket = WeightBucket(("model.norm.weight",), ("float32",), ((64,),))
     with pytest.raises(EngineError, match="connection was closed") as raised:
@@ -144,7 +144,7 @@ async def test_a_worker_that_failed_is_no_refusal(engine: VLLMEngine, server: VL
     assert not isinstance(raised.value, EngineRejected | EngineUnavailable)
 
 
-async def test_an_update_that_is_given_up_brings_back_the_first_weights_and_version(
+async def test_abandoning_an_update_restores_the_first_version(
     engine: VLLMEngine, server: VLLMStandIn, model_folder: Path
 ) -> None:
     await engine.update_weights_from_disk(str(model_folder), 4)
@@ -156,10 +156,10 @@ async def test_an_update_that_is_given_up_brings_back_the_first_weights_and_vers
     assert server.version == "default" and not server.is_paused
 
 
-async def test_while_weights_are_loaded_the_version_is_the_one_before(
+async def test_while_weights_are_loaded_the_previous_version_is_reported(
     engine: VLLMEngine, server: VLLMStandIn
 ) -> None:
-    """The part of vLLM that knows the version answers nothing then, and the rest of it does."""
+    """Meanwhile the part of vLLM that knows the version does not answer, but the rest does."""
     info = await engine.model_info()
     server.version = "not to be read"
     server.holds_version.set()

@@ -1,4 +1,4 @@
-"""vLLM's JSON: what is sent, what the real 0.32.0 answered, and answers that are refused."""
+"""The JSON of vLLM: requests, answers recorded from vLLM 0.32.0, and answers that are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = as_token_ids([10, 11, 12, 13])
 ASKED = SentRequest(
     SamplingParams(2, temperature=0.0, top_logprobs=2), 256, 4, "generate-tokens-r1", end_ids=frozenset({2})
 )
-# Two tokens and two best of each, as the real server answered for `logprobs: 3`.
+# Two tokens and the best ones at each, as the real server answered for `logprobs: 3`.
 ANSWER: dict[str, Any] = {
     "request_id": "generate-tokens-r1",
     "usage": {"prompt_tokens": 4, "total_tokens": 6, "completion_tokens": 2},
@@ -67,7 +67,7 @@ ANSWER: dict[str, Any] = {
 }
 
 
-def test_a_request_has_what_the_caller_asks_for() -> None:
+def test_a_request_has_the_parameters_of_the_caller() -> None:
     params = SamplingParams(
         8, temperature=0.7, top_k=3, stop=("w1",), stop_token_ids=(4,), seed=9, top_logprobs=5,
         grammar=Grammar("ebnf", "root ::= x"),
@@ -97,12 +97,12 @@ def test_an_answer_becomes_a_completion_with_the_version_of_each_token() -> None
     assert done.finish_reason == "length"
     assert done.top_logprobs == (
         ((173, -2.116161584854126), (95, -3.269723892211914)),
-        ((239, -3.1734442710876465), (100, -5.44722580909729)),  # what a grammar excludes is left out
+        ((239, -3.1734442710876465), (100, -5.44722580909729)),  # without tokens that a grammar excludes
     )
 
 
 def changed(**fields: Any) -> dict[str, Any]:
-    """The answer with other fields of its choice."""
+    """Return the answer with other values in some fields of its choice."""
     answer = copy.deepcopy(ANSWER)
     answer["choices"][0].update(fields)
     return answer
@@ -155,12 +155,12 @@ def test_an_answer_that_contradicts_itself_or_the_request_is_refused(answer: Any
         completion_from_wire(answer, ASKED)
 
 
-def test_a_request_that_failed_is_sent_again() -> None:
+def test_a_failed_request_counts_as_an_unavailable_engine() -> None:
     with pytest.raises(EngineUnavailable, match="see its log"):
         completion_from_wire(changed(finish_reason="error"), ASKED)
 
 
-def test_an_aborted_answer_has_what_was_sampled() -> None:
+def test_an_answer_that_was_aborted_before_the_first_token_is_an_empty_completion() -> None:
     answer = changed(finish_reason="abort", token_ids=[], logprobs={"content": []}, weight_versions=[])
     answer["usage"] = {"prompt_tokens": 0, "completion_tokens": 0}
     done = completion_from_wire(answer, ASKED)
@@ -168,7 +168,7 @@ def test_an_aborted_answer_has_what_was_sampled() -> None:
 
 
 def chunk(tokens: slice, sent: int, **fields: Any) -> bytes:
-    """One event with some of the answer's tokens."""
+    """Return an event with some of the answer's tokens."""
     choice = {**ANSWER["choices"][0], "finish_reason": None, "weight_versions": None}
     choice["token_ids"] = choice["token_ids"][tokens]
     choice["logprobs"] = {"content": LOGPROBS[tokens]}
@@ -179,7 +179,7 @@ def chunk(tokens: slice, sent: int, **fields: Any) -> bytes:
 END = {"finish_reason": "length", "weight_versions": ANSWER["choices"][0]["weight_versions"]}
 
 
-def test_a_stream_is_the_completion() -> None:
+def test_a_stream_becomes_a_completion() -> None:
     stream = StreamedCompletion(ASKED)
     first = stream.feed(chunk(slice(0, 1), 1))
     assert first is not None and (first.token_ids, first.versions) == ((173,), ())
@@ -190,7 +190,7 @@ def test_a_stream_is_the_completion() -> None:
     assert stream.completion().versions.tolist() == [0, 7]
 
 
-def test_a_lost_chunk_is_noticed_and_so_is_one_after_the_end() -> None:
+def test_a_lost_chunk_and_a_chunk_after_the_end_are_errors() -> None:
     with pytest.raises(EngineError, match="returned 1 tokens and counts 2"):
         StreamedCompletion(ASKED).feed(chunk(slice(1, 2), 2, **END))
     stream = StreamedCompletion(ASKED)
@@ -200,13 +200,13 @@ def test_a_lost_chunk_is_noticed_and_so_is_one_after_the_end() -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(400, EngineRejected), (500, EngineUnavailable)])
-def test_an_error_in_a_stream_is_that_of_an_answer(code: int, kind: type[Exception]) -> None:
+def test_an_error_in_a_stream_is_raised_according_to_its_code(code: int, kind: type[Exception]) -> None:
     event = json.dumps({"error": {"message": "too long", "code": code}}).encode()
     with pytest.raises(kind, match="too long"):
         StreamedCompletion(ASKED).feed(event)
 
 
-# What the real server answered for `prompt_logprobs: 2`.
+# The answer of the real server for `prompt_logprobs: 2`.
 ROWS = [
     None,
     {"11": {"logprob": -1.857856273651123, "rank": 1}, "60": {"logprob": -3.9792511463165283, "rank": 2}},

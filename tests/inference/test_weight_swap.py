@@ -1,4 +1,4 @@
-"""A swap in mid-generation: which policy sampled each token, against both in transformers."""
+"""A swap of weights during a generation: which policy sampled each token, compared with transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LONG = SamplingParams(1500, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture
 async def engine(swapping_url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
-    """The engine on version 0, before and after."""
+    """The engine, with version 0 before and after the test."""
     async with fresh_ids(swapping_url) as client:
         await client.update_weights_from_disk(str(model_folder), 0)
         yield client
@@ -59,9 +59,9 @@ async def swap_in_mid_generation(
 
 
 def boundary(completion: Completion) -> int:
-    """Index of the first token of the new version; the versions are [0, .., 0, 7, .., 7].
+    """Return the index of the first token of the new version; the versions are [0, .., 0, 7, .., 7].
 
-    Missed if the swap came before the first token or after the last.
+    Raise Missed if the swap came before the first token or after the last.
     """
     if len(set(completion.versions)) == 1:
         raise Missed
@@ -71,7 +71,7 @@ def boundary(completion: Completion) -> int:
 
 
 @again_if_missed
-async def test_retract_recomputes_and_every_token_carries_its_policy(
+async def test_after_a_retraction_the_prefix_is_recomputed_and_every_token_has_its_version(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
     old, new = load_reference(model_folder), load_reference(next_model_folder)
@@ -89,7 +89,7 @@ async def test_retract_recomputes_and_every_token_carries_its_policy(
 
 
 @again_if_missed
-async def test_an_aborted_generation_continues_through_the_pool_under_the_new_weights(
+async def test_an_aborted_generation_continues_through_the_pool_with_the_new_weights(
     engine: SGLangEngine, swapping_url: str, model_folder: Path, next_model_folder: Path
 ) -> None:
     old, new = load_reference(model_folder), load_reference(next_model_folder)
@@ -113,7 +113,7 @@ async def test_an_aborted_generation_continues_through_the_pool_under_the_new_we
 
 @torch.inference_mode()
 def mixed_logprobs(old, new, prompt: TokenIds, completion: Completion, b: int) -> np.ndarray:  # noqa: ANN001
-    """Logprobs from token b on by `new` over the keys and values that `old` had left in place."""
+    """Return logprobs from token b on, by `new` with the keys and values that `old` computed before."""
     ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))[None]
     kept = len(prompt) + b - 1  # the last token before the swap had not been computed yet
     cache = old(ids[:, :kept], use_cache=True).past_key_values
@@ -123,7 +123,7 @@ def mixed_logprobs(old, new, prompt: TokenIds, completion: Completion, b: int) -
 
 @pytest.mark.parametrize("swapping_url", FREEZING, indirect=True)
 @again_if_missed
-async def test_in_place_continues_over_the_old_keys_and_values_and_nothing_reuses_them(
+async def test_after_an_in_place_swap_the_old_keys_and_values_are_used_by_the_running_call_only(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
     old, new = load_reference(model_folder), load_reference(next_model_folder)
@@ -143,8 +143,8 @@ async def test_in_place_continues_over_the_old_keys_and_values_and_nothing_reuse
 
 
 @pytest.mark.parametrize("swapping_url", [REAL], indirect=True)
-async def test_a_server_that_prepares_a_step_ahead_is_not_paused_in_place(engine: SGLangEngine) -> None:
-    """It would give the new version to one token of each request that the old weights drew."""
+async def test_a_server_with_the_overlap_schedule_is_not_paused_in_place(engine: SGLangEngine) -> None:
+    """It would label one token of each request, sampled by the old weights, with the new version."""
     with pytest.raises(EngineError, match="--disable-overlap-schedule"):
         await engine.pause("in_place")
 
@@ -163,10 +163,10 @@ async def test_a_prefix_of_the_old_version_is_never_reused(
     assert second.versions.tolist() == [1] * 20
 
 
-# A real server must have no prefix cache for it, see docs/sglang.md; vLLM retracts what runs instead.
+# A real SGLang must have no prefix cache for it, see docs/sglang.md; vLLM retracts requests instead.
 @pytest.mark.parametrize("swapping_url", FREEZING, indirect=True)
 @again_if_missed
-async def test_without_a_pause_a_swap_waits_for_what_runs_and_holds_what_comes(
+async def test_without_a_pause_a_swap_waits_for_running_requests_and_holds_new_ones(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
     running = asyncio.create_task(engine.generate("r", prompt_of(30, seed=5), LONG))
@@ -176,17 +176,17 @@ async def test_without_a_pause_a_swap_waits_for_what_runs_and_holds_what_comes(
     later = asyncio.create_task(engine.generate("l", prompt_of(30, seed=5), LONG))
     before, after, _ = await asyncio.gather(running, later, swap)
     assert before.versions.tolist() == [0] * 1500
-    if not after.versions.any():  # it came before the swap
+    if not after.versions.any():  # the later request ran before the swap
         raise Missed
     assert after.versions.tolist() == [3] * 1500
 
 
 @pytest.mark.parametrize("swapping_url", [REAL], indirect=True)
 @pytest.mark.parametrize("pause", [None, "abort"])
-async def test_a_server_takes_weights_in_the_moment_in_which_its_last_request_ends(
+async def test_a_server_accepts_weights_at_the_moment_when_its_last_request_ends(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path, pause: PauseMode | None
 ) -> None:
-    """Its scheduler has then begun another step for that request, and may not flush its cache."""
+    """Its scheduler has already begun another step for that request, and cannot flush its cache then."""
     folders = [model_folder, next_model_folder]
     for version in range(60):
         params = SamplingParams(40 + version % 7, temperature=0.0, ignore_eos=True)
@@ -202,7 +202,7 @@ async def test_a_server_takes_weights_in_the_moment_in_which_its_last_request_en
     assert (await engine.model_info()).version == 59
 
 
-async def test_a_request_that_came_during_the_pause_runs_on_the_new_weights(
+async def test_a_request_that_arrived_during_the_pause_runs_with_the_new_weights(
     engine: SGLangEngine, next_model_folder: Path
 ) -> None:
     await engine.pause("retract")
@@ -214,7 +214,7 @@ async def test_a_request_that_came_during_the_pause_runs_on_the_new_weights(
     assert (await task).versions.tolist() == [4] * 5
 
 
-async def test_weights_that_are_not_there_are_refused_and_the_old_ones_kept(
+async def test_missing_weights_are_refused_and_the_old_ones_kept(
     engine: SGLangEngine, model_folder: Path, tmp_path: Path
 ) -> None:
     before = await engine.checksum()
@@ -228,7 +228,7 @@ async def test_weights_that_are_not_there_are_refused_and_the_old_ones_kept(
 async def test_weights_of_other_shapes_are_refused_and_the_old_ones_kept(
     engine: SGLangEngine, model_folder: Path, tmp_path: Path
 ) -> None:
-    """A real server ends itself instead, whatever the transport: docs/sglang.md."""
+    """A real SGLang exits instead, whatever the transport, see docs/sglang.md."""
     larger = build_model(tmp_path / "larger", hidden_size=96)
     with pytest.raises(EngineRejected, match="expected"):
         await engine.update_weights_from_disk(str(larger), 9)
@@ -243,7 +243,7 @@ async def assert_serves_version_0(engine: SGLangEngine, model_folder: Path) -> N
     assert completion.versions.tolist() == [0] * 20
 
 
-async def test_the_checksum_tells_weights_apart_and_finds_them_again(
+async def test_the_checksum_differs_between_weights_and_is_the_same_for_equal_ones(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
     first = await engine.checksum()
@@ -254,7 +254,7 @@ async def test_the_checksum_tells_weights_apart_and_finds_them_again(
     assert await engine.checksum() == first
 
 
-async def test_a_version_that_is_no_integer_is_an_error_not_a_guess(engine: SGLangEngine) -> None:
+async def test_a_version_that_is_no_integer_is_an_error(engine: SGLangEngine) -> None:
     await engine._call("POST", "/update_weight_version", {"new_version": "step-3"})
     with pytest.raises(EngineError, match="step-3"):
         await engine.generate("v", prompt_of(5), SamplingParams(3))
@@ -263,7 +263,7 @@ async def test_a_version_that_is_no_integer_is_an_error_not_a_guess(engine: SGLa
 
 
 async def flushed(engine: SGLangEngine) -> None:
-    """Flush the cache as soon as the server lets go of the request that it has just answered."""
+    """Flush the cache as soon as the server has released the request that it has just answered."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
@@ -288,7 +288,7 @@ async def test_flush_is_refused_while_requests_are_frozen(engine: SGLangEngine) 
 async def check_refused(
     engine: SGLangEngine, frozen: asyncio.Task[Completion], path: str, body: dict[str, Any], said: str
 ) -> None:
-    """It is refused because of a frozen call. Missed if that had come to its end before the pause."""
+    """Check that a request is refused because of a frozen call; raise Missed if the call ended before."""
     try:
         await engine._call("POST", path, body)
     except EngineRejected as refused:
@@ -304,7 +304,7 @@ async def check_refused(
 async def test_a_swap_that_would_flush_frozen_requests_is_refused(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
-    """A real server ends itself instead; the client never asks for it."""
+    """A real SGLang exits instead; the client never requests it."""
     task = asyncio.create_task(engine.generate("f", prompt_of(30, seed=7), LONG))
     await until_running(engine, task)
     await engine.pause("in_place")

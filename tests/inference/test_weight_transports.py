@@ -1,7 +1,7 @@
-"""New weights by every transport: what is served afterwards, and that a failure changes nothing.
+"""Weight updates by every transport: the new weights are served afterwards, and a failure changes nothing.
 
-The same tests run for the embedded engine's kernels and for a real SGLang, except those that a real one does
-not survive.
+The same tests run for the embedded engine's kernels and for a real SGLang, except those that would make a
+real one exit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.inference.engine import WeightBucket, WeightGroup
 
 SHORT = SamplingParams(20, temperature=0.0, ignore_eos=True)
-LIMIT_S = 4.0  # of the hurried engine, for what a trainer has to do
+LIMIT_S = 4.0  # how long the hurried engine waits for a trainer
 
 of_each_transport = pytest.mark.parametrize("update", TRANSPORTS.values(), ids=TRANSPORTS)
 embedded_only = pytest.mark.parametrize("swapping_url", EMBEDDED, indirect=True)
@@ -61,7 +61,7 @@ each_engine = pytest.mark.parametrize(
 
 @pytest.fixture
 async def engine(swapping_url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
-    """The engine on version 0, whatever the test before left behind."""
+    """The engine with version 0, whatever state the previous test left it in."""
     async with FreshIds(swapping_url) as client:
         await client.resume()
         await client.update_weights_from_disk(str(model_folder), 0)
@@ -91,7 +91,7 @@ async def test_after_an_update_the_new_weights_are_served(
 @each_engine
 @pytest.mark.parametrize("update", [by_tensors, by_broadcast])
 @again_if_missed
-async def test_a_swap_in_mid_generation_labels_every_token(
+async def test_every_token_gets_its_version_if_weights_are_swapped_during_a_generation(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path, update: Transport
 ) -> None:
     prompt = prompt_of(40, seed=2)
@@ -112,7 +112,7 @@ async def test_a_swap_in_mid_generation_labels_every_token(
 
 @each_engine
 @again_if_missed
-async def test_a_pause_that_aborts_returns_what_the_old_weights_drew_and_no_more(
+async def test_a_pause_that_aborts_returns_only_tokens_of_the_old_weights(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
     prompt = prompt_of(40, seed=4)
@@ -135,7 +135,7 @@ async def test_a_pause_that_aborts_returns_what_the_old_weights_drew_and_no_more
 
 
 @one_kernel
-async def test_generation_continues_while_weights_arrive_and_waits_for_the_swap_alone(
+async def test_generation_continues_while_weights_arrive_and_only_waits_for_the_swap(
     engine: SGLangEngine, next_model_folder: Path
 ) -> None:
     named = weights_of(next_model_folder)
@@ -148,7 +148,7 @@ async def test_generation_continues_while_weights_arrive_and_waits_for_the_swap_
 
 
 @each_engine
-async def test_pieces_outside_an_update_are_refused(engine: SGLangEngine, model_folder: Path) -> None:
+async def test_weights_outside_an_update_are_refused(engine: SGLangEngine, model_folder: Path) -> None:
     with pytest.raises(EngineRejected, match="begin_weight_update"):
         await engine.update_weights_from_tensors([payload_of(weights_of(model_folder)[:1])], 9)
     with pytest.raises(EngineRejected, match="begin_weight_update"):
@@ -170,7 +170,7 @@ async def test_an_update_that_a_lost_trainer_left_open_is_given_up(
 async def test_an_abandoned_update_is_never_served(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
-    """However much of it has arrived, or arrives later."""
+    """Not even if all of its weights have arrived, or more of them arrive later."""
     whole = [payload_of(weights_of(next_model_folder))]
     await engine.begin_weight_update()
     await engine.update_weights_from_tensors(whole, 9)
@@ -196,7 +196,7 @@ WRONG = {
 
 @one_kernel
 @pytest.mark.parametrize(("named", "message"), WRONG.values(), ids=WRONG)
-async def test_a_wrong_piece_is_refused_and_the_old_weights_are_kept(
+async def test_invalid_tensors_are_refused_and_the_old_weights_are_kept(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path, named: list, message: str
 ) -> None:
     await engine.begin_weight_update()
@@ -212,7 +212,7 @@ async def test_a_wrong_piece_is_refused_and_the_old_weights_are_kept(
 
 
 @one_kernel
-async def test_requests_that_make_no_sense_are_refused(engine: SGLangEngine, model_folder: Path) -> None:
+async def test_invalid_update_requests_are_refused(engine: SGLangEngine, model_folder: Path) -> None:
     await engine.begin_weight_update()
     for payloads in ([], ["AAAA"] * 2, ["%%"], ["AAAA"]):
         with pytest.raises(EngineRejected, match="serialized_named_tensors"):
@@ -227,17 +227,17 @@ async def test_requests_that_make_no_sense_are_refused(engine: SGLangEngine, mod
     with pytest.raises(EngineRejected, match="lacks 24"):
         await engine.end_weight_update()
     await engine.begin_weight_update()
-    await engine.end_weight_update()  # nothing was announced: nothing to change
+    await engine.end_weight_update()  # nothing was announced, so nothing changes
     await assert_serves_version_0(engine, model_folder)
 
 
-def test_a_bucket_whose_numbers_would_lie_askew_is_refused() -> None:
+def test_a_bucket_with_a_misaligned_tensor_is_refused() -> None:
     WeightBucket(("a", "b"), ("float32", "bfloat16"), ((1,), (3,)))
     with pytest.raises(ValueError, match="b would begin at byte 6"):
         WeightBucket(("a", "b"), ("bfloat16", "float32"), ((3,), (1,)))
 
 
-# A trainer of its own process: joins the group of its arguments, and broadcasts nothing.
+# A trainer in a separate process: it joins the group given in its arguments, and broadcasts nothing.
 SILENT_TRAINER = """
 import sys, time
 from areal_agents.inference.embedded.updates.process_group import join_group
@@ -258,7 +258,7 @@ def silent_trainer() -> Iterator[tuple[WeightGroup, subprocess.Popen[str]]]:
 
 
 @each_engine
-async def test_a_trainer_that_dies_in_mid_broadcast_is_an_error_and_another_can_follow(
+async def test_the_death_of_a_trainer_during_a_broadcast_is_an_error_and_another_can_follow(
     engine: SGLangEngine,
     silent_trainer: tuple[WeightGroup, subprocess.Popen[str]],
     model_folder: Path,
@@ -279,7 +279,7 @@ async def test_a_trainer_that_dies_in_mid_broadcast_is_an_error_and_another_can_
     await engine.resume()
     await assert_serves_version_0(engine, model_folder)
     await engine.pause("retract")
-    await by_broadcast(engine, next_model_folder, 3)  # which gives up the update that was left open
+    await by_broadcast(engine, next_model_folder, 3)  # this abandons the update that was left open
     await engine.resume()
     assert (await engine.checksum()).ranks == (hashes_of(next_model_folder),)
     assert (await engine.generate("again", prompt_of(9), SHORT)).versions.tolist() == [3] * 20
@@ -287,7 +287,7 @@ async def test_a_trainer_that_dies_in_mid_broadcast_is_an_error_and_another_can_
 
 @pytest.fixture(scope="module")
 def hurried_url(model_folder: Path) -> Iterator[str]:
-    """An engine that waits for a trainer for LIMIT_S."""
+    """An engine that waits LIMIT_S for a trainer."""
     with running_engine(model_folder, kernel="torch", threads=1, slots=4, broadcast_timeout_s=LIMIT_S) as url:
         yield url
 
@@ -304,7 +304,7 @@ async def until_listening(port: int) -> None:
                 return
 
 
-async def test_a_trainer_that_hangs_holds_up_nobody(
+async def test_a_trainer_that_hangs_does_not_block_the_engine(
     hurried_url: str,
     silent_trainer: tuple[WeightGroup, subprocess.Popen[str]],
     model_folder: Path,
@@ -321,7 +321,7 @@ async def test_a_trainer_that_hangs_holds_up_nobody(
         receiving = asyncio.create_task(
             engine.receive_weights(bucket, group=group.name, version=9, last=True)
         )
-        await assert_serves_version_0(engine, model_folder)  # generation goes on
+        await assert_serves_version_0(engine, model_folder)  # generation continues
         with pytest.raises(EngineError, match="received"):
             await receiving
         with pytest.raises(EngineRejected, match="lacks 24"):
@@ -332,7 +332,7 @@ async def test_a_trainer_that_hangs_holds_up_nobody(
 
 
 @one_kernel
-async def test_an_update_that_ends_before_a_broadcast_arrived_takes_nothing(
+async def test_an_update_that_ends_before_a_broadcast_has_arrived_changes_nothing(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
     named = weights_of(next_model_folder)
@@ -356,12 +356,12 @@ async def test_a_prepared_folder_is_not_read_again_unless_it_changed(
     await engine.prepare_weights_from_disk(str(tmp_path))
     known = file.stat()
     file.write_bytes(bytes(known.st_size))
-    os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))  # as if nothing had happened
+    os.utime(file, ns=(known.st_atime_ns, known.st_mtime_ns))  # as if the file had not changed
     await engine.update_weights_from_disk(str(tmp_path), 1)
     assert (await engine.checksum()).ranks == (hashes_of(next_model_folder),)
     await engine.prepare_weights_from_disk(str(model_folder))
     with pytest.raises(EngineRejected, match="cannot be read"):
-        await engine.update_weights_from_disk(str(tmp_path), 2)  # what was prepared is another folder
+        await engine.update_weights_from_disk(str(tmp_path), 2)  # another folder was prepared last
     file.write_bytes((model_folder / "model.safetensors").read_bytes())
     await engine.prepare_weights_from_disk(str(tmp_path))
     file.write_bytes((next_model_folder / "model.safetensors").read_bytes())
@@ -380,7 +380,7 @@ async def test_a_folder_that_cannot_be_prepared_is_refused(
 
 @each_engine
 @again_if_missed
-async def test_memory_is_released_under_a_pause_and_taken_again(
+async def test_memory_is_released_during_a_pause_and_allocated_again(
     engine: SGLangEngine, model_folder: Path
 ) -> None:
     with pytest.raises(EngineError, match="only after a pause"):
@@ -399,7 +399,7 @@ async def test_memory_is_released_under_a_pause_and_taken_again(
 
 @embedded_only
 @again_if_missed
-async def test_released_weights_come_back_with_the_next_update(
+async def test_released_weights_are_restored_by_the_next_update(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
     await engine.pause("retract")

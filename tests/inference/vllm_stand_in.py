@@ -1,7 +1,7 @@
 """A server that speaks the part of vLLM 0.32's API that the client uses, in front of an embedded engine.
 
-It answers in the form that the real server was seen to answer, with numbers of the embedded engine. The same
-tests run against the real one (`make test-vllm`).
+Its answers have the format of those of a real server, with the results of the embedded engine. The same tests
+run with a real server (`make test-vllm`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class VLLMStandIn:
         version: the weight version that it reports.
         is_paused: whether it is paused.
         calls: the paths of the requests so far, in order, without those of generation and of the version.
-        answers: what /collective_rpc answers for a method, instead of what the engine does.
+        answers: by method, the answers of /collective_rpc that replace those of the engine.
         holds_version: while it is set, /weight_info does not answer.
     """
 
@@ -62,7 +62,7 @@ class VLLMStandIn:
 
     @property
     def engine(self) -> SGLangEngine:
-        """The client of the embedded engine, made in the loop that serves."""
+        """The client of the embedded engine, created in the event loop of the server."""
         if self._engine is None:
             self._engine = SGLangEngine(self._url)
         return self._engine
@@ -71,7 +71,7 @@ class VLLMStandIn:
         return Response()
 
     async def _close(self, request: Request) -> Response:
-        """Close the connection to the engine; vLLM has nothing of the kind."""
+        """Close the client of the embedded engine; vLLM has no such endpoint."""
         await self.engine.aclose()
         self._engine = None
         return JSONResponse({})
@@ -181,7 +181,7 @@ class VLLMStandIn:
         )
         call.add_done_callback(lambda _: pieces.put_nowait(None))
         sent = 0
-        held: TokenChunk | None = None  # until it is known whether it is the last
+        held: TokenChunk | None = None  # held until it is known whether it is the last
         try:
             while (piece := await pieces.get()) is not None:
                 if held is not None:

@@ -1,4 +1,4 @@
-"""A trainer as an engine sees it: weights of a folder by each transport, and adapters as peft writes them."""
+"""What a trainer sends to an engine: weights by each transport, and adapters in the format of peft."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def payload_of(named: Any) -> str:
 
 
 def bucket_of(named: Named) -> tuple[WeightBucket, Tensor]:
-    """What is announced, and what is broadcast."""
+    """Return the bucket to announce, and the bytes to broadcast."""
     names, tensors = zip(*named, strict=True)
     dtypes = tuple(str(t.dtype).removeprefix("torch.") for t in tensors)
     flat = torch.cat([t.contiguous().flatten().view(torch.uint8) for t in tensors])
@@ -84,14 +84,14 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 @contextmanager
 def fresh_group() -> Iterator[WeightGroup]:
-    """A group of two on a port that is reserved for it."""
+    """Yield a group of two members, on a port that is reserved for it."""
     with reserved_ports(1) as (port,):
         yield WeightGroup("127.0.0.1", port, 1, 2, f"weights-{uuid.uuid4().hex[:8]}", "gloo")
 
 
 @asynccontextmanager
 async def joined(engine: SGLangEngine) -> AsyncIterator[tuple[dist.ProcessGroup, str]]:
-    """The trainer's end of a group with one engine, and the group's name."""
+    """Yield the trainer's process group with one engine, and the name of the group."""
     with fresh_group() as group:
         made, _ = await asyncio.gather(
             asyncio.to_thread(join_group, group, rank=0, timeout_s=JOIN_S), engine.join_weight_group(group)
@@ -114,7 +114,7 @@ async def send(
 
 
 def hashes_of(folder: Path) -> dict[str, str]:
-    """The checksums that an engine must answer for a folder: its matrices fused as SGLang fuses them."""
+    """Return the checksums that an engine must report for a folder, with matrices fused as in SGLang."""
     tensors = dict(weights_of(folder))
     fused: dict[str, list[Tensor]] = {}
     for name in (*tensors,):
@@ -133,8 +133,8 @@ def hashes_of(folder: Path) -> dict[str, str]:
 def write_adapter(
     folder: Path, base: Path, *, seed: int, rank: int = 4, config: Mapping[str, Any] | None = None
 ) -> Path:
-    """An adapter of random factors on every linear layer of the model at `base`; `config` overrides its
-    adapter_config.json."""
+    """Write an adapter with random factors for every linear layer of the model at `base`; `config` overrides
+    its adapter_config.json."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in weights_of(base):
@@ -156,7 +156,7 @@ def write_adapter(
 
 @torch.no_grad()
 def adapted_reference(base: Path, adapter: Path) -> PreTrainedModel:
-    """The model at `base` in transformers with W + (alpha / rank) · B A in place of each W."""
+    """Return the model at `base` in transformers, with W + (alpha / rank) · B A in place of each W."""
     model = load_reference(base)
     config = json.loads((adapter / "adapter_config.json").read_text())
     factors = load_file(adapter / "adapter_model.safetensors")

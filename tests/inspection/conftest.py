@@ -1,4 +1,4 @@
-"""A proxy with recorded episodes: one that branches, one that failed, one in evaluation."""
+"""A proxy with recorded episodes: one with branches, one that failed, and one of an evaluation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
             ids.append(episode["id"])
             messages: list[Any] = [{"role": "user", "content": "Where is Lyon?"}]
             client = proxy.openai(episode)
-            if not ids[1:]:  # the first episode looks something up, and answers
+            if not ids[1:]:  # the first episode calls the tool, and answers
                 engine.script = lambda call: tool_call(query="Lyon")
                 ask = client.chat.completions.create
                 called = ask(model="p", messages=messages, tools=[SEARCH]).choices[0].message

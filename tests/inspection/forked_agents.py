@@ -1,4 +1,4 @@
-"""Agents of the tests of forks: they look something up with a tool that gives other results each time."""
+"""Agents for the tests of forks. Their search tool returns another result at each call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from areal_agents import Episode
 
 
 def search(task: dict[str, Any]) -> str:
-    """Look something up; every call leaves a line in a file."""
+    """Return a search result, and append a line to a file."""
     with open(task["ran"], "a") as file:
         file.write("search\n")
     return f"In France, says source {secrets.token_hex(4)}"
@@ -43,7 +43,7 @@ def asked(task: dict[str, Any]) -> list[Any]:
 
 
 async def agent(task: dict[str, Any], ep: Episode) -> float:
-    """Takes recorded results where there are any."""
+    """Uses recorded results of tools where there are any."""
     return await play(task, ep, asked(task), repeats=True)
 
 
@@ -52,7 +52,7 @@ async def searches_again(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def restores(task: dict[str, Any], ep: Episode) -> float:
-    """Brings itself to the fork, without the calls before it."""
+    """Restores the messages before the fork by itself, without repeating the calls."""
     messages = asked(task) if ep.fork is None else [dict(message) for message in ep.fork.messages]
     return await play(task, ep, messages, repeats=False)
 
@@ -88,7 +88,7 @@ def synchronous(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def two_at_once(task: dict[str, Any], ep: Episode) -> float:
-    """Asks two questions at the same time."""
+    """Sends two requests at the same time."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0)
 
     async def ask(question: str) -> str:

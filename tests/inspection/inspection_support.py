@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a proxy of tests/proxy, and the episodes that it has recorded."""
+"""Helpers that the tests of this folder share: a proxy of tests/proxy, and the episodes in its store."""
 
 from __future__ import annotations
 

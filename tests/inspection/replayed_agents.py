@@ -1,4 +1,4 @@
-"""Agents of the tests of replaying: the one that was recorded, and changed ones."""
+"""Agents for the replay tests: the agent that was recorded, and changed versions of it."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ async def crashes(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def other_question(task: dict[str, Any], ep: Episode) -> float:
-    """Asks something else."""
+    """Asks another question."""
     return await play({**task, "question": "Where is Nice?"}, ep, "In France")

@@ -1,4 +1,4 @@
-"""The report on a run that a user attaches to an issue: what is in it, and what is not."""
+"""The report on a run that a user attaches to an issue, which must contain no secrets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SECRETS = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
-    """A run that has ended after eight steps without a gradient, and whose texts contain secrets."""
+    """A run that has ended after eight steps without a gradient, and whose files contain secrets."""
     monkeypatch.setenv("SOME_PASSWORD", SECRETS["of the environment"])
     monkeypatch.setenv("PROVIDER_API_KEY_2", SECRETS["of a numbered variable"])
     monkeypatch.setenv("DB_PASS", SECRETS["in JSON"])
@@ -75,7 +75,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return folder
 
 
-def test_the_file_has_what_an_issue_needs(folder: RunFolder, tmp_path: Path) -> None:
+def test_the_file_contains_what_an_issue_needs(folder: RunFolder, tmp_path: Path) -> None:
     said: list[str] = []
     path = diagnose(folder.root, tmp_path / "out.zip", say=said.append)
     with zipfile.ZipFile(path) as file:
@@ -90,7 +90,7 @@ def test_the_file_has_what_an_issue_needs(folder: RunFolder, tmp_path: Path) -> 
         assert part in texts["summary.txt"]
     assert json.loads(texts["config.json"])["trainer"]["steps"] and "torch==" in texts["packages.txt"]
     assert len(texts["metrics.jsonl"].splitlines()) == 8 and "max_tokens=512" in texts["logs/rollout.log"]
-    assert path.stat().st_mode & 0o077 == 0  # for its owner alone
+    assert path.stat().st_mode & 0o077 == 0  # readable by its owner only
 
 
 def test_no_secret_is_in_the_file_or_on_the_terminal(folder: RunFolder, tmp_path: Path) -> None:

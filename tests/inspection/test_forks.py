@@ -1,4 +1,4 @@
-"""Recorded turns are sampled again by a real engine, from their exact tokens, and agents go on from there."""
+"""A real engine samples recorded turns again from their exact tokens, and agents continue from there."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def new_calls(episodes: list[RecordedEpisode]) -> int:
     return sum(len(turn.reply.tool_calls) for episode in episodes for turn in episode.turns[1:])
 
 
-def test_a_fork_has_the_recorded_tokens_and_goes_on_with_new_ones(
+def test_a_fork_has_the_recorded_tokens_and_continues_with_new_ones(
     recording: Recording, tmp_path: Path
 ) -> None:
     forked, before = recording.turn(2), recording.searches
@@ -149,7 +149,7 @@ def test_a_fork_has_the_recorded_tokens_and_goes_on_with_new_ones(
     assert recording.searches - before == new_calls(episodes)
 
 
-def test_the_same_seed_samples_the_same_and_another_one_does_not(
+def test_the_same_seed_samples_the_same_tokens_and_another_seed_does_not(
     recording: Recording, tmp_path: Path
 ) -> None:
     def sampled(folder: str, seed: int, agent: str = "agent") -> list[list[int]]:
@@ -173,20 +173,20 @@ def test_the_prompt_is_never_rendered_again(recording: Recording, tmp_path: Path
     np.testing.assert_array_equal(episode.turns[number - 1].new_prompt_ids, odd)
 
 
-def test_a_synchronous_agent_that_streams_repeats_too(recording: Recording, tmp_path: Path) -> None:
+def test_a_synchronous_agent_that_streams_can_be_forked(recording: Recording, tmp_path: Path) -> None:
     forked, before = recording.turn(2), recording.searches
     found, episodes = recording.fork(forked, "synchronous", tmp_path)
     assert [c.error for c in found.continuations] == [None, None]
     assert recording.searches - before == new_calls(episodes)
 
 
-def test_an_agent_can_bring_itself_to_the_fork(recording: Recording, tmp_path: Path) -> None:
+def test_an_agent_can_restore_the_messages_of_the_fork_itself(recording: Recording, tmp_path: Path) -> None:
     found, episodes = recording.fork(recording.turn(2), "restores", tmp_path)
     assert [c.error for c in found.continuations] == [None, None]
     assert all(episode.turns[1].parent == episode.turns[0].id for episode in episodes)
 
 
-def test_the_agent_of_the_documentation(recording: Recording, tmp_path: Path) -> None:
+def test_the_agent_of_the_documentation_can_be_forked(recording: Recording, tmp_path: Path) -> None:
     found, _ = recording.fork(recording.turn(2, "documented"), "documented", tmp_path)
     assert [c.error for c in found.continuations] == [None, None]
 
@@ -222,7 +222,7 @@ def test_continuations_that_did_not_end_are_aborted(recording: Recording, tmp_pa
         assert [episode.status for episode in store.episodes()] == ["aborted", "aborted"]
 
 
-def test_calls_at_the_same_time(recording: Recording, tmp_path: Path) -> None:
+def test_an_agent_with_concurrent_calls_can_be_forked(recording: Recording, tmp_path: Path) -> None:
     forked = recording.turn(2, "two_at_once")
     found, episodes = recording.fork(forked, "two_at_once", tmp_path, temperature=3.0)
     assert [c.error for c in found.continuations] == [None, None]
@@ -231,7 +231,7 @@ def test_calls_at_the_same_time(recording: Recording, tmp_path: Path) -> None:
         assert episode.turns[0].reply == forked.episode.turns[0].reply
 
 
-def test_the_turn_alone(recording: Recording, tmp_path: Path) -> None:
+def test_a_turn_can_be_sampled_without_the_agent(recording: Recording, tmp_path: Path) -> None:
     forked = recording.turn(1)
     found, episodes = recording.fork(forked, "agent", tmp_path, only_turn=True, temperature=1.0)
     for continuation, episode in zip(found.continuations, episodes, strict=True):
@@ -244,7 +244,7 @@ def test_the_turn_alone(recording: Recording, tmp_path: Path) -> None:
         assert texts == recording.renderer.tokenizer.decode(turn.completion.token_ids.tolist())
 
 
-def test_by_the_command(recording: Recording, tmp_path: Path) -> None:
+def test_the_command_records_the_continuations(recording: Recording, tmp_path: Path) -> None:
     given = [
         "fork", recording.episodes["agent"], "--turn", recording.turn(2).turn.id, "-k", "2",
         "--run", str(recording.folder / "store.db"), "--config", str(recording.folder / "config.yaml"),
@@ -275,7 +275,7 @@ def test_by_the_command(recording: Recording, tmp_path: Path) -> None:
         (["--turn", "2", "engine.kind=sglang", "engine.urls=[http://127.0.0.1:1]"], "leave engine.urls out"),
     ],
 )
-def test_what_cannot_be_forked_is_refused(
+def test_an_invalid_fork_is_refused(
     recording: Recording, tmp_path: Path, more: list[str], message: str
 ) -> None:
     given = [

@@ -1,4 +1,4 @@
-"""Exports in the forms of other programs; with the environments installed, their own models check them."""
+"""Exports in the formats of other programs, whose own models check them if the environments are installed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_atif_has_every_call_once_with_its_tokens(recorded: Recorded, tmp_path: 
     assert first["extra"]["score"] == 0.75
 
 
-def test_a_training_trace_masks_what_is_not_the_policys(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_training_trace_masks_tokens_that_the_policy_did_not_sample(
+    recorded: Recorded, tmp_path: Path
+) -> None:
     (trace,) = lines(exported(recorded, tmp_path / "t.jsonl", "openenv", "--min-reward", "0.5"))
     assert len(trace["turns"]) == 3 and trace["turns"][0]["metadata"]["score"] == 0.75
     for turn in trace["turns"]:
@@ -66,7 +68,7 @@ def test_a_training_trace_masks_what_is_not_the_policys(recorded: Recorded, tmp_
         assert turn["loss_mask"] == [0] * len(prompt) + [1] * len(completion)
 
 
-def test_messages_and_rows_for_sft(recorded: Recorded, tmp_path: Path) -> None:
+def test_exports_for_sft_contain_the_selected_conversations(recorded: Recorded, tmp_path: Path) -> None:
     rows = lines(exported(recorded, tmp_path / "m.jsonl", "messages", "--min-reward", "0.5"))
     assert [[m["role"] for m in row["messages"]] for row in rows] == [
         ["user", "assistant", "tool", "assistant"],
@@ -90,7 +92,7 @@ def test_messages_and_rows_for_sft(recorded: Recorded, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.jsonl", "sft"]
 
 
-def test_pairs_are_of_one_prompt_and_two_scores(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_pair_has_one_prompt_and_two_different_scores(recorded: Recorded, tmp_path: Path) -> None:
     with opened(str(recorded.store)) as source:
         better = {**source.get(recorded.evaluated), "score": 1.0}
         worse = {**source.get(recorded.failed), "task": better["task"], "score": 0.0}
@@ -102,7 +104,7 @@ def test_pairs_are_of_one_prompt_and_two_scores(recorded: Recorded, tmp_path: Pa
         exported(recorded, tmp_path / "pairs", "pairs", "--task", "t2")
 
 
-def test_a_stored_episode_is_what_the_reward_function_was_given(recorded: Recorded) -> None:
+def test_a_stored_episode_equals_the_one_that_the_reward_function_was_given(recorded: Recorded) -> None:
     state = recorded.proxy.http.get(f"/episodes/{recorded.branching}").json()
     with Store.open(recorded.store) as store:
         assert stored_episode(store.load_episode(recorded.branching)) == finished_episode(

@@ -1,4 +1,4 @@
-"""Imports of conversations: exact tokens, what is refused, and a training that learns them."""
+"""Imports of conversations: their exact tokens, faulty files that are refused, and training on imports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def line(*messages: dict[str, Any], **more: Any) -> str:
 
 
 def imported(folder: Path, lines: Sequence[str] | Path, *more: str, into: str = "store.db") -> Path:
-    """Import lines, or a file or folder; return the store."""
+    """Import lines, or a file or folder, and return the store."""
     source = folder / "given.jsonl" if not isinstance(lines, Path) else lines
     if not isinstance(lines, Path):
         source.write_text("\n".join(lines) + "\n")
@@ -73,13 +73,13 @@ def trained_tokens(episode: RecordedEpisode) -> list[tuple[list[int], list[bool]
 
 
 def learned(sample: tuple[list[int], list[bool]]) -> str:
-    """The text of the tokens that a sample trains."""
+    """The text of the tokens of a sample that are trained."""
     return TOKENIZER.decode([token for token, is_trained in zip(*sample, strict=True) if is_trained])
 
 
 @pytest.fixture(scope="module")
 def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with one episode of the proxy: a call, its result, and two second questions, a branch each."""
+    """A store with one episode of the proxy: a call, its result, and two branches with a question each."""
     path = tmp_path_factory.mktemp("talk") / "recorded.db"
     replies = iter(
         ["I look.\n" + tool_call(query="Lyon, where?"), "In France,\nin the east.", "Paris", "Rome"]
@@ -106,7 +106,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with one episode of the proxy with its default settings: a call, and the answer."""
+    """A store with one episode of the proxy with its default settings: a call and the answer."""
     path = tmp_path_factory.mktemp("searched") / "store.db"
     replies = iter(["I look.\n" + tool_call(query="Lyon"), "In France"])
     engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
@@ -123,10 +123,10 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_exported_conversation_has_its_tokens_again_with_default_settings(
+def test_an_exported_conversation_is_imported_with_its_tokens_by_default(
     searched: Path, tmp_path: Path
 ) -> None:
-    """The template of this model knows no reasoning, so no empty block of it is learned."""
+    """The template of this model has no reasoning, so no empty block of reasoning is learned."""
     (recorded,) = episodes_in(searched)
     out = tmp_path / "m.jsonl"
     export = ["episodes", "export", str(searched), str(out), "--format", "messages"]
@@ -146,19 +146,19 @@ def exported_and_imported(talk: Path, folder: Path, form: str, name: str) -> lis
     return episodes_in(imported(folder, folder / name, *more))
 
 
-def test_an_exported_conversation_has_the_recorded_tokens_and_mask_again(talk: Path, tmp_path: Path) -> None:
-    """Of the two branches, each is a conversation; what both share is recorded, and trained, once."""
+def test_an_exported_conversation_is_imported_with_its_recorded_loss_mask(talk: Path, tmp_path: Path) -> None:
+    """Each of the two branches is a conversation. Their shared part is recorded, and trained, once."""
     first, second = trained_tokens(episodes_in(talk)[0])
     shared = next(n for n, (a, b) in enumerate(zip(first[0], second[0], strict=False)) if a != b)
     owner, other = (first, second) if sum(first[1][:shared]) else (second, first)
     assert sum(owner[1][:shared]) and not sum(other[1][:shared])
     found = exported_and_imported(talk, tmp_path, "messages", "m.jsonl")
-    # A file of messages does not say that two conversations share replies, so both learn them.
+    # A file of messages does not show that two conversations share replies, so both are trained on them.
     whole = (other[0], owner[1][:shared] + other[1][shared:])
     assert sorted(sample for one in found for sample in trained_tokens(one)) == sorted([owner, whole])
 
 
-def test_an_exported_trajectory_learns_what_conversations_share_once(talk: Path, tmp_path: Path) -> None:
+def test_the_shared_part_of_exported_trajectories_is_trained_once(talk: Path, tmp_path: Path) -> None:
     recorded = trained_tokens(episodes_in(talk)[0])
     found = exported_and_imported(talk, tmp_path, "atif", "atif")
     again = [sample for one in found for sample in trained_tokens(one)]
@@ -170,7 +170,7 @@ def test_an_exported_trajectory_learns_what_conversations_share_once(talk: Path,
 
 
 def test_an_exported_row_has_all_branches_and_its_score(talk: Path, tmp_path: Path) -> None:
-    """What branches share is learned once; the score chooses."""
+    """The shared part of the branches is trained once, and rows are selected by their score."""
     recorded = trained_tokens(episodes_in(talk)[0])
     (again,) = exported_and_imported(talk, tmp_path, "jsonl", "e.jsonl")
     assert sorted(trained_tokens(again)) == sorted(recorded)
@@ -189,8 +189,8 @@ def test_an_exported_row_has_all_branches_and_its_score(talk: Path, tmp_path: Pa
         imported(tmp_path, tmp_path / "e.jsonl", *more, into="some.db")
 
 
-def test_recorded_tokens_are_taken_if_they_are_those_of_the_model(talk: Path, tmp_path: Path) -> None:
-    """A reply that the policy sampled in other tokens than its template would write."""
+def test_recorded_tokens_are_kept_if_they_are_those_of_the_model(talk: Path, tmp_path: Path) -> None:
+    """The policy sampled the reply in other tokens than its template would write."""
     renderer = ChatRenderer.from_folder(MODEL)
     prompt = renderer.render([Message("user", "Where is Lyon?")])
     sampled = [*(i for c in "Lyon" for i in renderer.tokenizer.encode(c)), renderer.stop_token_ids[0]]
@@ -205,7 +205,7 @@ def test_recorded_tokens_are_taken_if_they_are_those_of_the_model(talk: Path, tm
         assert renderer.tokenizer.decode(found) == "Lyon<|im_end|>"
 
 
-def test_imported_turns_say_that_no_policy_sampled_them(tmp_path: Path) -> None:
+def test_imported_turns_are_marked_as_not_sampled_by_a_policy(tmp_path: Path) -> None:
     path = imported(tmp_path, [line(ASK, SAY)], "--reward", "0.5")
     (episode,) = episodes_in(path)
     (turn,) = episode.turns
@@ -238,7 +238,7 @@ def test_algorithms_that_need_behavior_logprobs_refuse_imported_turns(tmp_path: 
             groups.refuse_imported(algorithm)
 
 
-def test_what_is_not_to_be_learned_is_masked(tmp_path: Path) -> None:
+def test_replies_that_must_not_be_learned_are_masked(tmp_path: Path) -> None:
     wrong = {"role": "assistant", "content": "In Spain", "weight": 0}
     again = {"role": "user", "content": "Look again."}
     (weighted, greeted) = episodes_in(
@@ -347,7 +347,7 @@ def test_held_out_episodes_of_an_export_are_not_trained_on_silently(
     assert "wrote 4 conversations" in run("export", store, *rows, "--split", "all").stdout
 
 
-def test_an_export_that_cannot_be_imported_is_named(recorded: Recorded, tmp_path: Path) -> None:
+def test_an_export_in_a_format_that_cannot_be_imported_is_refused(recorded: Recorded, tmp_path: Path) -> None:
     for form, name, what in (
         ("sft", "sft", "a data set, as export --format sft and pairs write it"),
         ("parquet", "e.parquet", "Parquet, as export --format parquet writes it"),
@@ -375,8 +375,8 @@ ATIF: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_atif_of_other_agents(tmp_path: Path) -> None:
-    """Tools, results with and without a call, a step without a model, an embedded sub-agent."""
+def test_atif_trajectories_of_other_agents_are_imported(tmp_path: Path) -> None:
+    """It has tools, results with and without a call, a step without a model, and an embedded sub-agent."""
     sub = {"trajectory_id": "s", **ATIF, "steps": [{**ATIF["steps"][1], "step_id": 1}, ATIF["steps"][4]]}
     file = tmp_path / "t.json"
     file.write_text(json.dumps({**ATIF, "subagent_trajectories": [sub]}))
@@ -401,7 +401,9 @@ def test_atif_of_other_agents(tmp_path: Path) -> None:
          "step 2: observation must be a JSON object"),
     ],
 )  # fmt: skip
-def test_faulty_atif_is_named_by_its_step(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+def test_a_fault_in_atif_is_reported_with_its_step(
+    tmp_path: Path, change: dict[str, Any], expected: str
+) -> None:
     file = tmp_path / "t.json"
     file.write_text(json.dumps({**ATIF, **change}))
     with pytest.raises(DataError, match=r"t\.json: " + expected):
@@ -419,7 +421,7 @@ def test_faulty_atif_is_named_by_its_step(tmp_path: Path, change: dict[str, Any]
         (["x.jsonl", "--into", "s.db", "--model", str(MODEL), "--tools", "none"], "--tools: none cannot be"),
     ],
 )
-def test_wrong_arguments(
+def test_wrong_arguments_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -428,8 +430,8 @@ def test_wrong_arguments(
     assert not (tmp_path / "s.db").exists()
 
 
-def test_an_import_leaves_the_episodes_of_a_run_alone(recorded: Recorded, tmp_path: Path) -> None:
-    """A store that a proxy serves from gets the new episodes, and keeps its own."""
+def test_an_import_does_not_change_the_episodes_of_a_run(recorded: Recorded, tmp_path: Path) -> None:
+    """The store of a running proxy gets the new episodes, and keeps its own."""
     before = len(recorded.proxy.http.get("/episodes").json()["episodes"])
     (tmp_path / "store").symlink_to(recorded.store.parent)
     imported(tmp_path, [line(ASK, SAY)], into=f"store/{recorded.store.name}")
@@ -439,8 +441,8 @@ def test_an_import_leaves_the_episodes_of_a_run_alone(recorded: Recorded, tmp_pa
     assert shown["turns"][0]["logprobs"] is None and shown["turns"][0]["token_ids"]
 
 
-def test_the_episodes_of_a_run_are_learned_as_the_documentation_says(searched: Path, tmp_path: Path) -> None:
-    """The commands of docs/inspecting.md: an agent that calls tools learns what it did itself."""
+def test_the_documented_commands_train_on_the_episodes_of_a_run(searched: Path, tmp_path: Path) -> None:
+    """The commands of docs/inspecting.md train an agent that calls tools on its own episodes."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "my_agent-seed0").symlink_to(searched.parent)
     (tmp_path / "tools.json").write_text(block("docs/inspecting.md", '[{"type"').text)
@@ -457,8 +459,8 @@ def test_the_episodes_of_a_run_are_learned_as_the_documentation_says(searched: P
     assert (tmp_path / "runs/sft/final/config.json").exists()
 
 
-def test_the_example_of_the_documentation_learns(tmp_path: Path) -> None:
-    """The commands of docs/training.md as a user runs them."""
+def test_training_on_the_documented_example_reduces_the_loss(tmp_path: Path) -> None:
+    """The commands of docs/training.md are run as a user runs them."""
     question = json.loads(block("docs/training.md", '{"messages"').text)
     pairs = {"Neon": "Ne", "Tin": "Sn", "Iron": "Fe"}
     lines = [

@@ -24,7 +24,7 @@ from areal_agents.rendering import ChatRenderer
 
 
 def call(*arguments: object) -> str:
-    """Run a command that must succeed; return what it printed."""
+    """Run a command that must succeed, and return its output."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -54,7 +54,7 @@ def test_episodes_are_listed_with_filters(
     assert [row["id"] for row in rows] == [getattr(recorded, name) for name in names]
 
 
-def test_the_table_names_scores_and_errors(recorded: Recorded, where: str) -> None:
+def test_the_table_shows_scores_and_errors(recorded: Recorded, where: str) -> None:
     shown = call("episodes", "ls", where)
     assert recorded.branching in shown and "0.750" in shown and "no such tool" in shown
 
@@ -86,7 +86,7 @@ def test_episodes_are_exported(recorded: Recorded, where: str, tmp_path: Path) -
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.jsonl", "all.parquet"]
 
 
-def test_a_reward_goes_through_the_proxy_and_never_beside_it(recorded: Recorded) -> None:
+def test_a_reward_is_set_through_the_proxy_and_never_directly_in_the_store(recorded: Recorded) -> None:
     assert "0.5" in call("reward", recorded.evaluated, "0.5", recorded.proxy.url, "--name", "style")
     (row,) = json.loads(call("episodes", "ls", recorded.store, "--json", "--split", "eval"))
     assert row["score"] == 0.75
@@ -102,7 +102,7 @@ def test_a_reward_goes_through_the_proxy_and_never_beside_it(recorded: Recorded)
     assert not Path("nowhere.db").exists()
 
 
-def test_a_proxy_that_needs_its_admin_key_is_named_with_where_the_key_is(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_admin_key_says_where_the_key_is(tmp_path: Path) -> None:
     engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
     with running_proxy(tmp_path / "store.db", engine, admin_key="admin-key") as proxy:
         done = CliRunner().invoke(app, ["episodes", "ls", proxy.url])
@@ -113,7 +113,7 @@ def test_a_proxy_that_needs_its_admin_key_is_named_with_where_the_key_is(tmp_pat
         assert listed.exit_code == 0, listed.output
 
 
-def test_a_list_of_the_proxy_comes_in_pages(recorded: Recorded) -> None:
+def test_the_proxy_lists_episodes_in_pages(recorded: Recorded) -> None:
     first = recorded.proxy.http.get("/episodes", params={"limit": 2}).json()
     assert [e["id"] for e in first["episodes"]] == [recorded.branching, recorded.failed]
     last = recorded.proxy.http.get("/episodes", params={"limit": 2, "after": first["next"]}).json()
@@ -170,7 +170,7 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", ["- a", "model: x", "[", "trainer: 5"])
-def test_a_folder_with_another_config_is_no_run(tmp_path: Path, config: str) -> None:
+def test_a_folder_with_another_config_is_not_a_run(tmp_path: Path, config: str) -> None:
     folder = run_folder(tmp_path / "other")
     folder.config.write_text(config)
     assert "no runs" in call("runs", tmp_path)
@@ -180,7 +180,7 @@ def test_a_folder_with_another_config_is_no_run(tmp_path: Path, config: str) -> 
         pass
 
 
-def test_an_empty_file_is_not_made_a_store(tmp_path: Path) -> None:
+def test_an_empty_file_is_refused_and_not_turned_into_a_store(tmp_path: Path) -> None:
     file = tmp_path / "empty.db"
     file.touch()
     with pytest.raises(ConfigError, match="is empty"), opened(str(file)):
@@ -211,7 +211,7 @@ def test_a_run_is_followed_until_it_ends(tmp_path: Path) -> None:
         next(follow(tmp_path, lines=1))
 
 
-def test_nothing_of_this_loads_a_model(recorded: Recorded) -> None:
+def test_listing_episodes_does_not_import_torch(recorded: Recorded) -> None:
     code = (
         "import sys\nfrom areal_agents.cli import app\n"
         "app(sys.argv[1:], standalone_mode=False)\nassert 'torch' not in sys.modules, 'torch is loaded'"

@@ -1,4 +1,4 @@
-"""An agent is run against its recorded replies, and what has changed in it is found."""
+"""An agent is run against its recorded replies, and changes in its behavior are found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TASK = Task("t", {"question": "Where is Lyon?"})
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
-    """An episode of two calls, the store that has it, and a configuration without an agent."""
+    """An episode of two calls, the store that contains it, and a configuration with the recorded agent."""
     folder = tmp_path_factory.mktemp("replay")
     engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
     replies = iter((tool_call(query="Lyon"), "Lyon is in France."))
@@ -53,7 +53,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, P
 
 
 def replayed(recording: tuple[str, Path, Path], agent: str) -> tuple[int, dict[str, Any], str]:
-    """The exit status, the JSON, and the text of a replay."""
+    """Replay the episode, and return the exit status, the JSON output and the text output."""
     given = ["replay", *map(str, recording), f"agent={AGENTS}:{agent}"]
     as_json = CliRunner().invoke(app, [*given, "--json"])
     text = CliRunner().invoke(app, given)
@@ -84,7 +84,9 @@ def test_the_first_request_that_differs_is_shown(recording: tuple[str, Path, Pat
         ("crashes", "the replayed episode failed: KeyError: 'a changed tool'"),
     ],
 )
-def test_other_differences(recording: tuple[str, Path, Path], agent: str, message: str) -> None:
+def test_other_rewards_numbers_of_calls_and_failures_are_reported(
+    recording: tuple[str, Path, Path], agent: str, message: str
+) -> None:
     code, found, text = replayed(recording, agent)
     assert code == 1 and not found["is_same"] and message in text
 
@@ -94,7 +96,7 @@ def test_a_store_alone_needs_the_configuration_of_the_agent(recording: tuple[str
         CliRunner().invoke(app, ["replay", recording[0], str(recording[1])], catch_exceptions=False)
 
 
-def test_of_an_aborted_episode_only_the_calls_are_compared(
+def test_only_the_calls_of_an_aborted_episode_are_compared(
     recording: tuple[str, Path, Path], tmp_path: Path
 ) -> None:
     episode, file, config = recording

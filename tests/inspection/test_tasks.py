@@ -1,4 +1,4 @@
-"""The command that shows what training has seen of each task."""
+"""The command that shows the attempts at each task in training, and their rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from store_support import complete_group, open_episode, reward  # noqa: E402
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with two sources; a score of 0.5 solves a task of the second."""
+    """The folder of a run with two sources. In the second one, a score of 0.5 solves a task."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     sources = [{"name": "sums"}, {"name": "games", "difficulty": {"solved_score": 0.5}}]
     folder.config.write_text(yaml.safe_dump({"trainer": {"steps": 1}, "data": {"sources": sources}}))

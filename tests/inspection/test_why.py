@@ -1,4 +1,4 @@
-"""`areal-agents why`: a run of two steps on groups of every fate, and what it says of each."""
+"""`areal-agents why` on a run of two steps, with groups of every possible outcome."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS = {"credit": "reward_to_go", "turn_discount": 0.5, "minibatches": 2, "e
 
 @dataclass(frozen=True)
 class Trained:
-    """The folder of a run that has ended, and the model that it began with."""
+    """The folder of a run that has ended, and its initial model."""
 
     run: Path
     model: Path
@@ -48,10 +48,10 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """Groups, oldest first. Step 1 takes "a", sampled by the engine, and "rewards", with rewards of turns;
-    step 2 takes "equal", drops "old", which is beyond the bound, and takes "mixed", with turns that are not
-    trained and a token that is too old. No step takes "queued". Other episodes failed, are held out, or are
-    still running."""
+    """A run with these groups, oldest first. Step 1 takes "a", which the engine sampled, and "rewards", which
+    has rewards of turns. Step 2 takes "equal", drops "old", which exceeds the bound on staleness, and takes
+    "mixed", with turns that are not trained and a token that is too old. No step takes "queued". Other
+    episodes failed, are held out, or are still running."""
     run = tmp_path_factory.mktemp("why") / "run"
     model = build_model(tmp_path_factory.mktemp("model") / "model")
     with (
@@ -106,7 +106,7 @@ def completion(versions: list[int]) -> Completion:
 
 
 def turn(version: int = 0, **fields: Any) -> Turn:
-    """A root of four sampled tokens; `put` gives it an id."""
+    """A root turn of four sampled tokens. `put` gives it an id."""
     return Turn(
         id="?",
         parent=None,
@@ -129,7 +129,7 @@ def new(episode: str, group: str | None, index: int, size: int, split: Any = "tr
 
 
 def put(store: Store, group: str, episodes: list[list[Turn]], *, rewards: list[dict[int, float]]) -> None:
-    """A complete group; each episode has rewards of its turns by their places."""
+    """Store a complete group, whose episodes have these rewards of turns, by the indices of the turns."""
     for index, (turns, of_turns) in enumerate(zip(episodes, rewards, strict=True)):
         episode = f"{group}-{index}"
         store.open_episode(new(episode, group, index, len(episodes))).result()
@@ -141,14 +141,14 @@ def put(store: Store, group: str, episodes: list[list[Turn]], *, rewards: list[d
 
 
 def put_alone(store: Store, episode: str, split: Any, *, error: str | None = None) -> None:
-    """An episode of no group, which failed, or is still running or held out."""
+    """Store an episode without a group, which failed, is still running, or is held out."""
     store.open_episode(new(episode, None, 0, 1, split)).result()
     if error is not None:
         store.seal(episode, "failed", error=error).result()
 
 
-def test_the_path_of_a_turn_with_rewards_of_turns(trained: Trained) -> None:
-    """D(k) by hand: the second turn of the first episode has 1.0; the first has 0.25 + 0.5 · 1.0."""
+def test_the_path_of_a_turn_shows_its_return_baseline_and_advantage(trained: Trained) -> None:
+    """The returns by hand: the second turn of the first episode has 1.0; the first has 0.25 + 0.5 · 1.0."""
     found = why(trained.run, "rewards-0", 1)
     assert found["verdict"] == "trained in step 1"
     (step,) = found["steps"]
@@ -162,7 +162,8 @@ def test_the_path_of_a_turn_with_rewards_of_turns(trained: Trained) -> None:
     assert terms["advantage"]["value"] == pytest.approx(0.125 / (scores.std(ddof=1) + 1e-5))
     assert terms["advantage"]["agrees"] is True
     second = {term["name"]: term for term in why(trained.run, "rewards-0", "rewards-0-1")["steps"][0]["path"]}
-    assert (second["return"]["value"], second["baseline"]["value"]) == (1.0, 0.5)  # the other has ended: 0
+    # The other episode has ended by then, which counts as 0.
+    assert (second["return"]["value"], second["baseline"]["value"]) == (1.0, 0.5)
     assert all(row["advantage"]["agrees"] for row in step["turns"])
 
 
@@ -182,7 +183,7 @@ def test_the_terms_of_a_token_are_those_that_the_step_recorded(trained: Trained)
     assert json.loads(call("why", "a-1", "2", "3", trained.run, "--json")) == found
 
 
-def test_a_turn_whose_tokens_are_partly_too_old(trained: Trained) -> None:
+def test_tokens_of_a_turn_that_are_too_old_are_shown_as_stale(trained: Trained) -> None:
     found = why(trained.run, "mixed-0", 1)
     (step,) = found["steps"]
     assert (step["step"], step["version"]) == (2, 1)
@@ -205,13 +206,15 @@ def test_a_turn_whose_tokens_are_partly_too_old(trained: Trained) -> None:
         ("running", "it is still running"),
     ],
 )
-def test_an_episode_that_was_not_trained_says_why(episode: str, says: str, trained: Trained) -> None:
+def test_the_verdict_on_an_episode_that_was_not_trained_gives_the_reason(
+    episode: str, says: str, trained: Trained
+) -> None:
     assert says in why(trained.run, episode)["verdict"]
     assert says in call("why", episode, trained.run)
 
 
-def test_logprobs_under_each_version_that_remains(trained: Trained) -> None:
-    """Those of the versions that sampled and trained a turn are the recorded ones."""
+def test_logprobs_are_computed_under_each_version_that_remains(trained: Trained) -> None:
+    """Under the version that sampled the turn, they equal the recorded behavior and proximal logprobs."""
     result = CliRunner().invoke(app, ["why", "a-0", "1", str(trained.run), "--versions", "--json"])
     assert "1/3: initial model" in result.stderr
     found = json.loads(result.stdout)
@@ -222,8 +225,8 @@ def test_logprobs_under_each_version_that_remains(trained: Trained) -> None:
     assert by_version[1] != pytest.approx(by_version[0], abs=1e-3)
 
 
-def test_a_difference_from_what_was_recorded_is_shown(trained: Trained, tmp_path: Path) -> None:
-    """Here the settings were changed after the run."""
+def test_a_difference_from_the_recorded_advantage_is_shown(trained: Trained, tmp_path: Path) -> None:
+    """The settings are changed after the run."""
     run = copy_of(trained.run, tmp_path)
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["algorithm"]["turn_discount"] = 1.0
@@ -232,7 +235,7 @@ def test_a_difference_from_what_was_recorded_is_shown(trained: Trained, tmp_path
     assert why(run, "rewards-0")["steps"][0]["turns"][0]["advantage"]["agrees"] is False
 
 
-def test_without_records_what_the_store_says_is_shown(trained: Trained, tmp_path: Path) -> None:
+def test_without_records_of_steps_the_data_of_the_store_is_shown(trained: Trained, tmp_path: Path) -> None:
     run = copy_of(trained.run, tmp_path)
     for step in (1, 2):
         (step_folder(run, step) / "rank-0.parquet").unlink()
@@ -244,7 +247,7 @@ def test_without_records_what_the_store_says_is_shown(trained: Trained, tmp_path
     )
 
 
-def test_what_does_not_exist_is_refused(trained: Trained, tmp_path: Path) -> None:
+def test_episodes_turns_and_tokens_that_do_not_exist_are_refused(trained: Trained, tmp_path: Path) -> None:
     for arguments, says in (
         (["a-0", "9"], "has no turn 9"),
         (["a-0", "1", "99"], "expected an index from 0 to 7"),

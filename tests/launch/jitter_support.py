@@ -1,4 +1,4 @@
-"""Tasks, and an agent whose calls and tools take another time in every run; some calls go side by side."""
+"""Tasks, and an agent whose model calls and tools take random times; some of the calls are concurrent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def some_time() -> None:
 
 @episode
 async def agent(task: dict[str, Any], ep: Episode) -> float:
-    """Two turns with a tool, each with two calls of a helper beside it; the reward follows from the texts."""
+    """Take two turns, each with two concurrent helper calls; the reward is computed from the replies."""
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, http_client=HTTP)
 
     async def ask(messages: list[Any], most: int) -> Any:

@@ -1,4 +1,4 @@
-"""Which runs can have agents that are jobs of a cluster."""
+"""Checks of runs whose agents are cluster jobs: addresses, templates, schedulers and owners."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loaded(*overrides: str, template: Path = TEMPLATE, **job: Any) -> Config:
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that answer nothing."""
+    """Put stand-ins for Slurm's programs into PATH, which succeed and print nothing."""
     for program in ("sbatch", "squeue", "scancel"):
         (tmp_path / program).write_text("#!/bin/sh\n")
         (tmp_path / program).chmod(0o755)
@@ -49,7 +49,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["proxy.public_url='http://[::1]:80'"], "proxy.public_url", r"http://\[::1\]:80"),
     ],
 )
-def test_an_address_that_jobs_do_not_reach_is_refused(settings: list[str], key: str, address: str) -> None:
+def test_an_address_that_jobs_cannot_reach_is_refused(settings: list[str], key: str, address: str) -> None:
     message = f"^{key}: the agent's jobs run on other machines, which do not reach {address};"
     with pytest.raises(ConfigError, match=message):
         check_jobs(loaded(*settings))
@@ -59,7 +59,7 @@ def test_an_address_that_jobs_do_not_reach_is_refused(settings: list[str], key: 
 @pytest.mark.parametrize(
     "settings", [["proxy.host=10.0.0.1"], ["proxy.host=0.0.0.0", "proxy.public_url=http://login1:8100"]]
 )
-def test_an_address_that_jobs_reach(settings: list[str]) -> None:
+def test_an_address_that_jobs_can_reach_is_accepted(settings: list[str]) -> None:
     check_jobs(loaded(*settings))
 
 
@@ -83,7 +83,7 @@ def test_a_wrong_template_and_a_missing_program_are_refused(
         check_jobs(loaded("proxy.host=10.0.0.1"))
 
 
-def test_the_local_launcher_needs_the_commands_of_the_scheduler_here(
+def test_the_local_launcher_needs_the_commands_of_the_scheduler_on_this_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -93,7 +93,7 @@ def test_the_local_launcher_needs_the_commands_of_the_scheduler_here(
 
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize("launcher", ["", "local"])
-def test_a_scheduler_that_does_not_answer_is_found_before_anything_starts(
+def test_a_scheduler_that_does_not_answer_is_reported_before_anything_starts(
     tmp_path: Path, launcher: str
 ) -> None:
     config = loaded("proxy.host=0.0.0.0", "proxy.public_url=http://login1:8100")
@@ -106,13 +106,13 @@ def test_a_scheduler_that_does_not_answer_is_found_before_anything_starts(
 
 
 @pytest.mark.parametrize("launcher", ["kubernetes", "skypilot"])
-def test_machines_of_no_slurm_cluster_submit_no_jobs_of_slurm(launcher: str) -> None:
+def test_slurm_jobs_are_refused_with_a_launcher_outside_of_slurm(launcher: str) -> None:
     settings = ["proxy.public_url=http://balancer:8000"]
     with pytest.raises(ConfigError, match=f"^agent.job.kind: slurm with --launcher {launcher}: the rollout"):
         check_jobs(loaded(*settings), launcher=launcher)
 
 
-def test_skypilot_places_machines_in_a_slurm_cluster_too() -> None:
+def test_slurm_jobs_are_accepted_if_skypilot_uses_a_slurm_cluster() -> None:
     settings = ["proxy.public_url=http://balancer:8000", "cluster.skypilot.resources.infra=slurm/main"]
     check_jobs(loaded(*settings), launcher="skypilot")
 
@@ -153,13 +153,13 @@ def test_a_job_without_a_command_is_refused() -> None:
         load_config(QUICK_START, [f"agent={agent}", "ablation=null"])
 
 
-def test_jobs_of_kubernetes_are_kept_until_they_are_seen_to_have_ended() -> None:
+def test_finished_kubernetes_jobs_must_be_kept_for_at_least_two_polls() -> None:
     job = {"kind": "kubernetes", "poll_s": 400.0}
     with pytest.raises(ConfigError, match="ttlSecondsAfterFinished is 600, and must be at least twice"):
         check_jobs(loaded("proxy.public_url=http://balancer:8000", template=MANIFEST, **job), launcher="ray")
 
 
-def test_waiting_must_end_before_the_proxy_ends_the_episode() -> None:
+def test_the_wait_for_a_job_must_end_before_the_proxy_ends_the_episode() -> None:
     with pytest.raises(ConfigError, match=r"agent\.job\.wait_s: 3600 s, but an episode without a call fails"):
         loaded(wait_s=3600)
     with pytest.raises(ConfigError, match="a job that starts last needs 60 s for its first call"):
@@ -167,20 +167,20 @@ def test_waiting_must_end_before_the_proxy_ends_the_episode() -> None:
     assert job_of_agent(loaded("proxy.idle_timeout_s=7200", wait_s=3600).agent) is not None
 
 
-def test_a_job_has_no_isolation() -> None:
+def test_a_job_with_an_isolation_is_refused() -> None:
     agent = {"command": "a", "job": {"kind": "slurm", "template": "t"}, "isolation": "process"}
     with pytest.raises(ConfigError, match="job and isolation: process exclude each other"):
         load_config(QUICK_START, [f"agent={json.dumps(agent)}", "ablation=null"])
 
 
-def test_a_job_of_kubernetes_gets_no_variables_of_the_run() -> None:
+def test_passing_variables_of_the_run_to_a_kubernetes_job_is_refused() -> None:
     job = {"kind": "kubernetes", "template": "t"}
     agent = {"command": "a", "job": job, "pass_environment": ["PGPASSWORD"]}
     with pytest.raises(ConfigError, match="pass_environment has no effect on a Job of Kubernetes"):
         load_config(QUICK_START, [f"agent={json.dumps(agent)}", "ablation=null"])
 
 
-def test_commands_that_play_here_refuse_jobs() -> None:
+def test_commands_that_play_episodes_on_this_machine_refuse_jobs() -> None:
     with pytest.raises(ConfigError, match=r"^agent\.job: fork plays episodes on this machine"):
         refuse_jobs(loaded(), "fork")
     refuse_jobs(load_config(QUICK_START), "fork")
@@ -189,7 +189,7 @@ def test_commands_that_play_here_refuse_jobs() -> None:
 
 @pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
 def test_paths_are_relative_to_the_configuration(tmp_path: Path, kind: str) -> None:
-    """Those in the command only where the job sees the files of this machine."""
+    """Paths in the command are resolved only if the job sees the files of this machine."""
     (tmp_path / "agent.py").touch()
     agent = f"{{command: python agent.py, job: {{kind: {kind}, template: job.txt}}}}"
     config = tmp_path / "config.yaml"
@@ -202,7 +202,7 @@ def test_paths_are_relative_to_the_configuration(tmp_path: Path, kind: str) -> N
     assert load_config(tmp_path / "saved.yaml", []).agent == found
 
 
-def test_the_fingerprint_has_the_template(tmp_path: Path) -> None:
+def test_the_fingerprint_includes_the_template(tmp_path: Path) -> None:
     template = tmp_path / "agent.sbatch"
     template.write_text(TEMPLATE.read_text())
     before = Fingerprint.of(loaded(template=template))
@@ -212,13 +212,13 @@ def test_the_fingerprint_has_the_template(tmp_path: Path) -> None:
     assert after.changes_since(before.parts) == "the agent (agent.sbatch)"
 
 
-def test_the_owner_of_jobs_is_that_of_the_place(tmp_path: Path) -> None:
+def test_the_owner_of_jobs_survives_a_restart_and_differs_between_processes(tmp_path: Path) -> None:
     config = loaded("store.url=postgresql://db/areal?schema=run")
     places = [ClusterPlace(index, 2, epoch, "secret") for index, epoch in ((0, 1), (0, 2), (1, 1))]
     first, restarted, second = (owner_of_jobs(config, tmp_path, place) for place in places)
     assert first == restarted != second
     assert len({first, owner_of_jobs(config, tmp_path, None), owner_of_jobs(config, Path("/run"), None)}) == 3
-    for url in ("null", "sqlite:///runs/store.db"):  # which is another store in each folder
+    for url in ("null", "sqlite:///runs/store.db"):  # each folder has its own store
         config = loaded(f"store.url={url}")
         owners = [
             owner_of_jobs(config, folder, place) for folder in (tmp_path, Path("/run")) for place in places

@@ -1,4 +1,4 @@
-"""What a run chooses by itself from its engines: proxy workers, concurrent calls, concurrent episodes."""
+"""What a run derives from its engines: the numbers of proxy workers, concurrent calls and episodes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ URLS = tuple(f"http://gpu{index}:30000" for index in range(8))
         (SGLANG | {"arguments": ("--max-running-requests=96", "--max-running-requests=48")}, 48),
     ],
 )
-def test_the_sequences_of_the_engines(engine: dict[str, Any], sequences: int) -> None:
+def test_sequences_counts_the_concurrent_sequences_of_all_engines(
+    engine: dict[str, Any], sequences: int
+) -> None:
     assert EngineConfig(**engine).sequences == sequences
 
 
 @pytest.mark.parametrize(
     ("sequences", "cores", "workers", "calls"),
     [
-        (64, 2, 1, 256),  # the quick start on a laptop: one process, as ever
+        (64, 2, 1, 256),  # the quick start on a laptop: one process
         (64, 128, 1, 256),
         (2048, 2, 1, 4096),
         (2048, 8, 2, 4096),
@@ -60,7 +62,7 @@ def test_the_concurrency_of_episodes_follows_from_the_engines() -> None:
     assert RolloutConfig(concurrency=5).for_engines(64).concurrency == 5
 
 
-def test_auto_is_what_is_automatic(tmp_path: Path) -> None:
+def test_auto_is_saved_as_0(tmp_path: Path) -> None:
     names = ["proxy.workers=auto", "proxy.max_concurrent=auto", "rollout.concurrency=auto"]
     config = load_config(EXAMPLE, names)
     assert (config.proxy.workers, config.proxy.max_concurrent, config.rollout.concurrency) == (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Which processes of a run are started again when they die, which end it, and that nothing stays behind."""
+"""Which processes of a run are restarted when they die, which end the run, and that none is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from areal_agents.launch import children as launch_children
 from areal_agents.launch.children import MOST_RESTARTS, ChildDied, Children
 from areal_agents.launch.signals import Interrupted, interruptible
 
-# A process that starts another in a session of its own, as agents do, and tells both numbers.
+# A process that starts another one in its own session, as agents do, and writes both process ids.
 MODULE = """
 import os, subprocess, sys, time
 left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -37,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 class Run(Children):
-    """Children that only sleep; `said` is what the user was told."""
+    """Children that only sleep; `said` has the messages to the user."""
 
     module = "chaos_module_of_the_tests"
 
@@ -54,7 +54,7 @@ class Run(Children):
         return self.folder / f"{name}.pids"
 
     def lives(self, name: str, count: int = 1) -> list[list[int]]:
-        """(its process, the one it left) of each life, once there were so many."""
+        """Return the pid of a child and of its own child for each start, once there were `count` starts."""
         path = self.pids_of(name)
         wait_for(lambda: path.exists() and path.read_text().count("\n") >= count, self.check)
         return [[int(pid) for pid in line.split()] for line in path.read_text().splitlines()]
@@ -76,13 +76,13 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_killed_server_is_started_again_and_what_it_had_left_is_ended(run: Run) -> None:
+def test_a_killed_server_is_restarted_and_the_process_that_it_left_is_ended(run: Run) -> None:
     run.begin("proxy", restarts=True)
     ((proxy, left),) = run.lives("proxy")
     os.kill(proxy, signal.SIGKILL)
     again = run.lives("proxy", 2)[1]
     assert is_running(again[0]) and is_running(again[1])
-    wait_for(lambda: not is_running(left))  # it was killed before, and may take a moment to be gone
+    wait_for(lambda: not is_running(left))  # it was killed before the restart, and may take a moment to exit
     (said,) = run.said
     assert "the proxy process was killed by signal 9 and will be restarted (restart 1 of at most 5" in said
     assert not run.finished("proxy")
@@ -95,7 +95,7 @@ def test_a_killed_server_is_started_again_and_what_it_had_left_is_ended(run: Run
     assert events[1]["detail"] == "was killed by signal 9"
 
 
-def test_an_interrupt_while_a_process_starts_does_not_lose_it(
+def test_a_process_is_not_lost_if_an_interrupt_arrives_while_it_starts(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[subprocess.Popen[bytes]] = []
@@ -121,7 +121,7 @@ def test_too_many_deaths_end_the_run(run: Run) -> None:
     assert len(run.said) == MOST_RESTARTS and len(run.lives("engine")) == MOST_RESTARTS + 1
 
 
-def test_the_reason_of_a_death_is_not_taken_from_an_earlier_run(run: Run) -> None:
+def test_the_error_of_a_dead_process_does_not_quote_the_log_of_an_earlier_run(run: Run) -> None:
     (run.folder / "rollout.log").write_text("the error of an earlier run\n")
     run.begin("rollout", "1", restarts=False)
     with pytest.raises(ChildDied) as died:
@@ -130,7 +130,7 @@ def test_the_reason_of_a_death_is_not_taken_from_an_earlier_run(run: Run) -> Non
     assert "an earlier run" not in str(died.value)
 
 
-def test_an_early_failure_and_a_wanted_end_are_not_repaired(run: Run) -> None:
+def test_a_process_that_fails_early_or_is_terminated_is_not_restarted(run: Run) -> None:
     run.begin("proxy", "1", restarts=True)  # as with a bad configuration
     with pytest.raises(ChildDied, match="the proxy process ended with exit code 1"):
         wait_for(lambda: False, run.check)
@@ -141,14 +141,14 @@ def test_an_early_failure_and_a_wanted_end_are_not_repaired(run: Run) -> None:
         wait_for(lambda: False, run.check)
 
 
-def test_a_late_failure_is_repaired(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_fails_late_is_restarted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_children, "STABLE_AFTER_S", 0.0)
     run.begin("rollout", "1", restarts=True)
     run.lives("rollout", 2)
     assert "ended with exit code 1 and will be restarted" in run.said[0]
 
 
-def test_each_process_has_its_own_time_to_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_has_its_own_stop_timeout(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer that writes a checkpoint is waited for, while a rollout process that hangs is killed."""
     monkeypatch.setattr(launch_children, "SOON_S", 0.0)
     (run.folder / "ending.py").write_text(
@@ -174,7 +174,7 @@ def test_each_process_has_its_own_time_to_end(run: Run, monkeypatch: pytest.Monk
     assert "waiting for trainer to end, for at most 120 s" in run.said
 
 
-def test_the_trainers_death_ends_the_run(run: Run) -> None:
+def test_the_death_of_the_trainer_ends_the_run(run: Run) -> None:
     run.begin("trainer", restarts=False)
     os.kill(run.lives("trainer")[0][0], signal.SIGKILL)
     with pytest.raises(ChildDied, match="the trainer process was killed by signal 9"):

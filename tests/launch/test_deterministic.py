@@ -1,4 +1,4 @@
-"""On-policy runs of one seed are equal bit for bit, however their episodes get in each other's way."""
+"""On-policy runs with the same seed are bitwise equal, whatever the timing of their episodes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SETTINGS = [
     *("trainer.steps=2", "trainer.warmup_steps=0", "trainer.lr=0.002", "algorithm.minibatches=2"),
     *("trainer.microbatch_tokens=512", "trainer.trackers=[]"),
 ]
-# The second run generates in other batches, on other slots and threads, and in another order.
+# The second run generates with different batches, slots and threads, and in a different order.
 ENGINES = (
     ["rollout.concurrency=6", "engine.slots=32", "engine.threads=1"],
     ["rollout.concurrency=2", "engine.slots=5", "engine.threads=3"],
 )
 TIMEOUT_S = 270
-TIMES = {"time", "trainer_idle", "rollout_idle", "mfu"}  # beside all that end in _s
+TIMES = {"time", "trainer_idle", "rollout_idle", "mfu"}  # and all metrics whose names end in _s
 
 
 def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -48,14 +48,14 @@ def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of each step, without those of time."""
+    """The metrics of each step, without those that measure time."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.endswith("_s") and k not in TIMES} for row in rows]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two runs, side by side."""
+    """The folders of two finished runs, which ran at the same time."""
     folder = tmp_path_factory.mktemp("runs")
     first, second = folder / "first", folder / "second"
     started = [start(run, *engine) for run, engine in zip((first, second), ENGINES, strict=True)]

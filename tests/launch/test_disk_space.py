@@ -1,4 +1,4 @@
-"""Low disk space: what is reported, and that submission stops and continues."""
+"""Low disk space: how much space a run needs, and how a shortage is reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What the disk has free, in GB."""
+    """The free space of the disk in GB, which a test can change."""
     left = {"gb": 10.0}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(left["gb"] * 1e9)))
     return left
@@ -45,7 +45,7 @@ def test_space_is_required_for_the_next_checkpoint_and_weights_too(
     free["gb"] = 1.1
     assert space.shortage() is None
     folder_of(kept[0], "step-1", 300_000_000)
-    folder_of(kept[0], ".step-2.tmp", 900_000_000)  # of a trainer that is writing
+    folder_of(kept[0], ".step-2.tmp", 900_000_000)  # the trainer is still writing it
     said = space.shortage()
     assert said is not None and f"the disk of {tmp_path} has 1.1 GB free, and the run needs 1.3 GB" in said
     folder_of(kept[1], "v1", 200_000_000)
@@ -64,7 +64,8 @@ def test_an_old_folder_that_is_being_removed_is_not_the_newest(
     free["gb"] = 1.1
     said = space.shortage()
     folder_of(tmp_path / "weights", "v1", 1)
-    os.utime(tmp_path / "weights" / "v1", (2e9, 2e9))  # what is taken out of it changes it
+    # The removal of its files changes the modification time of a folder.
+    os.utime(tmp_path / "weights" / "v1", (2e9, 2e9))
 
     def gone(folder: Path, pattern: str) -> Iterator[Path]:
         raise FileNotFoundError(folder)
@@ -73,7 +74,7 @@ def test_an_old_folder_that_is_being_removed_is_not_the_newest(
     assert said is not None and space.shortage() == said
 
 
-def test_the_user_sees_it_once_and_when_it_is_over() -> None:
+def test_a_shortage_is_reported_once_and_again_when_it_ends() -> None:
     out = io.StringIO()
     changes = Changes(steps=1, eval_episodes=0, trains_constrained=False)
     report = LineReport(Console(file=out, width=200), changes)
@@ -83,7 +84,7 @@ def test_the_user_sees_it_once_and_when_it_is_over() -> None:
     assert lines == ["warning: the disk is low", "the warning no longer applies; the run continues"]
 
 
-def test_of_a_folder_for_the_weights_of_several_runs_only_ones_own_count(
+def test_weights_of_other_runs_in_a_shared_folder_do_not_count(
     tmp_path: Path, free: dict[str, float]
 ) -> None:
     shared, run = tmp_path / "shm", tmp_path / "run"

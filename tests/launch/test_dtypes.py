@@ -1,4 +1,4 @@
-"""Engine and trainer compute in the same type, or the run is refused by the names of both keys."""
+"""Engine and trainer compute in the same dtype; otherwise the run is refused with the names of both keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIFFER = r"engine\.dtype: .* is {}.*trainer\.dtype: .* is {}"
 @pytest.mark.parametrize(
     ("settings", "dtype"),
     [
-        ([], "float32"),  # the embedded engine on a CPU, wherever the trainer is
+        ([], "float32"),  # the embedded engine on a CPU, whatever the device of the trainer
         (["trainer.device=cuda"], "float32"),
         (["engine.device=cuda"], "auto"),
         (["engine.dtype=bfloat16"], "bfloat16"),
@@ -30,11 +30,13 @@ DIFFER = r"engine\.dtype: .* is {}.*trainer\.dtype: .* is {}"
         (["engine.kind=sglang", "engine.urls=[http://gpu:1]", "engine.dtype=float32"], "auto"),
     ],
 )
-def test_the_trainer_follows_the_engines_that_the_run_starts(settings: list[str], dtype: str) -> None:
+def test_the_trainer_uses_the_dtype_of_the_engines_that_the_run_starts(
+    settings: list[str], dtype: str
+) -> None:
     assert with_trainer_dtype(load_config(EXAMPLE, settings)).trainer.dtype == dtype
 
 
-def test_two_types_are_refused_by_name_unless_both_are_given() -> None:
+def test_different_dtypes_are_refused_unless_both_are_given() -> None:
     def check(placements: tuple[GpuPlacement, ...], *settings: str) -> None:
         check_dtypes(load_config(EXAMPLE, settings), placements)
 
@@ -52,7 +54,9 @@ def test_two_types_are_refused_by_name_unless_both_are_given() -> None:
     check(GPU, *SGLANG, "trainer.dtype=float32", "engine.dtype=bfloat16")  # both are given
 
 
-def test_a_model_in_float16_is_not_served_in_another_type_than_it_is_trained_in(tmp_path: Path) -> None:
+def test_a_float16_model_that_would_be_served_and_trained_in_different_dtypes_is_refused(
+    tmp_path: Path,
+) -> None:
     config = load_config(EXAMPLE, SGLANG)
     text = (
         (Path(config.model) / "config.json").read_text().replace('"dtype": "float32"', '"dtype": "float16"')

@@ -1,4 +1,4 @@
-"""What a run starts for its engines, and what it asks of running ones, before anything is started."""
+"""The plan of the engines that a run starts, and the checks of running servers, before the run starts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(*overrides: str) -> Config:
 
 @contextmanager
 def server_that_says(info: Any) -> Iterator[str]:
-    """A server that was started so; its URL."""
+    """Run a server that reports these settings; yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -93,7 +93,7 @@ def test_engines_share_their_threads() -> None:
     assert int(threads_for("engine", engines=2)["OMP_NUM_THREADS"]) == max(1, half // 2)
 
 
-def test_a_sglang_that_is_not_there_is_reported_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_sglang_is_reported_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="engine.python: .*/no/python cannot be run"):
         plan_engines(config("engine.kind=sglang", f"engine.python={tmp_path}/no/python"))
 
@@ -111,7 +111,9 @@ def test_a_sglang_that_is_not_there_is_reported_before_anything_starts(tmp_path:
         ),
     ],
 )
-def test_what_engines_serve_and_give_back(settings: list[str], what: Callable[[Config], bool]) -> None:
+def test_the_adapter_rank_and_the_memory_to_release_follow_from_the_settings(
+    settings: list[str], what: Callable[[Config], bool]
+) -> None:
     assert what(config(*settings))
 
 
@@ -128,7 +130,9 @@ def test_what_engines_serve_and_give_back(settings: list[str], what: Callable[[C
         ("engine.deterministic=true", "enable_deterministic_inference", "--enable-deterministic-inference"),
     ],
 )
-def test_a_running_server_without_what_the_run_needs_is_refused(setting: str, field: str, flag: str) -> None:
+def test_a_running_server_without_a_flag_that_the_run_needs_is_refused(
+    setting: str, field: str, flag: str
+) -> None:
     with server_that_says({field: False}) as url:
         attached = ("engine.kind=sglang", f"engine.urls=[{url}]")
         check_running(config(*attached))
@@ -138,13 +142,13 @@ def test_a_running_server_without_what_the_run_needs_is_refused(setting: str, fi
         check_running(config("engine.kind=sglang", f"engine.urls=[{url}]", setting))
 
 
-def test_a_server_that_says_nothing_of_itself_is_unavailable() -> None:
+def test_a_server_that_does_not_report_its_settings_is_unavailable() -> None:
     with pytest.raises(EngineUnavailable, match="did not answer /get_server_info with its settings"):
         check_running(config("engine.kind=sglang", "engine.urls=[http://127.0.0.1:9]"))
 
 
 def waited_for(*urls: str, timeout_s: float = 20.0) -> list[str]:
-    """What a start warns of, that uses running servers."""
+    """Return the warnings at the start of a run that uses running servers."""
     warned: list[str] = []
     attached = config(
         "engine.kind=sglang",
@@ -156,7 +160,7 @@ def waited_for(*urls: str, timeout_s: float = 20.0) -> list[str]:
     return warned
 
 
-def test_a_start_waits_for_one_running_server_and_names_those_that_are_not_there() -> None:
+def test_a_start_waits_for_one_running_server_and_names_the_missing_ones() -> None:
     dead = "http://127.0.0.1:9"
     with server_that_says({"enable_lora": True}) as url, server_that_says({"enable_lora": True}) as other:
         assert waited_for(url, other) == []
@@ -169,14 +173,14 @@ def test_a_start_waits_for_one_running_server_and_names_those_that_are_not_there
         waited_for(dead, url)
 
 
-def test_a_start_without_any_running_server_ends_in_its_time() -> None:
+def test_a_start_without_any_running_server_fails_after_its_timeout() -> None:
     with pytest.raises(
         ArealAgentsError, match=r"none of .*:9/model_info, .*:10/model_info answered within 1 s"
     ):
         waited_for("http://127.0.0.1:9", "http://127.0.0.1:10", timeout_s=1)
 
 
-def test_idle_time_is_over_all_engines_and_outlives_one_that_starts_again(
+def test_idle_time_is_averaged_over_all_engines_and_survives_the_restart_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0
@@ -184,19 +188,19 @@ def test_idle_time_is_over_all_engines_and_outlives_one_that_starts_again(
     first: dict[str, float] = {"busy_s": 40.0}
     second: dict[str, float] = {"busy_s": 7.0}
     with server_that_says(first) as a, server_that_says(second) as b:
-        busy = EngineBusy((a, b), timeout_s=60)  # on a busy machine
-        busy.follow(0, 9)  # before the first step nothing counts
+        busy = EngineBusy((a, b), timeout_s=60)  # enough on a busy machine
+        busy.follow(0, 9)  # nothing counts before the first step
         assert busy.idle_share() is None
         busy.follow(1, 9)
-        now, first["busy_s"], second["busy_s"] = 110.0, 46.0, 2.0  # 6 s, and 2 s of a new life
+        now, first["busy_s"], second["busy_s"] = 110.0, 46.0, 2.0  # 6 s more, and 2 s since a restart
         busy.follow(2, 9)
         assert busy.idle_share() == pytest.approx(1 - (6 + 2) / 10 / 2)
     now = 120.0
-    busy.follow(3, 9)  # nobody answers
+    busy.follow(3, 9)  # no engine answers
     assert busy.idle_share() == pytest.approx(1 - (6 + 2) / 20 / 2)
 
 
-def test_idle_time_is_unknown_where_an_engine_does_not_count() -> None:
+def test_idle_time_is_unknown_if_an_engine_does_not_report_its_busy_time() -> None:
     with server_that_says({}) as url:
         busy = EngineBusy((url,))
         busy.follow(1, 9)
@@ -204,7 +208,7 @@ def test_idle_time_is_unknown_where_an_engine_does_not_count() -> None:
         assert busy.idle_share() is None
 
 
-def test_a_running_server_of_another_type_than_the_trainer_is_refused_unless_the_type_is_given() -> None:
+def test_a_running_server_with_another_dtype_is_refused_unless_the_dtype_is_given() -> None:
     def check(dtype: str, *overrides: str) -> None:
         with server_that_says({"dtype": dtype}) as url:
             check_running(config("engine.kind=sglang", f"engine.urls=[{url}]", *overrides))
@@ -216,4 +220,4 @@ def test_a_running_server_of_another_type_than_the_trainer_is_refused_unless_the
     check("float32", "trainer.device=cpu")
     check("bfloat16", "trainer.device=cuda")
     check("auto", "trainer.device=cpu")
-    check("bfloat16", "trainer.device=cpu", "trainer.dtype=float32")  # given
+    check("bfloat16", "trainer.device=cpu", "trainer.dtype=float32")  # the dtype is given

@@ -1,4 +1,4 @@
-"""Several engines in one run, which starts them, watches them, and has them sleep while a step is trained."""
+"""A run with several engines: it starts them, restarts a killed one, and has them sleep during training."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from test_train import EXAMPLE, SMALL, finish, processes_of, steps_done, wait_fo
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
 
-STEPS = 8  # after the first there must be some left when an engine is killed
+STEPS = 8  # enough that some are left when an engine is killed after the first
 
 
 @pytest.mark.slow
-def test_a_run_with_two_replicas_outlives_one_of_them(tmp_path: Path) -> None:
+def test_a_run_with_two_replicas_continues_when_one_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE), *SMALL, f"run_dir={run_dir}"]
     command += ["engine.replicas=2", "engine.colocate=sleep", f"trainer.steps={STEPS}", "eval=null"]

@@ -1,4 +1,4 @@
-"""The fingerprint of a run changes with what its agent, reward and tasks are, and with nothing else."""
+"""The fingerprint of a run changes with its agent, reward, environment, limits and held-out tasks only."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def edit(name: str) -> Callable[[Path], None]:
 def test_packages_of_another_environment_are_libraries(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = tmp_path / "elsewhere/lib/python3/site-packages"  # as a .pth file adds it
+    installed = tmp_path / "elsewhere/lib/python3/site-packages"  # as if added by a .pth file
     installed.mkdir(parents=True)
     (installed / "library.py").write_text("")
     (project / "helper.py").write_text("import library\n")
@@ -77,7 +77,7 @@ def test_packages_of_another_environment_are_libraries(
     assert Fingerprint.of(config_of(project)).digest == before
 
 
-def test_packages_that_pip_has_put_into_a_folder_are_libraries_and_its_other_files_are_not(
+def test_only_the_packages_that_pip_installed_into_a_folder_are_libraries(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "packages"  # pip install --target packages
@@ -106,7 +106,9 @@ def test_packages_that_pip_has_put_into_a_folder_are_libraries_and_its_other_fil
         ("train.jsonl", ""),
     ],
 )
-def test_each_file_behind_an_evaluation_counts_and_no_other(project: Path, name: str, changes: str) -> None:
+def test_only_the_files_that_an_evaluation_uses_change_the_fingerprint(
+    project: Path, name: str, changes: str
+) -> None:
     before = Fingerprint.of(config_of(project))
     edit(name)(project)
     after = Fingerprint.of(config_of(project))
@@ -114,7 +116,7 @@ def test_each_file_behind_an_evaluation_counts_and_no_other(project: Path, name:
     assert (after.digest == before.digest) == (changes == "")
 
 
-def test_settings_and_a_command_count(project: Path) -> None:
+def test_settings_and_the_script_of_a_command_change_the_fingerprint(project: Path) -> None:
     before = Fingerprint.of(config_of(project))
     longer = Fingerprint.of(config_of(project, rollout={"limits": {"max_turns": 3}}))
     assert longer.changes_since(before.parts) == "the limits of an episode (as the configuration names it)"
@@ -124,14 +126,14 @@ def test_settings_and_a_command_count(project: Path) -> None:
     assert edited.changes_since(command.parts) == "the agent (run.mjs)"
 
 
-def test_an_environment_counts_by_its_line_its_files_and_its_package(project: Path) -> None:
+def test_the_files_and_the_package_of_an_environment_change_the_fingerprint(project: Path) -> None:
     (project / "env.py").write_text("import helper\n\nclass Search: ...\n")
     line = "tools:env.py:Search?max_turns=3"
     with_tools = Fingerprint.of(config_of(project, environment=line, data={"path": "train.jsonl"}))
     edit("helper.py")(project)
     edited = Fingerprint.of(config_of(project, environment=line, data={"path": "train.jsonl"}))
     assert edited.changes_since(with_tools.parts) == "the environment (helper.py)"
-    # Any installed package stands for that of an environment.
+    # Any installed package can serve as that of an environment.
     other = Fingerprint.of(config_of(project, environment={"use": "verifiers:pytest", "python": ""}))
     elsewhere = Fingerprint.of(
         config_of(project, environment={"use": "verifiers:pytest", "python": sys.executable})
@@ -142,8 +144,8 @@ def test_an_environment_counts_by_its_line_its_files_and_its_package(project: Pa
     assert other.changes_since(older) == f"the environment (package pytest: 1.0 → {pytest.__version__})"
 
 
-def test_a_pickled_function_is_the_same_from_another_kernel(project: Path) -> None:
-    # Elements of several objects, of which some are shared: the memo depends on the order of the set.
+def test_a_pickled_function_has_the_same_fingerprint_from_another_kernel(project: Path) -> None:
+    # The elements share objects, so the memo of the pickler depends on the iteration order of the set.
     body = "'a' if task in {('x', 'y'), ('y', 'z'), ('x', 'y', 'z', 'w')} else 'b'"
 
     def pickled(process: int, body: str) -> Fingerprint:
@@ -165,7 +167,7 @@ def test_a_pickled_function_is_the_same_from_another_kernel(project: Path) -> No
     assert other.changes_since(first.parts) == "the agent (agent.pkl)"
 
 
-def test_each_start_that_differs_is_recorded_once(project: Path) -> None:
+def test_each_changed_fingerprint_is_recorded_once(project: Path) -> None:
     file = FingerprintFile(project / "fingerprint.json")
     first = Fingerprint.of(config_of(project))
     assert file.last() is None and file.record(first, step=0) == "" and file.record(first, step=3) == ""
@@ -185,7 +187,7 @@ def test_an_evaluation_is_not_continued_with_a_changed_agent(project: Path) -> N
         folder.begin(identity_of(config_of(project), model="weights", ablate_tool=False))
 
 
-def test_what_a_run_writes_does_not_change_a_command_that_names_the_current_folder(
+def test_run_files_do_not_change_the_fingerprint_of_a_command_that_names_the_folder(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(project)

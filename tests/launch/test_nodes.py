@@ -1,4 +1,4 @@
-"""Which machine and which rank a process is, from the configuration or from what started it; and its end."""
+"""The node and the rank of a process, from the configuration or its launcher, and how ranks end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trainer(**settings: Any) -> TrainerConfig:
     return TrainerConfig(**{"ranks": 8, **settings})
 
 
-def test_keys_name_the_machines() -> None:
+def test_nodes_are_read_from_the_configuration() -> None:
     given = trainer(nodes=2, node_rank=1, master="head:29500")
     assert nodes_of(given, {}) == Nodes(2, 1, "head", 29500)
     assert nodes_of(given, ONCE["srun"]) == Nodes(2, 1, "head", 29500)
@@ -51,13 +51,13 @@ def test_keys_name_the_machines() -> None:
     assert nodes_of(given, {}).local_ranks(8) == 4
 
 
-def test_variables_name_the_machines_where_keys_do_not() -> None:
+def test_nodes_that_are_not_configured_are_read_from_the_environment() -> None:
     assert nodes_of(trainer(), {}) == Nodes()
     assert nodes_of(trainer(), ONCE["srun"]) == Nodes(2, 1, "gpu08", 24567)
     assert nodes_of(trainer(nodes=2, master="head:1"), ONCE["srun"]) == Nodes(2, 1, "head", 1)
     # torchrun itself listens on its port
     assert nodes_of(trainer(), ONCE["torchrun"]) == Nodes(2, 1, "head", 29501)
-    # a shell in an allocation, a batch script, and a task alone, are one machine
+    # a batch script, a shell in an allocation, and a single task run on one machine
     script = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_NTASKS": "8"}
     assert nodes_of(trainer(), script | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}) == Nodes()
     assert nodes_of(trainer(), {"SLURM_JOB_NODELIST": "gpu[08-09]", "SLURM_NTASKS": "2"}) == Nodes()
@@ -81,7 +81,7 @@ def test_variables_name_the_machines_where_keys_do_not() -> None:
         ({}, {"RANK": "0"}, "RANK or WORLD_SIZE is set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"),
     ],
 )
-def test_machines_that_cannot_be_are_refused(
+def test_inconsistent_nodes_are_refused(
     settings: dict[str, Any], environment: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -98,7 +98,7 @@ def test_settings_that_contradict_one_another_are_refused() -> None:
 
 
 @pytest.mark.parametrize("environment", [TORCHRUN, RAY, SRUN], ids=["torchrun", "ray", "srun"])
-def test_each_starter_makes_the_same_ranks(environment: dict[str, str]) -> None:
+def test_each_launcher_gives_the_same_ranks(environment: dict[str, str]) -> None:
     found = rank_variables(trainer(), environment)
     ours = {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     assert ours == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -108,8 +108,8 @@ def test_each_starter_makes_the_same_ranks(environment: dict[str, str]) -> None:
         assert (named["MASTER_ADDR"], named["MASTER_PORT"]) == ("10.0.0.1", "1")
 
 
-def test_a_number_of_ranks_that_was_not_started_is_refused() -> None:
-    """Otherwise each of eight processes would train a run of its own, into the same folder."""
+def test_a_number_of_ranks_other_than_the_started_one_is_refused() -> None:
+    """Otherwise each of eight processes would train its own run in the same folder."""
     assert rank_variables(trainer(ranks=1), {}) == {}
     with pytest.raises(ConfigError, match=r"trainer.ranks is 1, and .* started is 8 .*make them the same"):
         rank_variables(trainer(ranks=1), SRUN)
@@ -137,7 +137,7 @@ def test_a_list_of_hosts_that_cannot_be_read_is_refused(nodelist: str) -> None:
 
 
 def test_a_stopped_trainer_may_take_as_long_as_its_checkpoint_needs(tmp_path: Path) -> None:
-    """Qwen3-8B: 98 GB of weights and moments, twice if one is being written already."""
+    """Qwen3-8B has 98 GB of weights and moments, written twice if a checkpoint is already in progress."""
     header = json.dumps({
         "__metadata__": {"format": "pt"},
         "a": {"dtype": "BF16", "shape": [4_000_000, 1024], "data_offsets": [0, 8_192_000_000]},
@@ -164,7 +164,7 @@ print("slept", flush=True)
 """
 
 
-def test_a_closed_standard_input_ends_only_what_a_supervisor_started() -> None:
+def test_a_closed_standard_input_ends_only_processes_that_a_supervisor_started() -> None:
     def waiting(seconds: float, environment: dict[str, str], stdin: int) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", WAITING, str(seconds)],
@@ -196,7 +196,7 @@ time.sleep(600 if sys.argv[2] else 0)
 
 @pytest.fixture
 def rank_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A program in place of a rank: FOLDER RANK_THAT_IS_KILLED SECONDS_TO_END."""
+    """A program in place of a rank; its arguments are FOLDER RANK_THAT_IS_KILLED SECONDS_TO_END."""
     (tmp_path / "modules").mkdir()
     monkeypatch.setattr("areal_agents.launch.local_ranks.MODULE", "rank_of_the_tests")
     (tmp_path / "modules" / "rank_of_the_tests.py").write_text(RANK)
@@ -204,7 +204,7 @@ def rank_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_ranks_of_a_node_end_well_together(rank_program: Path) -> None:
+def test_the_ranks_of_a_node_are_started_and_end_with_status_0(rank_program: Path) -> None:
     arguments = [str(rank_program), "", "0"]
     assert run_ranks(arguments, 4, Nodes(2, 1, "head", 29500), stop_timeout_s=60) == 0
     assert {f.name for f in rank_program.iterdir() if f.is_file()} == {"2", "3"}
@@ -220,7 +220,7 @@ def test_a_rank_that_is_killed_ends_the_others_of_its_node(
 
 
 @pytest.mark.parametrize(("ending_s", "limit_s", "expected"), [("0.5", 60, 3), ("600", 1, 128 + 9)])
-def test_ranks_that_are_told_to_end_may_take_their_time_up_to_the_limit(
+def test_terminated_ranks_may_take_up_to_the_limit_to_end(
     rank_program: Path, ending_s: str, limit_s: float, expected: int
 ) -> None:
     def tell() -> None:
@@ -240,11 +240,11 @@ def test_ranks_that_are_told_to_end_may_take_their_time_up_to_the_limit(
     ("settings", "nodes", "ranks"),
     [
         ({"ranks": 16}, 2, 8),
-        ({"ranks": 16, "start": False}, 1, 0),  # they may be anywhere
+        ({"ranks": 16, "start": False}, 1, 0),  # the ranks may be on any machine
         ({"ranks": 16, "start": False, "nodes": 2}, 1, 8),
     ],
 )
-def test_the_ranks_that_leave_their_gpus_to_no_engine(
+def test_the_number_of_ranks_whose_gpus_engines_must_not_use(
     settings: dict[str, Any], nodes: int, ranks: int
 ) -> None:
     assert ranks_beside_engines(TrainerConfig(**settings), nodes) == ranks

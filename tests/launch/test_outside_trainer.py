@@ -1,4 +1,4 @@
-"""A run whose trainer something else starts says for how long it waits, and ends if none comes."""
+"""A run whose trainer is started elsewhere reports how long it has waited, and ends if no trainer starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_agents.store.trainer_lock import TrainerLock
 
 @dataclass
 class Run:
-    """A watched run, whose clock and end the test decides."""
+    """A watched run whose clock and end are set by the test."""
 
     folder: Path
     time: float = 1000.0
@@ -39,7 +39,7 @@ class Run:
             self.watch.check()
 
 
-def test_a_trainer_is_waited_for_with_a_limit_also_after_one_has_ended(tmp_path: Path) -> None:
+def test_the_wait_for_a_trainer_is_limited_even_after_one_has_ended(tmp_path: Path) -> None:
     run = Run(tmp_path)
     until, said = run.until, run.said
     until(1029)
@@ -60,19 +60,19 @@ def test_a_trainer_is_waited_for_with_a_limit_also_after_one_has_ended(tmp_path:
         until(1610)
 
 
-def test_a_process_that_only_checks_the_lock_is_no_trainer(tmp_path: Path) -> None:
+def test_a_process_that_only_checks_the_lock_is_not_taken_for_a_trainer(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.until(1050)
     other = TrainerLock.of(run.store)
     other.take()
-    run.until(1052)  # one look
+    run.until(1052)  # the watch looks once
     other.release()
     with pytest.raises(ArealAgentsError, match=r"no trainer has been started for 10\d s"):
         run.until(1110)
     assert all("waiting for the trainer" in text for text in run.said)
 
 
-def test_nobody_is_waited_for_once_the_training_is_over(tmp_path: Path) -> None:
+def test_no_trainer_is_awaited_once_the_training_has_ended(tmp_path: Path) -> None:
     run = Run(tmp_path, has_ended=True)
     run.until(2000)
     assert run.said == []

@@ -1,4 +1,4 @@
-"""`areal-agents plan`, and the refusal of runs that do not fit; of the models there is config.json only."""
+"""`areal-agents plan`, and the refusal of runs that do not fit; the models consist of config.json only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SGLANG = {"kind": "sglang", "python": "/nowhere/bin/python"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """600 million weights in four layers."""
+    """A model of 634 million weights in eight layers."""
     folder = tmp_path_factory.mktemp("model")
     Qwen3Config(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=8, num_attention_heads=16,
@@ -89,7 +89,7 @@ for line in sys.stdin:
 
 
 class Planner:
-    """Makes plans in one process of its own: a plan makes a process group, and imports take seconds."""
+    """Makes plans in a separate process: a plan creates a process group, and the imports take seconds."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -101,12 +101,12 @@ class Planner:
         return status, output
 
     def command_here(self, path: Path, *overrides: str) -> tuple[int, str]:
-        """The same for this machine, of whose GPUs the process sees none."""
+        """The same for this machine; the process sees none of its GPUs."""
         status, output = self._call("command", "plan", str(path), *overrides)
         return status, output
 
     def plans(self, *cases: tuple[Path, list[str], Machine]) -> list[dict[str, Any]]:
-        """Plans, of which the rows are those of the first column."""
+        """Return plans; their rows have only the values of the first column."""
         return [self._call("plan", str(path), given, astuple(machine)) for path, given, machine in cases]
 
     def _call(self, name: str, *arguments: object) -> Any:
@@ -128,7 +128,7 @@ def planner() -> Iterator[Planner]:
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         yield Planner(process)
         assert process.stdin is not None
-        process.stdin.close()  # at its end the planner ends
+        process.stdin.close()  # the planner ends at the end of its input
         assert process.wait(60) == 0
 
 
@@ -139,13 +139,13 @@ def numbers(output: str, row: str, *, title: str = "") -> list[float]:
     return [float(cell) for cell in re.findall(r"[\d.]+", line.replace(row, ""))]
 
 
-def test_the_command_prints_the_budget_and_says_whether_it_fits(
+def test_the_command_prints_the_memory_budget_and_whether_the_run_fits(
     tmp_path: Path, model: Path, planner: Planner
 ) -> None:
     path = config_file(tmp_path, model, engine={**SGLANG, "colocate": "sleep"})
     status, output = planner.command(path, gpus=1, gib=80)
     assert status == 0 and "The run fits." in output and "activation_checkpointing: off" in output
-    assert numbers(output, "trained weights, float32") == [2.4] * 2  # 634 million; not while it samples
+    assert numbers(output, "trained weights, float32") == [2.4] * 2  # 634 million; none while sampling
     assert numbers(output, "optimizer ") == [4.7] * 2
     assert numbers(output, "gradients") == [2.4] * 2
     assert numbers(output, "capacity") == [80.0] * 3
@@ -161,7 +161,7 @@ def test_the_command_prints_the_budget_and_says_whether_it_fits(
     assert re.search(r"does not fit: GPU 0: the trainer and the engines \(\d+\.\d of 12\.0 GiB\)", output)
 
 
-def test_what_is_suggested_fits(tmp_path: Path, model: Path, planner: Planner) -> None:
+def test_the_suggested_settings_fit(tmp_path: Path, model: Path, planner: Planner) -> None:
     path = config_file(tmp_path, model, engine={**SGLANG, "colocate": "sleep", "memory_fraction": 0.3})
     status, output = planner.command(path, gpus=4, gib=12)
     suggestions = output.rpartition("It would fit with: ")[2].strip().removesuffix(".").split("; or ")
@@ -171,7 +171,7 @@ def test_what_is_suggested_fits(tmp_path: Path, model: Path, planner: Planner) -
         assert planner.command(path, *overrides, gpus=4, gib=12)[0] == 0, suggestion
 
 
-def test_four_bits_are_suggested_last_and_to_adapters_of_dense_models_only(
+def test_nf4_is_suggested_last_and_only_for_adapters_of_dense_models(
     tmp_path: Path, model: Path, planner: Planner
 ) -> None:
     pytest.importorskip("bitsandbytes")
@@ -197,7 +197,7 @@ def test_four_bits_are_suggested_last_and_to_adapters_of_dense_models_only(
 @pytest.mark.parametrize(
     ("trainer", "tried"), [({}, False), ({"lora": {}}, True), ({"lora": {"base": "nf4"}}, False)]
 )
-def test_four_bits_are_tried_once_and_for_adapters(
+def test_nf4_is_tried_only_for_adapters_that_do_not_use_it_yet(
     trainer: dict[str, Any], tried: bool, tmp_path: Path, model: Path
 ) -> None:
     config = load(tmp_path, model, trainer=trainer)
@@ -212,7 +212,7 @@ def test_four_bits_are_tried_once_and_for_adapters(
     assert len(found) > 5 and (four_bits in found) == tried
 
 
-def test_engines_of_their_own_have_the_rest_for_keys_and_values(
+def test_engines_on_separate_gpus_have_the_rest_of_their_share_for_keys_and_values(
     tmp_path: Path, model: Path, planner: Planner
 ) -> None:
     engine = {**SGLANG, "tensor_parallel": 2, "memory_fraction": 0.5}
@@ -234,12 +234,12 @@ def test_memory_of_colocated_engines_during_a_step(tmp_path: Path, model: Path) 
     assert held(**SGLANG, colocate="sleep") == 0
     cache = 2 * 8 * 8 * 128 * 3 * 2048  # layers, heads, and 3 sequences of 2048 tokens
     both = held(device="cuda", colocate="split", slots=3, max_context=2048)
-    assert both == 2 * (634_425_344 + cache)  # all that it takes, whatever SGLang would
+    assert both == 2 * (634_425_344 + cache)  # all that the embedded engine takes, not a share as with SGLang
     assert held(device="cuda", colocate="sleep") == 2 * 634_425_344  # only keys and values are released
     assert held() == 0
 
 
-def test_gpus_that_are_not_there_or_shared_unintendedly(tmp_path: Path, model: Path) -> None:
+def test_missing_gpus_and_unintentionally_shared_gpus_are_refused(tmp_path: Path, model: Path) -> None:
     def check(gpus: int, **settings: object) -> None:
         check_gpus(load(tmp_path, model, **settings), Machine(gpus, 80 * GIB))
 
@@ -254,7 +254,7 @@ def test_gpus_that_are_not_there_or_shared_unintendedly(tmp_path: Path, model: P
     check(1, engine={"device": "cuda"}, trainer={"device": "cpu"})
 
 
-def test_train_refuses_before_it_starts_anything(
+def test_train_refuses_a_run_that_does_not_fit_before_it_starts_anything(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_check, "this_machine", lambda: Machine(1, 12 * GIB))
@@ -266,14 +266,14 @@ def test_train_refuses_before_it_starts_anything(
 
 
 def checked(config: Config, monkeypatch: pytest.MonkeyPatch, *, gib: float = 12) -> str:
-    """What `train` says of the memory of a run on one GPU, before it starts anything."""
+    """Return what `train` reports about the memory of a run on one GPU before it starts anything."""
     monkeypatch.setattr(memory_check, "this_machine", lambda: Machine(1, round(gib * GIB)))
     said: list[str] = []
     check_memory(config, Nodes(), said.append)
     return " ".join(" ".join(said).split())
 
 
-def test_a_run_that_does_not_fit_is_started_with_a_warning(
+def test_with_memory_check_warn_a_run_that_does_not_fit_is_started_with_a_warning(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = checked(load(tmp_path, model, trainer={"memory_check": "warn"}), monkeypatch)
@@ -281,7 +281,7 @@ def test_a_run_that_does_not_fit_is_started_with_a_warning(
     assert "warning: the run is started although it does not fit" in said
 
 
-def test_little_shared_memory_is_said_before_the_plan(
+def test_little_shared_memory_is_reported_before_the_plan(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=64, f_frsize=1_000_000))
@@ -296,7 +296,7 @@ def test_little_shared_memory_is_said_before_the_plan(
     ("config", "reason"),
     [('{"model_type": "unheard_of"}', "unheard_of"), ('{"model_type": ', "is not a valid JSON")],
 )
-def test_a_model_whose_memory_is_not_known_is_not_refused(
+def test_a_model_whose_memory_is_unknown_is_accepted_with_a_warning(
     config: str, reason: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = config_file(tmp_path, model)
@@ -310,7 +310,7 @@ def test_a_model_whose_memory_is_not_known_is_not_refused(
     assert said.endswith("the memory of the run is not checked") and "Traceback" not in said
 
 
-def test_a_wrong_adapter_is_refused_and_not_taken_for_unknown_memory(
+def test_a_wrong_adapter_is_refused_and_not_reported_as_unknown_memory(
     tmp_path: Path, model: Path, planner: Planner
 ) -> None:
     path = config_file(tmp_path, model)
@@ -343,7 +343,7 @@ def test_a_micro_batch_should_hold_the_longest_sample(tmp_path: Path, model: Pat
     assert "up to 12,000 tokens (engine.max_context), and a micro-batch holds 8,192" in remark
 
 
-def test_the_host_has_what_is_offloaded_and_what_is_parked_while_engines_are_awake(
+def test_host_memory_includes_what_is_offloaded_and_what_is_parked_during_sampling(
     tmp_path: Path, model: Path, planner: Planner
 ) -> None:
     path = config_file(tmp_path, model, engine=SGLANG)
@@ -353,12 +353,14 @@ def test_the_host_has_what_is_offloaded_and_what_is_parked_while_engines_are_awa
         *((path, [f"trainer.offload={how}", f"engine.colocate={where}"], machine) for how, where in ways)
     )
     said = [re.search(r"in host memory: at least ([\d.]+) GiB per rank", each["notes"][0]) for each in found]
-    # 634,425,344 weights: 2.36 GiB of them in float32, as much of gradients, and 4.73 GiB of moments
+    # 634,425,344 weights take 2.36 GiB in float32, their gradients as much, and the moments 4.73 GiB
     assert [float(one[1]) if one else 0.0 for one in said] == [7.1, 4.7, 7.1, 9.5]
 
 
 @pytest.mark.slow
-def test_sglang_fits_on_a_small_gpu_by_what_it_needs(tmp_path: Path, model: Path, planner: Planner) -> None:
+def test_sglang_fits_on_a_small_gpu_but_not_on_one_that_is_too_small(
+    tmp_path: Path, model: Path, planner: Planner
+) -> None:
     path = config_file(tmp_path, model, engine=SGLANG, trainer={"device": "cpu"})
     sizes = (8, 12, 24, 4)
     *fitting, too_small = planner.plans(*((path, [], Machine(1, gib * GIB)) for gib in sizes))
@@ -378,10 +380,10 @@ def test_on_a_cpu_the_host_holds_trainer_and_engine(tmp_path: Path, model: Path,
     rows = host["rows"]["Host memory: the trainer and the engine"]
     assert host["headings"] == ["GiB of the host"] and host["fits"]
     assert rows["trained weights, float32"] == rows["engines: weights"] == pytest.approx(2.36, abs=0.01)
-    # 8 layers of 8 heads of 128 keys and as many values, for 2 sequences of 4096 tokens
+    # 8 layers with 8 heads of 128 keys and as many values, for 2 sequences of 4096 tokens
     assert rows["engines: keys and values, at most"] == 0.5
     assert "Host memory: the trainer and the engine (" in small["verdict"] and not small["fits"]
-    assert unknown["fits"]  # the host of --gpus is not known
+    assert unknown["fits"]  # the host memory is unknown with --gpus
     assert "Not counted: engines on the CPU, with up to 2.9 GiB of host memory." in on_gpu["remarks"]
 
 
@@ -398,7 +400,7 @@ def test_without_a_gpu_a_plan_says_how_to_plan_for_another_machine(
     assert "This machine has no GPU" not in output
 
 
-def test_the_limit_of_a_container_is_the_memory_of_the_host(
+def test_the_memory_limit_of_a_container_counts_as_the_memory_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = tmp_path / "memory.max"
@@ -411,7 +413,7 @@ def test_the_limit_of_a_container_is_the_memory_of_the_host(
         assert this_machine().host == host
 
 
-def test_changed_settings_are_validated_and_what_follows_from_them_is_set_anew(
+def test_changed_settings_are_validated_and_dependent_settings_are_updated(
     tmp_path: Path, model: Path
 ) -> None:
     config = load(tmp_path, model, loop="one_step_off", trainer={"lr": 1e-3})
@@ -421,16 +423,16 @@ def test_changed_settings_are_validated_and_what_follows_from_them_is_set_anew(
     with pytest.raises(ConfigError, match="ranks must be a multiple of nodes"):
         with_changes(config, {"trainer.ranks": 3, "trainer.nodes": 2})
     adapter = load(tmp_path, model, engine={"device": "cuda", "colocate": "split"})
-    with pytest.raises(ConfigError, match=r"broadcast: engine\.colocate: split"):  # between two sections
+    with pytest.raises(ConfigError, match=r"broadcast: engine\.colocate: split"):  # of different sections
         with_changes(adapter, {"trainer.publish": {"transport": "broadcast"}})
 
 
-def test_more_machines_are_named_when_nothing_else_helps(
+def test_more_nodes_are_suggested_when_nothing_else_helps(
     tmp_path: Path, model: Path, planner: Planner
 ) -> None:
     path = config_file(
         tmp_path, model, engine={"kind": "sglang", "urls": ["http://gpu:1"]},
-        trainer={"optimizer": "muon", "offload": "optimizer"},  # neither adapters nor more on the host
+        trainer={"optimizer": "muon", "offload": "optimizer"},  # neither adapters nor more offloading help
     )  # fmt: skip
     (found,) = planner.plans((path, [], Machine(1, 7 * GIB)))
     assert found["verdict"].endswith("It would fit with: trainer.nodes: 2, trainer.ranks: 2.")

@@ -1,4 +1,4 @@
-"""What is said and refused before a run or an evaluation starts anything."""
+"""Warnings and refusals before a run or an evaluation starts anything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ echo '{"sglang": "0.5.21", "gpus": 1, "error": null}'
 
 @pytest.fixture
 def sglang(tmp_path: Path) -> str:
-    """What says of itself, when it is asked, that it is the Python of a SGLang that sees one GPU."""
+    """A program that reports, like the Python of an SGLang, that it sees one GPU."""
     path = tmp_path / "python"
     path.write_text(ONE_GPU)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -34,7 +34,7 @@ def sglang(tmp_path: Path) -> str:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """A run folder that another process uses, as does the one of its evaluation: nothing starts there."""
+    """A run folder that is in use, as is that of its evaluation, so that nothing starts there."""
     run = tmp_path / "run"
     with RunFolder(run).locked(), RunFolder(Path(f"{run}-eval")).locked():
         yield run
@@ -44,11 +44,11 @@ def config(run_dir: Path, *settings: str) -> Config:
     return load_config(EXAMPLE, ["engine.kind=sglang", f"run_dir={run_dir}", *settings])
 
 
-def test_an_evaluation_leaves_no_gpu_to_a_trainer(sglang: str, run_dir: Path) -> None:
+def test_an_evaluation_reserves_no_gpu_for_a_trainer(sglang: str, run_dir: Path) -> None:
     given = config(run_dir, f"engine.python={sglang}")
     with pytest.raises(ConfigError, match="from GPU 1 on, need 2 GPUs, besides the trainer's 1"):
         train(given, console=Console(quiet=True))
-    with pytest.raises(ConfigError, match="another process is using the run folder"):  # so it was planned
+    with pytest.raises(ConfigError, match="another process is using the run folder"):  # the plan was accepted
         evaluate(given, NamedPolicy(given.model, Path(given.model)), console=Console(quiet=True))
 
 
@@ -59,7 +59,7 @@ def test_an_evaluation_shares_no_memory_with_a_trainer(sglang: str, run_dir: Pat
     assert without_trainer(chosen).engine.static_memory == 0.5
 
 
-def test_settings_that_running_servers_do_not_heed_are_named_once(
+def test_settings_without_effect_on_running_servers_are_named_once(
     run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = config(run_dir, "engine.urls=[http://gpu:1]", "engine.device=cuda")
@@ -69,10 +69,10 @@ def test_settings_that_running_servers_do_not_heed_are_named_once(
     assert said == [
         "settings that have no effect on running servers, which keep their own settings: "
         "engine.slots, engine.device"
-    ]  # slots are the example's
+    ]  # the example sets engine.slots
 
 
-def test_ranks_that_something_else_starts_take_no_gpu_of_the_engines(sglang: str, run_dir: Path) -> None:
+def test_ranks_that_are_started_elsewhere_take_no_gpu_from_the_engines(sglang: str, run_dir: Path) -> None:
     given = config(run_dir, f"engine.python={sglang}", "trainer.ranks=16", "trainer.start=false")
     assert [placement.gpus for placement in plan_engines(given).placements] == [(0,)]
     beside = config(

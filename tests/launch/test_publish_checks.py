@@ -1,4 +1,4 @@
-"""What a run's transport of weights needs of its engines is checked before the run begins."""
+"""Whether the engines can receive weights by the transport of the run is checked before the run begins."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PYTHON = ["engine.python=python3"]
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(settings: list[str], says: str) -> None:
+def test_settings_that_cannot_work_are_refused_by_name(settings: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(*settings, *(PYTHON if SGLANG in settings else []))
 
@@ -63,7 +63,7 @@ def test_what_cannot_work_is_refused_by_name(settings: list[str], says: str) -> 
         ],
     ],
 )
-def test_what_can_work_is_not(settings: list[str]) -> None:
+def test_settings_that_can_work_are_accepted(settings: list[str]) -> None:
     config(*settings, *(PYTHON if SGLANG in settings else []))
 
 
@@ -98,11 +98,11 @@ def test_a_server_on_another_machine_cannot_open_the_trainers_memory() -> None:
     started_elsewhere = config(*IPC, urls, "trainer.start=false")
     plan_engines(started_elsewhere)
     with pytest.raises(ConfigError, match=says):
-        check_same_machine(started_elsewhere)  # as the trainer does where it runs
+        check_same_machine(started_elsewhere)  # as the trainer does on its machine
     plan_engines(config(SGLANG, urls, TRANSPORT + "broadcast"))
 
 
-def test_trainer_and_engines_of_different_nccl_are_refused(tmp_path: Path) -> None:
+def test_different_nccl_versions_of_trainer_and_engines_are_refused(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
         "#!/bin/sh\n"
@@ -114,4 +114,4 @@ def test_trainer_and_engines_of_different_nccl_are_refused(tmp_path: Path) -> No
     check_nccl(run, None)
     with pytest.raises(ConfigError, match=r"NCCL 2\.28\.9, and .*python has 2\.27\.5"):
         check_nccl(run, "2.28.9")
-    check_nccl(config(SGLANG, f"engine.python={python}"), "2.28.9")  # disk
+    check_nccl(config(SGLANG, f"engine.python={python}"), "2.28.9")  # the transport disk does not use NCCL

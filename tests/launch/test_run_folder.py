@@ -1,4 +1,4 @@
-"""Who may use a run folder and its store, and what `--fresh` sets aside."""
+"""Which process may use a run folder and its store, and what `--fresh` sets aside."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize("form", ["{}", "sqlite:///{}"])
-def test_a_fresh_run_sets_a_store_of_ones_own_aside(folder: RunFolder, tmp_path: Path, form: str) -> None:
+def test_a_fresh_run_sets_a_store_outside_the_run_folder_aside(
+    folder: RunFolder, tmp_path: Path, form: str
+) -> None:
     path = tmp_path / "elsewhere" / "my.db"
     path.parent.mkdir()
     url = form.format(path)
     store = Store.open(url)
     store.publish_version(3, step=3, path="v3")
-    earlier, earlier_store = folder.set_aside(url)  # what is committed may still be in its -wal alone
+    earlier, earlier_store = folder.set_aside(url)  # committed rows may still be only in the -wal file
     store.close()
     assert (Path(earlier) / "config.yaml").exists() and not folder.root.exists()
     with Store.open(url) as anew, Store.open(earlier_store) as kept:
         assert (anew.max_version(), kept.max_version()) == (-1, 3)
 
 
-def test_a_store_inside_the_run_folder_goes_with_it(folder: RunFolder) -> None:
+def test_a_store_inside_the_run_folder_is_moved_with_it(folder: RunFolder) -> None:
     url = str(folder.root / "mine.db")
     Store.open(url).close()
     (earlier,) = folder.set_aside(url)
@@ -56,7 +58,7 @@ def test_a_fresh_run_renames_its_schema(folder: RunFolder) -> None:
             assert (anew.max_version(), kept.max_version()) == (-1, 3)
 
 
-def test_a_server_that_is_not_there_leaves_the_folder(folder: RunFolder) -> None:
+def test_the_folder_is_kept_if_the_database_server_cannot_be_reached(folder: RunFolder) -> None:
     with pytest.raises(StoreError, match="cannot be reached") as error:
         folder.set_aside("postgresql://user:secret@127.0.0.1:1/db")
     assert "secret" not in str(error.value)
@@ -80,7 +82,7 @@ def test_two_run_folders_cannot_share_a_store(folder: RunFolder, tmp_path: Path)
 
 
 @pytest.mark.parametrize("through_a_link", [False, True])
-def test_the_store_in_a_run_folder_is_that_runs(
+def test_the_store_in_a_run_folder_cannot_be_used_by_another_run(
     folder: RunFolder, tmp_path: Path, through_a_link: bool
 ) -> None:
     path = folder.store
@@ -95,7 +97,7 @@ def test_the_store_in_a_run_folder_is_that_runs(
         pass
 
 
-def test_nothing_is_set_aside_under_a_trainer_that_is_still_ending(
+def test_nothing_is_set_aside_while_a_trainer_is_still_ending(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder, "ENDING_TRAINER_S", 0.05)
@@ -106,7 +108,7 @@ def test_nothing_is_set_aside_under_a_trainer_that_is_still_ending(
     assert len(folder.set_aside()) == 1
 
 
-def test_the_seconds_of_all_process_runs_are_added(tmp_path: Path) -> None:
+def test_the_wall_time_of_a_resumed_run_is_added_to_the_earlier_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.add_wall_s(2.5) == 2.5
     assert folder.add_wall_s(0.25) == 2.75

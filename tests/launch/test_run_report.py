@@ -62,7 +62,7 @@ def row(step: int, **values: object) -> dict[str, object]:
 
 
 def test_a_resumed_run_shows_only_what_is_new() -> None:
-    """Also if the trainer repeats the last steps of the earlier start."""
+    """A step that the trainer repeats after the resume is new."""
     found = changes(eval_episodes=2)
     rows = [row(1), row(2), row(3)]
     before = HeldOut("before", 2, 0.5, 0, (0, 0))
@@ -160,13 +160,13 @@ def turn(name: str, *, constrained: bool) -> Turn:
 
 def test_without_a_terminal_failures_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (RunProgress(0, {}, failed=n, failure="x") for n in (1, 2))
-    assert shown(first, first, second, terminal=False).count("failed") == 1  # the second within 15 s
+    assert shown(first, first, second, terminal=False).count("failed") == 1  # no repeat within 15 s
     monkeypatch.setattr(changes_module, "FAILURES_EVERY_S", 0.0)
     output = shown(first, first, second, terminal=False)
     assert output.count("1 training episode failed") == output.count("2 training episodes failed") == 1
 
 
-def test_after_the_first_version_the_stage_is_another() -> None:
+def test_the_stage_changes_after_the_first_version() -> None:
     assert "waiting for the trainer's first version" in shown(RunProgress(-1, {}), terminal=True)
     last = shown(RunProgress(0, {}), terminal=True).rpartition("now")[2]
     assert "waiting for the first batch" in last
@@ -175,7 +175,7 @@ def test_after_the_first_version_the_stage_is_another() -> None:
 def test_episodes_that_wait_for_rewards_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, none = (RunProgress(0, {}, unrewarded=n) for n in (3, 0))
     assert "3 ended training episodes wait for a reward" in shown(waiting, terminal=True)
-    assert "wait for a reward" not in shown(waiting, waiting, terminal=False)  # not for long enough
+    assert "wait for a reward" not in shown(waiting, waiting, terminal=False)  # not waiting long enough
     monkeypatch.setattr(changes_module, "UNREWARDED_S", 0.0)
     output = shown(waiting, waiting, waiting, none, waiting, waiting, terminal=False)
     assert output.count("3 ended training episodes wait for a reward") == 2
@@ -244,7 +244,7 @@ def test_the_panel_shows_a_wait_before_there_is_progress(monkeypatch: pytest.Mon
         assert "the trainer's first version" in out.getvalue()
 
 
-def test_quietly_only_what_is_unusual_is_shown() -> None:
+def test_quiet_output_has_only_unusual_events() -> None:
     out = io.StringIO()
     with LineReport(Console(file=out, width=200), changes(eval_episodes=1), quiet=True) as report:
         report.say("trainer: 1 rank")
@@ -258,7 +258,7 @@ def test_quietly_only_what_is_unusual_is_shown() -> None:
     assert len(lines) == 2 and "signal 9" in lines[0] and "KeyError: 'x'" in lines[1]
 
 
-def test_as_json_every_line_is_an_object() -> None:
+def test_every_line_of_json_output_is_an_object() -> None:
     out = io.StringIO()
     before = HeldOut("before", 1, 0.5, 0, (0, 0), scores=(("task", 0.5),))
     progress = RunProgress(1, {"complete": 2}, held_out=[before], failed=1)
@@ -277,7 +277,7 @@ def test_as_json_every_line_is_an_object() -> None:
     assert [e["metrics"]["step"] for e in events if e["event"] == "step"] == [1, 2]  # type: ignore[index]
     held_out = next(event for event in events if event["event"] == "held_out")
     assert (held_out["label"], held_out["reward"], held_out["done"]) == ("before", 0.5, 1)
-    assert "scores" not in held_out  # one of each task, which may be thousands
+    assert "scores" not in held_out  # there is one for each task, which may be thousands
     assert next(e for e in events if e["event"] == "progress")["groups"] == {"complete": 2}
 
 
@@ -295,24 +295,24 @@ def test_a_condition_of_the_metrics_is_reported_when_it_begins() -> None:
     assert "equal groups" in shown.getvalue() and "Choose harder or easier tasks" in shown.getvalue()
 
 
-def test_the_rate_of_sampling_is_that_of_the_last_half_minute(tmp_path: Path) -> None:
+def test_the_sampling_rate_is_that_of_the_last_half_minute(tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db") as store:
         assert store.sampled_tokens_per_s() == 0.0
         store.open_episode(NewEpisode("a", "hash of a")).result()
         for index in range(6):
             store.add_turn("a", turn(f"a{index}", constrained=False)).result()
         assert store.sampled_tokens_per_s(within_s=30.0) == pytest.approx(6 / 30.0)
-        assert store.sampled_tokens_per_s(within_s=30.0, latest=6) > 6 / 30.0  # all within less than that
+        assert store.sampled_tokens_per_s(within_s=30.0, latest=6) > 6 / 30.0  # over a shorter time
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0, "0 s"), (89, "89 s"), (125, "2 min"), (3600 * 2.5, "2 h 30 min"), (3600 * 52, "2 d 4 h")],
 )
-def test_times_are_said_as_people_say_them(seconds: float, said: str) -> None:
+def test_durations_are_described_in_readable_units(seconds: float, said: str) -> None:
     assert describe_duration(seconds) == said
 
 
-def test_memory_is_said_by_role() -> None:
+def test_memory_is_described_by_role() -> None:
     said = describe_memory({"engine": 2 << 30, "proxy": 1 << 29}, 24 << 30, None)
     assert said == "2.5 of 24.0 GiB (engine 2.0, proxy 0.5)"

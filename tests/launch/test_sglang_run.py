@@ -1,4 +1,4 @@
-"""The whole loop on a real SGLang, as a user runs it: started by the run, or running and named by URL."""
+"""Whole runs on a real SGLang, as a user starts them: on a started engine, and on a running server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TIMEOUT_S = 600  # a server starts in half a minute on an idle machine
 
 
 def train(run_dir: Path, *arguments: str) -> str:
-    """A run to its end; what it printed."""
+    """Train to the end of the run; return the output."""
     command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE), *SMALL]
     command += [f"run_dir={run_dir}", *arguments]
     process = subprocess.Popen(
@@ -47,7 +47,7 @@ def train(run_dir: Path, *arguments: str) -> str:
 
 
 def assert_trained(run_dir: Path) -> None:
-    """Three versions were trained; each token keeps its bound and has the logprob that the trainer finds."""
+    """Check that three versions were trained within the staleness bound, and that the logprobs agree."""
     rows = [json.loads(line) for line in RunFolder(run_dir).metrics.read_text().splitlines()]
     assert [row["version"] for row in rows] == [1, 2, 3]
     assert all(row["staleness_max"] <= 1 for row in rows)
@@ -62,7 +62,7 @@ def assert_trained(run_dir: Path) -> None:
 
 
 def test_a_run_starts_sglang_itself_and_shares_its_memory(sglang_python: str, tmp_path: Path) -> None:
-    """On a CPU there is no memory saver: what sleeps is generation, and the calls are the real ones."""
+    """On a CPU there is no memory saver: only generation is paused, but the calls are the real ones."""
     run_dir = tmp_path / "run"
     output = train(
         run_dir, f"engine.python={sglang_python}", "engine.max_context=2048", "engine.colocate=sleep"

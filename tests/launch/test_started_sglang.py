@@ -1,4 +1,4 @@
-"""What a started SGLang is given: a stand-in for its Python writes down its arguments and its environment."""
+"""The arguments and the environment of a started SGLang, recorded by a stand-in for its Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal_agents.launch.engines import plan_engines
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 
-# Answers the probe of an environment with two GPUs; as a server, writes down what it was given.
+# Answers the probe of an environment with two GPUs; as a server, records its arguments and variables.
 STAND_IN = """#!{python}
 import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -39,7 +39,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Health).s
 
 
 def stand_in(folder: Path) -> Path:
-    """The `bin` of an environment whose Python is the stand-in, with a ninja beside it."""
+    """Make the `bin` folder of an environment, with the stand-in as its Python, and with a ninja."""
     programs = folder / "sglang" / "bin"
     programs.mkdir(parents=True)
     (programs / "ninja").write_text("#!/bin/sh\n")
@@ -55,7 +55,7 @@ def configured(programs: Path, *settings: str) -> Config:
 
 
 def started(config: Config) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of the engine that a run starts from `config`."""
+    """Return the arguments and the environment of the engine that a run starts from `config`."""
     folder = RunFolder(Path(config.run_dir))
     folder.log("engine").parent.mkdir(parents=True)
     save_config(config, folder.config)
@@ -81,7 +81,7 @@ def value_of(arguments: list[str], flag: str) -> str:
     return arguments[arguments.index(flag) + 1]
 
 
-def test_a_started_sglang_has_its_programs_its_gpus_and_the_flags_of_the_config(tmp_path: Path) -> None:
+def test_a_started_sglang_gets_its_programs_its_gpus_and_the_configured_flags(tmp_path: Path) -> None:
     programs = stand_in(tmp_path)
     settings = ("engine.fp32_head=true", "engine.deterministic=true", "engine.routed_experts=false")
     arguments, environment = started(configured(programs, *settings, "engine.device=cuda:1"))
@@ -92,7 +92,7 @@ def test_a_started_sglang_has_its_programs_its_gpus_and_the_flags_of_the_config(
     assert "127.0.0.1" in environment["NO_PROXY"].split(",")
 
 
-def test_settings_of_numerics_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_numerics_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path) -> None:
     programs = stand_in(tmp_path)
     python: Any = (programs / "python").read_text()
     (programs / "python").write_text(python.replace('"gpus": 2', '"gpus": 0'))

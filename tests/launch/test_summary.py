@@ -45,7 +45,7 @@ def test_an_evaluation_that_was_ended_early_is_marked(tmp_path: Path) -> None:
     assert Summary.read(tmp_path / "summary.json") == summary
 
 
-def test_a_gain_has_the_interval_of_the_tasks_that_were_evaluated_before_and_after(tmp_path: Path) -> None:
+def test_the_gain_has_a_confidence_interval_over_the_tasks_evaluated_before_and_after(tmp_path: Path) -> None:
     """t(0.975, 3) = 3.182 and the standard error of (1, 1, 0, 0) is 0.2887."""
 
     def scored(label: str, *scores: float, fingerprint: str = "") -> HeldOut:
@@ -99,7 +99,7 @@ def test_the_plot_is_written(tmp_path: Path) -> None:
         assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_rewards_of_two_agents_are_not_subtracted(tmp_path: Path) -> None:
+def test_there_is_no_gain_between_the_rewards_of_different_agents(tmp_path: Path) -> None:
     held_out = [
         evaluation("before", 8, 0.25, "old"),
         evaluation("step-3", 8, 0.5, "new"),
@@ -119,7 +119,7 @@ def test_rewards_of_two_agents_are_not_subtracted(tmp_path: Path) -> None:
     assert Summary.of(rows, unknown, wall_s=1, engine_idle=None).gain == 0.375
 
 
-def test_an_evaluation_counts_with_the_agent_of_the_newest(tmp_path: Path) -> None:
+def test_an_evaluation_counts_the_episodes_with_the_newest_fingerprint(tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db") as store:
 
         def play(label: str, step: int, fingerprint: str, *scores: float) -> None:

@@ -36,7 +36,7 @@ SMALL = [
     "algorithm.drop_equal_groups=false",
 ]
 TIMEOUT_S = 150
-MANY = 1000  # steps, of a run that does not come to its end
+MANY = 1000  # steps of a run that is stopped before its end
 
 
 def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -51,7 +51,7 @@ def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> str:
-    """What it printed until its end; if it failed, with the ends of the run's logs."""
+    """Wait for the end of a run; return its output and, if it failed, the ends of its logs."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -80,7 +80,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def processes_of(run_dir: Path, role: str = "") -> list[int]:
-    """Process ids whose command line names the run folder."""
+    """The ids of the processes whose command line has the run folder and, if it is given, the role."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -110,7 +110,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return run_dir, output
 
 
-def test_a_run_leaves_its_figures_and_nothing_running(finished: tuple[Path, str]) -> None:
+def test_a_finished_run_leaves_its_results_and_no_processes(finished: tuple[Path, str]) -> None:
     run_dir, output = finished
     summary = json.loads(RunFolder(run_dir).summary.read_text())
     assert summary["steps"] == 3
@@ -128,7 +128,7 @@ def test_a_run_leaves_its_figures_and_nothing_running(finished: tuple[Path, str]
     assert processes_of(run_dir) == []
 
 
-def test_every_token_of_a_run_has_its_version_and_its_bound(finished: tuple[Path, str]) -> None:
+def test_a_finished_run_records_the_versions_of_its_steps_and_evaluations(finished: tuple[Path, str]) -> None:
     run_dir, _ = finished
     rows = [json.loads(line) for line in RunFolder(run_dir).metrics.read_text().splitlines()]
     assert [row["version"] for row in rows] == [1, 2, 3]
@@ -156,13 +156,13 @@ def test_a_finished_run_is_shown_again_and_nothing_is_started(finished: tuple[Pa
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
-def test_a_run_has_ended_if_its_end_is_there_and_is_of_the_same_config(tmp_path: Path) -> None:
+def test_a_run_has_ended_if_its_results_exist_for_the_same_configuration(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     config = load_config(EXAMPLE, [f"run_dir={tmp_path}"])
     save_config(config, folder.config)
     assert not has_ended(config, folder)
     folder.summary.write_text("{}")
-    assert not has_ended(config, folder)  # the model is to be written again
+    assert not has_ended(config, folder)  # the final model is missing
     folder.final_model.mkdir()
     assert has_ended(config, folder)
     assert not has_ended(load_config(EXAMPLE, [f"run_dir={tmp_path}", "trainer.steps=99"]), folder)
@@ -182,7 +182,7 @@ def test_a_recorded_run_is_trained_on_without_an_engine_and_exported(
     assert [row["step"] for row in rows] == [1, 2] and all(row["tokens"] > 0 for row in rows)
     assert json.loads(RunFolder(run_dir).summary.read_text())["heldout_after"] is None
     with Store.open(RunFolder(recorded).store) as store:
-        assert store.group_counts()["trained"] == 6  # as before: it is only read
+        assert store.group_counts()["trained"] == 6  # unchanged, because the recorded run is only read
 
     out = tmp_path / "model"
     command = [sys.executable, "-m", "areal_agents.cli", "export", str(run_dir), str(out)]
@@ -200,7 +200,7 @@ def test_a_run_that_is_extended_with_a_changed_agent_is_evaluated_again(
     agent = Path(shutil.copytree(EXAMPLE.parent, tmp_path / "project")) / "agent.py"
     with agent.open("a") as file:
         file.write("# changed\n")
-    # Up to four groups of the first three steps are left, for two steps; the sixth needs new episodes.
+    # Up to four groups are left from the first three steps, enough for two; the sixth needs new episodes.
     process = start(run_dir, "trainer.steps=6", "eval.every=null", f"agent={agent}:search_agent")
     output = finish(process)
     assert process.returncode == 0, output
@@ -225,7 +225,7 @@ def test_a_run_that_is_extended_with_a_changed_agent_is_evaluated_again(
     assert "gain not comparable" in output and "gain since the change" in output
 
 
-def test_a_trainer_that_is_told_to_end_ends_the_run(tmp_path: Path) -> None:
+def test_a_terminated_trainer_ends_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, f"trainer.steps={MANY}", "eval=null")
     wait_for(lambda: steps_done(run_dir) >= 1, process)
@@ -236,7 +236,7 @@ def test_a_trainer_that_is_told_to_end_ends_the_run(tmp_path: Path) -> None:
     assert processes_of(run_dir) == []
 
 
-def test_an_interrupt_before_the_first_checkpoint_names_none(tmp_path: Path) -> None:
+def test_an_interrupt_before_the_first_checkpoint_names_no_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir)
     wait_for(RunFolder(run_dir).config.exists, process)
@@ -247,7 +247,7 @@ def test_an_interrupt_before_the_first_checkpoint_names_none(tmp_path: Path) -> 
     assert processes_of(run_dir) == []
 
 
-def test_an_interrupt_ends_everything_and_the_run_continues_later(tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_processes_and_the_run_can_be_continued(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, f"trainer.steps={MANY}")
     wait_for(lambda: steps_done(run_dir) >= 1, process)
@@ -268,7 +268,7 @@ def test_an_interrupt_ends_everything_and_the_run_continues_later(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_store_of_ones_own_is_used_by_every_process(tmp_path: Path) -> None:
+def test_a_store_outside_the_run_folder_is_used_by_every_process(tmp_path: Path) -> None:
     run_dir, store = tmp_path / "run", tmp_path / "elsewhere.db"
     process = start(run_dir, "trainer.steps=1", f"store.url={store}", "eval.every=1")
     output = finish(process)
@@ -282,7 +282,7 @@ def test_a_store_of_ones_own_is_used_by_every_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_survives_a_crash_of_its_database(tmp_path: Path) -> None:
-    """The store is in PostgreSQL, whose server is ended as in a crash, and started again, in the middle."""
+    """The store is in PostgreSQL, whose server crashes and is restarted during the run."""
     if (missing := PostgresServer.missing()) is not None:
         pytest.skip(missing)
     with PostgresServer() as server:
@@ -323,7 +323,7 @@ def test_a_killed_trainer_is_reported_and_nothing_is_trained_twice(tmp_path: Pat
         assert store.max_version() >= steps
 
 
-def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, f"trainer.steps={MANY}")
     wait_for(lambda: len(processes_of(run_dir, "rollout")) == 1, process)
@@ -344,7 +344,7 @@ def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_fresh_run_sets_aside_runs_only(tmp_path: Path) -> None:
+def test_only_the_folder_of_a_run_can_be_set_aside(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="is not the folder of a run"):

@@ -1,4 +1,4 @@
-"""`areal-agents train` on two nodes, and with a trainer that something else starts."""
+"""`areal-agents train` on two nodes, and with a trainer that is started elsewhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_the_same_command_on_each_node_is_one_run(tmp_path: Path) -> None:
+def test_the_same_command_on_each_node_starts_one_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with reserved_ports(1) as (port,):
         place = ["trainer.ranks=2", "trainer.nodes=2", f"trainer.master=127.0.0.1:{port}"]
@@ -51,7 +51,7 @@ def test_the_same_command_on_each_node_is_one_run(tmp_path: Path) -> None:
     assert RunFolder(run_dir).summary.exists() and processes_of(run_dir) == []
 
 
-def test_a_trainer_that_something_else_starts_is_waited_for(tmp_path: Path) -> None:
+def test_a_run_waits_for_a_trainer_that_is_started_elsewhere(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     settings = ["trainer.steps=1", "trainer.start=false", f"run_dir={run_dir}"]
     supervisor = start(["train", str(EXAMPLE), *NO_EVALUATION, *settings], tmp_path)
@@ -65,7 +65,7 @@ def test_a_trainer_that_something_else_starts_is_waited_for(tmp_path: Path) -> N
     assert not RunFolder(run_dir).log("trainer").exists() and RunFolder(run_dir).summary.exists()
 
 
-def test_another_node_does_not_start_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_node_other_than_the_first_does_not_start_its_own_run(tmp_path: Path) -> None:
     place = ["trainer.ranks=2", "trainer.nodes=2", "trainer.node_rank=1", "trainer.master=127.0.0.1:1"]
     config = load_config(EXAMPLE, [*place, f"run_dir={tmp_path}/run"])
     with pytest.raises(ConfigError, match="this is node 1; the run is started on node 0"):

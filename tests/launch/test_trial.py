@@ -121,7 +121,7 @@ def test_a_broken_agent_ends_the_run_with_its_reason(tmp_path: Path, agent: str,
     assert "trial: false" in output or "no function" in output or "expected module" in output
 
 
-def test_data_without_tasks_ends_the_run(tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_ends_the_run(tmp_path: Path) -> None:
     code, output = train(tmp_path, "agents.py:good", tasks="{")
     assert code == 1 and "tasks.jsonl" in output
     assert not (tmp_path / "run/logs/engine.log").exists()
@@ -134,7 +134,9 @@ def test_data_without_tasks_ends_the_run(tmp_path: Path) -> None:
         (["eval={data: {path: tasks.jsonl}}", "ablation=agents.py:absent", "--ablate-tool"], "no function"),
     ],
 )
-def test_what_is_needed_only_later_is_checked_first(tmp_path: Path, settings: list[str], reason: str) -> None:
+def test_settings_that_are_needed_only_later_are_checked_first(
+    tmp_path: Path, settings: list[str], reason: str
+) -> None:
     code, output = train(tmp_path, "agents.py:good", *settings)
     assert code == 1 and reason in output and "absent" in output
     assert not (tmp_path / "run/logs/engine.log").exists()
@@ -150,7 +152,7 @@ def test_what_is_needed_only_later_is_checked_first(tmp_path: Path, settings: li
         (["ablation=agents.py:absent"], "agents.py has no function 'absent'"),
     ],
 )
-def test_a_dry_run_finds_what_cannot_be_loaded(tmp_path: Path, settings: list[str], reason: str) -> None:
+def test_a_dry_run_reports_what_cannot_be_loaded(tmp_path: Path, settings: list[str], reason: str) -> None:
     code, output = train(tmp_path, "agents.py:good", *settings, "--dry-run")
     assert code == 1 and reason.format(folder=tmp_path) in output and "Traceback" not in output
     assert not (tmp_path / "run").exists()
@@ -184,21 +186,21 @@ def test_a_good_agent_is_trained_after_its_trial(tmp_path: Path) -> None:
     assert f"trial: the episode was played and rewarded; {said}" in " ".join(output.split())
 
 
-def test_an_agent_that_blocks_the_event_loop_for_short_times_is_named(tmp_path: Path) -> None:
-    """Its trial passes, and the episodes of the run, which wait for one another, are many short blocks."""
+def test_an_agent_that_blocks_the_event_loop_often_but_shortly_is_reported(tmp_path: Path) -> None:
+    """Its trial passes, but in the run each of its episodes blocks the loop for a short time."""
     settings = ("trainer.steps=1", "rollout.groups=2", "rollout.group_size=3", "trainer.trackers=[]")
     code, output = train(tmp_path, "agents.py:blocks_shortly", *settings)
     assert code == 0, output
     log = (tmp_path / "run/logs/rollout.log").read_text()
     for said in (log, output):
         assert f"{tmp_path}/agents.py, line 24, in blocks_shortly: time.sleep(1.5)" in said, said
-        # Six blocks one after another, without a beat between them, are one long block.
+        # Six blocks in a row, between which the loop does not run, count as one long block.
         assert "blocks its event loop again and again" in said or "has blocked its event loop for" in said
         assert "use an async client" in said
         assert "or make the agent a plain function (def)" in said
 
 
-async def test_many_tasks_with_much_to_do_do_not_count_as_a_block() -> None:
+async def test_many_busy_tasks_do_not_count_as_a_block() -> None:
     reports: list[str] = []
 
     async def work() -> None:
@@ -209,11 +211,11 @@ async def test_many_tasks_with_much_to_do_do_not_count_as_a_block() -> None:
             await asyncio.sleep(0)
 
     with BlockingWatch(reports.append, blocked_s=2.0, adds_up=True):
-        await asyncio.gather(*(work() for _ in range(10)))  # each turn of the loop takes 200 ms
+        await asyncio.gather(*(work() for _ in range(10)))  # each iteration of the loop takes 200 ms
     assert not reports
 
 
-async def test_a_blocked_event_loop_is_reported_once_for_each_time() -> None:
+async def test_a_blocked_event_loop_is_reported_once_for_each_block() -> None:
     reports: list[str] = []
     with BlockingWatch(reports.append, blocked_s=0.6):
         await asyncio.sleep(1.5)
@@ -246,7 +248,7 @@ def test_neither_other_processes_nor_imports_count_as_a_block(tmp_path: Path) ->
         [sys.executable, "-c", SILENT], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert process.stdout is not None and process.stdout.readline() == "running\n"
-    process.send_signal(signal.SIGSTOP)  # as if others had the processors
+    process.send_signal(signal.SIGSTOP)  # as if other processes had the processors
     time.sleep(2.5)
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=60)[0] == ""

@@ -1,4 +1,4 @@
-"""The whole loop on a real vLLM, as a user runs it: started by the run, or running and named by URL."""
+"""Whole runs on a real vLLM, as a user starts them: on a started engine, and on a running server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_run_starts_vllm_itself_and_broadcasts_to_it(vllm_python: str, tmp_pat
     assert processes_of(run_dir) == []
 
 
-def test_a_run_uses_a_server_that_runs_already(vllm_python: str, tmp_path: Path) -> None:
+def test_a_run_uses_a_vllm_server_that_is_already_running(vllm_python: str, tmp_path: Path) -> None:
     model = EXAMPLE.parent / "model"
     with running_vllm(vllm_python, model, "--max-model-len", "2048") as url:
         run_dir = tmp_path / "run"

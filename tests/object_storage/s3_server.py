@@ -1,4 +1,4 @@
-"""An S3-compatible server for tests: moto's, on a port of this machine."""
+"""An S3-compatible server for tests: that of moto, on a port of this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _START_S = 120.0
 
 
 class S3Server:
-    """A server with one bucket, `weights`; it ends with the with-block.
+    """A server with one bucket, `weights`, which runs within a with-block.
 
     Args:
-        refuses: whether it refuses every key.
+        refuses: whether the server refuses every access key.
     """
 
     def __init__(self, *, refuses: bool = False) -> None:
@@ -37,7 +37,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with which a process reaches it."""
+        """The environment variables with which a process reaches the server."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
             "AWS_ACCESS_KEY_ID": "test-key",
@@ -66,7 +66,7 @@ class S3Server:
             "s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"], region_name="us-east-1",
             aws_access_key_id="test-key", aws_secret_access_key="test-secret",
         )  # fmt: skip
-        client.create_bucket(Bucket="weights")  # the first action, which needs no rights
+        client.create_bucket(Bucket="weights")  # the first action needs no permission
         client.close()
         return self
 

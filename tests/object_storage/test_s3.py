@@ -40,7 +40,7 @@ def environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     fsspec.filesystem("s3").clear_instance_cache()
 
 
-def test_what_is_fetched_is_what_was_written(tmp_path: Path) -> None:
+def test_fetched_versions_equal_the_written_ones(tmp_path: Path) -> None:
     location = Location.open("s3://weights/prefix")
     location.check()
     assert location.names() == []
@@ -66,15 +66,15 @@ def test_what_is_fetched_is_what_was_written(tmp_path: Path) -> None:
     again = Uploads(there, whole_every=2, keep=2)
     again.find_earlier(lambda: published[:3])
     again.forget_before(2)
-    assert there.names() == published[2:3]  # the row of 3 was never written
+    assert there.names() == published[2:3]  # the row of version 3 was never written
 
 
-def test_a_bucket_that_is_not_there_is_refused() -> None:
+def test_a_missing_bucket_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot write s3://no-such-bucket/x/.*The bucket must exist"):
         Location.open("s3://no-such-bucket/x").check()
 
 
-def test_a_server_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
@@ -82,7 +82,7 @@ def test_a_server_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
             Location.open("s3://weights/x").read("manifest.json")
 
 
-def test_keys_that_are_refused_are_said_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_refused_keys_does_not_contain_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     with S3Server(refuses=True) as other:
         for name, value in other.environment.items():
             monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Versions in a storage: what is fetched is what was written, byte for byte, or nothing is kept."""
+"""Versions in a storage: a fetched version equals the written one byte for byte, or nothing is kept."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_late_engine_gets_the_last_whole_version_and_the_changes_since(
     assert content(late.fetch(written[4].stored)) == content(written[4].folder)
     assert late.received_bytes == written[3].manifest.stored_bytes + written[4].manifest.stored_bytes
 
-    uploads.forget_before(4)  # both are kept, and 4 needs 3
+    uploads.forget_before(4)  # two versions are kept, and 4 needs 3
     assert versions(there) == [3, 4]
     assert early.forget_before(2, keep=1) == [0, 1]
     assert sorted(path.name for path in (tmp_path / "early").iterdir()) == ["v2", "v2.json"]
@@ -86,8 +86,8 @@ def test_changes_that_are_needed_are_kept(there: Location, tmp_path: Path) -> No
     written = write_all(uploads, tmp_path / "weights", {0: 0, 1: 1, 2: 2})
     uploads.forget_before(2)
     assert there.names() == [one.stored.folder for one in written]
-    published = {one.stored.folder for one in written[:2]}  # the row of 2 was never written
-    again = Uploads(there, whole_every=4, keep=2)  # of a trainer that was started again
+    published = {one.stored.folder for one in written[:2]}  # the row of version 2 was never written
+    again = Uploads(there, whole_every=4, keep=2)  # of a restarted trainer
     again.find_earlier(lambda: published)
     assert {one.stored.folder for one in write_all(again, tmp_path / "other", {2: 5})} | published == {
         *there.names()
@@ -97,7 +97,7 @@ def test_changes_that_are_needed_are_kept(there: Location, tmp_path: Path) -> No
     assert versions(there) == [2, 3]
 
 
-def test_a_trainer_that_was_cut_off_leaves_what_its_successor_published(
+def test_a_trainer_that_was_cut_off_removes_no_version_of_its_successor(
     there: Location, tmp_path: Path
 ) -> None:
     cut_off, successor = (Uploads(there, whole_every=4, keep=1) for _ in range(2))
@@ -105,16 +105,16 @@ def test_a_trainer_that_was_cut_off_leaves_what_its_successor_published(
     [first] = write_all(cut_off, tmp_path / "weights", {0: 0})
     successor.find_earlier(lambda: {first.stored.folder})
     published = write_all(successor, tmp_path / "successor", {1: 10, 2: 20})
-    # It noticed nothing yet, and writes the same versions; their rows are refused.
+    # The first trainer has noticed nothing yet, and writes the same versions; their rows are refused.
     late = write_all(cut_off, tmp_path / "weights", {1: 30, 2: 40})
     cut_off.find_earlier(set)
     cut_off.forget_before(2)
     engine = fetched(there, tmp_path / "engine")
     assert content(engine.fetch(published[1].stored)) == content(published[1].folder)
-    assert content(engine.fetch(late[1].stored)) == content(late[1].folder)  # by its own chain
+    assert content(engine.fetch(late[1].stored)) == content(late[1].folder)  # from its own chain of changes
 
 
-def test_a_trainer_that_lost_its_place_removes_nothing(there: Location, tmp_path: Path) -> None:
+def test_a_trainer_that_was_replaced_removes_only_its_own_versions(there: Location, tmp_path: Path) -> None:
     [other] = write_all(Uploads(there, whole_every=1, keep=1), tmp_path / "weights", {0: 0})
 
     def refuse() -> set[str]:
@@ -159,7 +159,7 @@ def unfinished(folder: Path) -> None:
         (unfinished, "manifest.json: FileNotFoundError"),
     ],
 )
-def test_a_version_that_is_not_what_was_published_is_not_kept(
+def test_a_version_that_differs_from_the_published_one_is_not_kept(
     there: Location, tmp_path: Path, damage: Damage, said: str
 ) -> None:
     [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
@@ -180,7 +180,7 @@ def test_a_folder_of_an_earlier_process_is_used_if_it_is_still_complete(
 ) -> None:
     [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
     path = fetched(there, tmp_path / "engine").fetch(one.stored)
-    (tmp_path / "engine" / ".v1.1.part").mkdir()  # it was killed while it fetched the next one
+    (tmp_path / "engine" / ".v1.1.part").mkdir()  # the process was killed while it fetched the next version
     second = fetched(there, tmp_path / "engine")
     assert second.fetch(one.stored) == path and second.received_bytes == 0
     assert not (tmp_path / "engine" / ".v1.1.part").exists()
@@ -189,7 +189,7 @@ def test_a_folder_of_an_earlier_process_is_used_if_it_is_still_complete(
     assert content(third.fetch(one.stored)) == content(one.folder) and third.received_bytes > 0
 
 
-def test_a_file_that_is_damaged_on_the_machine_of_the_engine_is_read_again(
+def test_a_file_that_is_damaged_on_the_machine_of_the_engine_is_fetched_again(
     there: Location, tmp_path: Path
 ) -> None:
     first, second = write_all(Uploads(there, whole_every=3, keep=2), tmp_path / "weights", {0: 0, 1: 5})
@@ -200,7 +200,9 @@ def test_a_file_that_is_damaged_on_the_machine_of_the_engine_is_read_again(
     assert content(engine.fetch(second.stored)) == content(second.folder)
 
 
-def test_a_disk_that_takes_no_more_is_said(there: Location, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_and_nothing_is_kept(
+    there: Location, tmp_path: Path
+) -> None:
     [one] = write_all(Uploads(there, whole_every=1, keep=2), tmp_path / "weights", {0: 0})
     engine = fetched(there, tmp_path / "engine")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -213,7 +215,7 @@ def test_a_disk_that_takes_no_more_is_said(there: Location, tmp_path: Path) -> N
     assert list((tmp_path / "engine").iterdir()) == []
 
 
-def test_a_manifest_names_no_file_outside_its_folder(there: Location, tmp_path: Path) -> None:
+def test_a_manifest_with_a_file_outside_its_folder_is_refused(there: Location, tmp_path: Path) -> None:
     file = StoredFile("../../x", 1, checksum_of(b"x"), "whole", 1, checksum_of(b"x"))
     written = Manifest(0, (file,)).encoded()
     there.child("v0").write("manifest.json", written)
@@ -239,11 +241,11 @@ def test_a_manifest_that_is_too_large_is_not_read(
 
 @pytest.mark.parametrize("word", [2, 4, 8])
 @pytest.mark.parametrize("changed", [0, 1, 20_000, 150_000])
-def test_changes_make_the_file_again(tmp_path: Path, word: int, changed: int) -> None:
+def test_changes_reproduce_the_file(tmp_path: Path, word: int, changed: int) -> None:
     numbers = np.random.default_rng(0)
     words = numbers.integers(0, 1 << 15, SIZE).astype(f"<u{word}")  # in four blocks
     before, after = words.tobytes() + b"tai", words.copy()
-    # Most are in the first blocks, which are then written whole.
+    # Most changes are in the first blocks, which are then written whole.
     after[np.sort(numbers.choice(SIZE, changed, replace=False) ** 2 // SIZE)] += 1
     for name, found in {"before": before, "after": after.tobytes() + b"end"}.items():
         (tmp_path / name).write_bytes(found[: -3 + word - 1] if word < 4 else found)
@@ -269,6 +271,6 @@ def test_a_location_that_cannot_be_used_is_refused(url: str, said: str) -> None:
         Location.open(url).check()
 
 
-def test_a_location_that_works_is_left_as_it_was(there: Location) -> None:
+def test_the_check_of_a_location_leaves_no_file(there: Location) -> None:
     there.check()
     assert there.names() == []

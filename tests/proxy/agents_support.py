@@ -1,7 +1,7 @@
-"""Agents of every dialect over the real SDKs.
+"""Agents that call the proxy in every dialect, most of them with the real SDKs.
 
-An agent keeps its conversation in the wire form of its API, as units: what a user said, a reply as its
-framework would send it back, the results of tools.
+An agent keeps its conversation as a list of units in the wire form of its API. A unit is a user message, a
+reply in the form in which a framework would send it back, or the results of a reply's tool calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GEMINI_SEARCH = {
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply, as its client understood it."""
+    """A reply as the client parsed it."""
 
     turn_id: str
     content: str
@@ -47,10 +47,10 @@ class Reply:
 
 
 class Agent:
-    """One conversation in one dialect. `received` has the ids of all turns that it got."""
+    """One conversation in one dialect. `received` has the ids of all turns that the agent received."""
 
     dialect = ""
-    many = False  # whether the API has n
+    many = False  # whether a request may ask for several replies
 
     def __init__(
         self, proxy: RunningProxy, episode: dict[str, Any], question: str, system: str | None = None
@@ -71,20 +71,20 @@ class Agent:
     def ask(
         self, *, streamed: bool = False, headers: dict[str, str] | None = None, **options: Any
     ) -> list[Reply]:
-        """The replies to the conversation; `options` are max_tokens, stop and n."""
+        """Return the replies to the conversation; `options` may have max_tokens, stop and n."""
         replies = self.send(streamed, headers or {}, options)
         self.received += [reply.turn_id for reply in replies]
         return replies
 
     def hang_up(self, **options: Any) -> None:
-        """Begin to read an answer, and close the connection."""
+        """Start to read a streamed response, and close the connection."""
         raise NotImplementedError
 
     def send(self, streamed: bool, headers: dict[str, str], options: dict[str, Any]) -> list[Reply]:
         raise NotImplementedError
 
     def take(self, reply: Reply, mutation: Mutation = Mutation()) -> None:  # noqa: B008
-        """Put a reply into the conversation as a framework would."""
+        """Append a reply to the conversation in the form in which a framework would send it back."""
         self.history.append(self.replayed(reply, mutation))
 
     def replayed(self, reply: Reply, mutation: Mutation) -> list[Any]:
@@ -94,14 +94,14 @@ class Agent:
         self.history.append([{"role": "user", "content": text}])
 
     def results(self, reply: Reply, text: str) -> None:
-        """Answer every call of a reply."""
+        """Append a result for every tool call of a reply."""
         self.history.append(self.result_items(reply, text))
 
     def result_items(self, reply: Reply, text: str) -> list[Any]:
         raise NotImplementedError
 
     def edit(self, index: int, text: str) -> None:
-        """Write something else where a unit of the conversation was; the results of its calls go, too."""
+        """Replace a unit of the conversation with other text, and remove the results of its tool calls."""
         self.history[index] = [{"role": "user", "content": text}]
         if any(is_result(item) for unit in self.history[index + 1 : index + 2] for item in unit):
             del self.history[index + 1]
@@ -112,7 +112,7 @@ class Agent:
 
 
 def is_result(item: Any) -> bool:
-    """Whether an item, in any dialect, has the results of calls."""
+    """Whether an item of any dialect has results of tool calls."""
     if item.get("role") == "tool" or str(item.get("type")).endswith("_output"):
         return True
     if any("functionResponse" in part for part in item.get("parts", ())):
@@ -122,7 +122,7 @@ def is_result(item: Any) -> bool:
 
 
 class ChatAgent(Agent):
-    """Over /v1/chat/completions with the `openai` client."""
+    """An agent that calls /v1/chat/completions with the `openai` client."""
 
     dialect, many = "chat", True
 
@@ -193,12 +193,12 @@ class ChatAgent(Agent):
 
 
 def sibling_ids(wire_id: str, count: int) -> list[str]:
-    """The turn of an answer; of further choices only the first one's id is on the wire."""
+    """Return the turn ids of the choices of a response, which has only the first; the others are empty."""
     return [turn_id_of(wire_id) or ""] + [""] * (count - 1)
 
 
 def joined_chunks(chunks: list[Any]) -> list[Reply]:
-    """The replies that chunks of a chat stream add up to; no chunk may have content and a call."""
+    """Join the chunks of a chat stream into replies; no chunk may have both content and a tool call."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -229,7 +229,7 @@ def joined_chunks(chunks: list[Any]) -> list[Reply]:
 
 
 class ResponsesAgent(Agent):
-    """Over /v1/responses with the `openai` client. `style`: how it names the past."""
+    """An agent that calls /v1/responses with the `openai` client; `style` is how it sends earlier turns."""
 
     dialect = "responses"
     style = "items"
@@ -318,19 +318,19 @@ class ResponsesAgent(Agent):
 
 
 class PreviousAgent(ResponsesAgent):
-    """Names the past by previous_response_id alone."""
+    """Sends previous_response_id instead of the earlier turns."""
 
     dialect, style = "responses/previous", "previous"
 
 
 class ReferencesAgent(ResponsesAgent):
-    """Sends references to the items of the past."""
+    """Sends references to the items of earlier replies."""
 
     dialect, style = "responses/references", "references"
 
 
 class MessagesAgent(Agent):
-    """Over /v1/messages with the `anthropic` client."""
+    """An agent that calls /v1/messages with the `anthropic` client."""
 
     dialect = "messages"
 
@@ -397,7 +397,7 @@ class MessagesAgent(Agent):
 
 
 class GeminiAgent(Agent):
-    """Over generateContent with the `google-genai` client."""
+    """An agent that calls generateContent with the `google-genai` client."""
 
     dialect, many = "gemini", True
 
@@ -429,7 +429,7 @@ class GeminiAgent(Agent):
             next(stream.iter_bytes(), None)
 
     def body(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What the client sends."""
+        """Return the body that the client would send."""
         names = {"max_tokens": "maxOutputTokens", "stop": "stopSequences", "n": "candidateCount"}
         config = {"generationConfig": {names[name]: value for name, value in options.items()}}
         system = {"systemInstruction": {"parts": [{"text": self.system}]}} if self.system else {}
@@ -496,7 +496,7 @@ class GeminiAgent(Agent):
                 args = json.loads(rewritten(json.dumps(call["args"]), mutation.arguments))
                 part["functionCall"] = {**call, "args": args}
             elif said:
-                continue  # the first part has the text of all
+                continue  # the first text part has the text of all parts
             else:
                 said = True
                 part["text"] = mutated_text(reply.content, mutation, bool(reply.calls))
@@ -507,7 +507,7 @@ class GeminiAgent(Agent):
                     out.append({**part, "text": reply.content[:middle]})
                     part = {"text": reply.content[middle:]}
             out.append(part)
-        if mutation.extras:  # a streaming client sends each piece as a content of its own
+        if mutation.extras:  # a streaming client sends each piece as a separate content
             return [{"role": "model", "parts": [part]} for part in out]
         return [{"role": "model", "parts": out}]
 
@@ -530,7 +530,7 @@ def _json_of(part: types.Part) -> dict[str, Any]:
 
 
 class CompletionsAgent(Agent):
-    """Over /v1/completions: the conversation is a text."""
+    """An agent that calls /v1/completions; its conversation is one string."""
 
     dialect, many = "completions", True
     limit = 300

@@ -1,4 +1,4 @@
-"""One proxy per module, and one renderer for all."""
+"""Fixtures: one proxy per test module, and one renderer for all modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shared_proxy(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def proxy(shared_proxy: RunningProxy) -> RunningProxy:
-    """The module's proxy, with an engine that says "ok" and has seen nothing."""
+    """The module's proxy, whose engine replies "ok" and has no calls of earlier tests."""
     engine = shared_proxy.engine
     engine.script = lambda call: "ok"
     engine.delay_s, engine.version, engine.max_context = 0.0, 0, 4096

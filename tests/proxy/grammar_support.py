@@ -1,7 +1,7 @@
-"""A grammar of requests: steps of an agent and its harness in every dialect, and what can be wrong with them.
+"""A grammar of requests of an agent and its harness, in four dialects, and of faults in these requests.
 
-A step is built from valid pieces, and without a fault the proxy takes it. Its faults are applied to the JSON
-tree, to the bytes or to the headers; each is a small choice, so that hypothesis can shrink what it finds.
+A step is one request, which is built from valid pieces. Faults are applied to its JSON tree, to its bytes or
+to its headers. Each fault is a small choice, so that hypothesis can shrink failing examples.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ CALLERS = ("keyed", "named", "bare")
 
 
 class Raw(str):
-    """A piece of a body that is written as it is."""
+    """A piece of a body that is written verbatim."""
 
 
 class Twice(dict[str, Any]):
-    """An object that has some of its keys twice: first as here, then with the values in `again`."""
+    """An object with repeated keys: those in `again` follow with other values."""
 
     def __init__(self, first: dict[str, Any], again: dict[str, Any]) -> None:
         super().__init__(first)
@@ -40,7 +40,7 @@ class Twice(dict[str, Any]):
 
 
 def written(value: Any) -> str:
-    """JSON, or what a fault made of it."""
+    """Serialise a body as JSON, or as the invalid JSON that a fault made of it."""
     if isinstance(value, Raw):
         return value
     if isinstance(value, dict):
@@ -118,7 +118,7 @@ HEADER_FAULTS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class TreeFault:
-    """One change of a JSON tree: `where` and `what` choose among what there is, modulo its number."""
+    """One change of a JSON tree. `where` and `what` select a place and a value, modulo their number."""
 
     kind: str
     where: int
@@ -127,7 +127,7 @@ class TreeFault:
 
 @dataclass(frozen=True)
 class Step:
-    """One request. `pieces` are chosen modulo their number; `faults` are applied in order."""
+    """One request. `pieces` select its valid parts, modulo their number; `faults` are applied in order."""
 
     call: str
     caller: str
@@ -141,7 +141,7 @@ class Step:
 
     @property
     def is_valid(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether the request has no fault."""
         return not self.faults and self.byte_fault is None and not self.header_faults
 
 
@@ -165,7 +165,7 @@ steps = st.builds(
 )
 
 OBJECT = {"type": "object"}
-# What a valid call may carry beside its conversation; any two of one dialect go together.
+# Fields that a valid call may have beside its conversation. Any two entries of a dialect may be combined.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "chat": [
         {},
@@ -219,7 +219,7 @@ class Talk:
     last_id: str | None = None
 
     def body(self, step: Step) -> dict[str, Any]:
-        """A valid body that asks for the next reply."""
+        """Return a valid body that requests the next reply."""
         options = _of(OPTIONS[self.call], step.pieces[0]) | _of(OPTIONS[self.call], step.pieces[1])
         question = _of(QUESTIONS, step.pieces[2])
         if not step.goes_on:
@@ -236,7 +236,7 @@ class Talk:
         return {"model": "p", name: [*self.items, *said], "stream": step.streamed, **limit, **options}
 
     def take(self, body: dict[str, Any], answer: dict[str, Any]) -> None:
-        """Go on from a whole answer: with the results of its calls, or with another question."""
+        """Append a whole response, and then the results of its tool calls or another question."""
         if self.call == "completions":
             self.items = [body["prompt"], answer["choices"][0]["text"], "\n"]
         elif self.call == "chat":
@@ -267,7 +267,7 @@ class Talk:
 
 
 def places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key or index) of a tree."""
+    """Yield every place of a tree: its container, and the key or index in it."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in list(items):
         yield tree, key
@@ -275,7 +275,7 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def with_fault(tree: dict[str, Any], fault: TreeFault) -> dict[str, Any]:
-    """The tree, a copy of its own, with one fault; as it was where nothing in it can have that fault."""
+    """Return a tree, which may change in place, with one fault, or unchanged if the fault does not apply."""
     value = copy.deepcopy(_of(TREE_FAULTS[fault.kind], fault.what))
     if fault.kind in ("wrong type", "huge number", "not a number", "deep", "text"):
         found = list(places(tree))

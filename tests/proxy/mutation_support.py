@@ -1,4 +1,4 @@
-"""What frameworks do to a reply before they send it back."""
+"""Changes that agent frameworks make to a reply before they send it back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutation:
-    """What a framework does to a reply before it sends it back; the default is nothing at all."""
+    """The changes that a framework makes to a reply before it sends it back; by default none."""
 
     arguments: str = "raw"
     reasoning: str = "keep"
@@ -23,7 +23,7 @@ ARGUMENT_FORMS = ("raw", "py", "py-ascii", "compact", "sorted", "reversed", "js"
 
 
 def rewritten(arguments: str, form: str) -> str:
-    """JSON arguments, serialised as another language or library does."""
+    """Return JSON arguments as another language or library would serialise them."""
     try:
         value = json.loads(arguments)
     except ValueError:
@@ -53,7 +53,7 @@ def _without_fractions(value: Any) -> Any:
 
 
 def mutated_text(text: str, mutation: Mutation, has_calls: bool) -> str:
-    """Content, padded, stripped, or dropped beside calls."""
+    """Return content that is padded, stripped, or dropped if the reply has tool calls."""
     match mutation.content:
         case "padded":
             return f"\n{text}  \n"

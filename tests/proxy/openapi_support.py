@@ -1,4 +1,4 @@
-"""The HTTP surface as an OpenAPI document: what schemathesis generates requests from, valid and not."""
+"""The HTTP API as an OpenAPI document, from which schemathesis generates valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ _HEADERS = ("x-stainless-retry-count", "idempotency-key", "x-episode-label", "se
 
 
 def document() -> Schema:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     paths: dict[str, Schema] = {}
     for path, body in POSTS.items():
         content = {"application/json": {"schema": body}}

@@ -1,6 +1,6 @@
-"""Several proxies of a run as processes, each with a place in the table of roles, and a balancer before them.
+"""Several proxies of a run as processes, each with a place in the table of roles, and a load balancer.
 
-The processes are forked from one that has imported the proxy, because the import takes seconds.
+The processes are forked from a process that has imported the proxy, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def serve_place(store_url: str, index: int, port: int, count: int, engine_url: str) -> None:
-    """Do what the process of a role does: claim the place, beat, serve until SIGTERM, and leave it."""
+    """Do what the process of a role does: claim a place, send heartbeats, serve until SIGTERM, leave it."""
     from areal_agents.proxy import ProxyConfig
     from areal_agents.proxy.server import serve
     from areal_agents.proxy.workers.places import ProxyPlace
@@ -70,8 +70,8 @@ class Proxies:
     """`count` proxies on one store.
 
     Attributes:
-        urls: [count] where each serves, the same after a restart.
-        balancer: the balancer before them.
+        urls: [count] the URL of each proxy. Only `move` changes it; a restart does not.
+        balancer: the load balancer in front of the proxies.
     """
 
     def __init__(self, store_url: str, engine_url: str, count: int) -> None:
@@ -84,7 +84,7 @@ class Proxies:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxies]:
-        """All of them serve within the with-block."""
+        """Run all proxies and the balancer within the with-block."""
         with self.balancer.running():
             try:
                 for index in range(len(self.urls)):
@@ -99,7 +99,7 @@ class Proxies:
                         process.join(20)
 
     def start(self, index: int) -> None:
-        """Start a proxy, or start it again."""
+        """Start or restart a proxy."""
         process = _context.Process(
             target=serve_place,
             args=(self.store_url, index, self._ports[index], len(self.urls), self._engine_url),
@@ -108,42 +108,42 @@ class Proxies:
         self._processes[index] = process
 
     def move(self, index: int) -> None:
-        """The next process of a place has another address; the balancer knows only the earlier one."""
+        """Give the next process of a place another address; the balancer knows only the earlier one."""
         self._ports[index] = lasting_port()
         self.urls[index] = f"http://127.0.0.1:{self._ports[index]}"
 
     def wait(self, index: int) -> None:
-        """Wait until a proxy answers."""
+        """Wait until a proxy responds."""
         wait_for(lambda: _is_healthy(self.urls[index]), 60)
 
     def process(self, index: int) -> ForkServerProcess:
-        """The newest process of a place."""
+        """Return the newest process of a place."""
         process = self._processes[index]
         assert process is not None
         return process
 
     def kill(self, index: int) -> None:
-        """kill -9, as of a whole machine: nobody says so to the table."""
+        """Kill a proxy with SIGKILL, as if its machine had failed; its place in the table does not change."""
         self.process(index).kill()
         self.process(index).join(20)
 
     def end(self, index: int) -> None:
-        """SIGTERM, and wait."""
+        """Send SIGTERM to a proxy, and wait until it has exited."""
         self.process(index).terminate()
         self.process(index).join(30)
         assert self.process(index).exitcode == 0
 
     @contextlib.contextmanager
     def cut_off(self, index: int, *, is_noticed: bool = True) -> Iterator[None]:
-        """A proxy does nothing within the with-block, and the others find its last heartbeat old at once."""
+        """Suspend a proxy within the with-block; if `is_noticed`, its last heartbeat is too old at once."""
         pid = self.process(index).pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         for _ in range(100):
             if self._others_can_write():
                 break
-            os.kill(pid, signal.SIGCONT)  # it was stopped within a transaction, so it goes on a bit
-            time.sleep(0.2)  # its next heartbeat is due at once, and must be over before it is stopped again
+            os.kill(pid, signal.SIGCONT)  # it was suspended in a transaction, which may now end
+            time.sleep(0.2)  # a heartbeat is due at once, and must end before the process is suspended
             os.kill(pid, signal.SIGSTOP)
         try:
             if is_noticed:
@@ -153,9 +153,9 @@ class Proxies:
             os.kill(pid, signal.SIGCONT)
 
     def _others_can_write(self) -> bool:
-        """Whether nobody keeps the lock of writers, which a process has in its transactions."""
+        """Whether the writers' lock, which a process holds during its transactions, is free."""
         engine = engine_of(self.store_url, is_pooled=False)
-        # The lock of an open store is a shared one.
+        # The lock that an open store holds is a shared one.
         held = "locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted"
         query = f"SELECT count(*) FROM pg_locks WHERE {held}"
         free = 0
@@ -167,7 +167,7 @@ class Proxies:
         return free > 1
 
     def make_old(self, index: int) -> None:
-        """Make the last heartbeat of a proxy that cannot beat any more older than is taken for alive."""
+        """Set back the last heartbeat of a suspended or killed proxy, so that the others consider it dead."""
         engine = engine_of(self.store_url, is_pooled=False)
         with engine.begin() as connection:
             connection.execute(
@@ -178,16 +178,16 @@ class Proxies:
         engine.dispose()
 
     def owner(self, index: int) -> str:
-        """The name with which the newest process of a place owns episodes."""
+        """Return the name with which the newest process of a place owns episodes."""
         return owner_name(index, self.row(index).epoch)
 
     def row(self, index: int) -> RoleRow:
-        """The place of a proxy."""
+        """Return the row of a proxy in the table of roles."""
         with Store.open(self.store_url) as store:
             return next(row for row in store.role_rows("proxy") if row.index == index)
 
     def index_of(self, episode_id: str) -> int:
-        """The place of the proxy that has an episode."""
+        """Return the index of the proxy that owns an episode."""
         with Store.open(self.store_url) as store:
             return int(str(store.episode_row(episode_id).owner).split(".")[1])
 
@@ -199,10 +199,10 @@ def _is_healthy(url: str) -> bool:
 
 
 class Balancer:
-    """Gives each connection to the next backend in turn; one that refuses it is passed over, as usual.
+    """Gives each connection to the next backend in turn, and skips backends that refuse the connection.
 
     Attributes:
-        counts: [backends] the connections that each was given.
+        counts: [backends] the number of connections that each backend was given.
     """
 
     def __init__(self, ports: list[int]) -> None:
@@ -214,7 +214,7 @@ class Balancer:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Serve within the with-block, on a thread."""
+        """Serve in a thread within the with-block."""
         loop = asyncio.new_event_loop()
         server = loop.run_until_complete(asyncio.start_server(self._relay, "127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""A real server of the proxy, and a client of a real engine that records its calls."""
+"""A proxy on a real server, and a client of a real engine that records its calls."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ SEARCH = {
 
 
 def tool_call(**arguments: Any) -> str:
-    """The markup of one call of `search`."""
+    """Return the markup of one call of `search`."""
     return "<tool_call>\n" + json.dumps({"name": "search", "arguments": arguments}) + "\n</tool_call>"
 
 
 class RecordingEngine(SGLangEngine):
-    """The real client of a real engine; it remembers what was sent and what came back."""
+    """The real client of a real engine; `calls` has every request with its completion."""
 
     def __init__(self, url: str, renderer: ChatRenderer) -> None:
         super().__init__(url)
@@ -72,7 +72,7 @@ class RecordingEngine(SGLangEngine):
 
 @dataclass
 class RunningProxy:
-    """A served proxy: `http` is a plain client of its control API."""
+    """A running proxy; `http` is a plain HTTP client of it."""
 
     url: str
     engine: Any  # ScriptedSampler or RecordingEngine
@@ -86,7 +86,7 @@ class RunningProxy:
         return response.json()
 
     def openai(self, episode: dict[str, Any] | None = None, **options: Any) -> OpenAI:
-        """The real client, on an episode's base_url or on the bare proxy."""
+        """Return the real client, with the base_url of an episode or of the proxy itself."""
         base_url = episode["base_url"] if episode else f"{self.url}/v1"
         key = episode["key"] if episode else "any"
         return OpenAI(**{"base_url": base_url, "api_key": key, "max_retries": 0, **options})
@@ -108,7 +108,7 @@ def running_proxy(
     traces: Traces | None = None,
     **config: Any,
 ) -> Iterator[RunningProxy]:
-    """A proxy on a real uvicorn server in a thread. Leaving it seals nothing."""
+    """Run a proxy on a real uvicorn server in a thread. No episode is sealed when the proxy stops."""
     settings = ProxyConfig(**config)
     with Store.open(store_path) as store, listen("127.0.0.1", 0) as listener:
         servers: list[uvicorn.Server] = []
@@ -138,7 +138,7 @@ def running_proxy(
 
 
 def schemas_in(tag: Any) -> list[Any]:
-    """The JSON schemas within a structural tag."""
+    """Return the JSON schemas within a structural tag."""
     if isinstance(tag, list):
         return [schema for item in tag for schema in schemas_in(item)]
     if not isinstance(tag, dict):

@@ -1,4 +1,4 @@
-"""An engine that can be held up, a model that is not well behaved, and the invariant of the record."""
+"""An engine that fails or waits on request, awkward replies, and a check of the recorded turns."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from areal_agents.store import Store
 
 @dataclass
 class ObservedEngine(ScriptedSampler):
-    """Fails or waits in the middle of a reply, and notes a generation that is cancelled there.
+    """Fails or waits in the middle of a reply, and records generations that are cancelled there.
 
     Attributes:
-        fail_after: pieces after which `failure` is raised; None for never.
-        hold_after: pieces after which it waits until it is cancelled or `go_on` is set; None for never.
+        fail_after: number of pieces after which `failure` is raised; None for never.
+        hold_after: number of pieces after which it waits until it is cancelled or `go_on` is set; None for
+            never.
     """
 
     fail_after: int | None = None
@@ -79,7 +80,7 @@ class ObservedEngine(ScriptedSampler):
             await asyncio.sleep(0)
 
     def reset(self) -> None:
-        """As new."""
+        """Restore the initial state."""
         self.script = lambda call: "ok"
         self.delay_s, self.version, self.max_context = 0.0, 0, 4096
         self.fail_after = self.hold_after = None
@@ -90,7 +91,7 @@ class ObservedEngine(ScriptedSampler):
 
 
 def awkward_replies(rng: random.Random, renderer: ChatRenderer) -> Callable[[EngineCall], str | list[int]]:
-    """A policy that is not well behaved: odd JSON, raw ids, cut-off markup, reasoning, parallel calls."""
+    """Return a script of awkward replies: odd JSON, random ids, cut-off markup, reasoning, parallel calls."""
     texts = [
         lambda: "plain answer",
         lambda: "  padded \n answer\n\n",
@@ -110,18 +111,18 @@ def awkward_replies(rng: random.Random, renderer: ChatRenderer) -> Callable[[Eng
 
     def script(call: EngineCall) -> str | list[int]:
         kind = rng.random()
-        if kind < 0.2:  # any ids at all, the special ones too, with or without an end
+        if kind < 0.2:  # random ids, also special ones, with or without a stop token
             return [rng.randrange(renderer.vocab_size) for _ in range(rng.randrange(1, 30))]
         text = rng.choice(texts)()
-        return renderer.tokenizer.encode(text) if kind < 0.3 and text else text  # 10%: cut off
+        return renderer.tokenizer.encode(text) if kind < 0.3 and text else text  # 10%: no stop token
 
     return script
 
 
 def replies_by_prompt(seed: int, engine: ScriptedSampler) -> Callable[[EngineCall], Any]:
-    """Awkward replies that depend on the prompt and on how often it came, not on who comes first.
+    """Return a script of awkward replies that depend only on the prompt and on how often it was sent.
 
-    Some are drawn while the weights change: their versions rise within the reply.
+    The versions rise within a reply, as if the weights were updated while it was sampled.
     """
     asked: Counter[bytes] = Counter()
 
@@ -142,14 +143,14 @@ def replies_by_prompt(seed: int, engine: ScriptedSampler) -> Callable[[EngineCal
 def check_invariant(
     store: Store, episode_id: str, engine_calls: Sequence[EngineCall], received: Sequence[str] = ()
 ) -> int:
-    """Compare the record with what the engine saw; the number of turns that continue another one.
+    """Compare the recorded turns with the engine's calls, and return how many turns continue another one.
 
-    `received`: turns whose replies a client got, every one of which must be on record.
+    `received` has the ids of turns whose replies a client received; all of them must be recorded.
     """
     episode = store.load_episode(episode_id)
     recorded = {turn.id: turn for turn in episode.turns}
     place = {turn.id: index for index, turn in enumerate(episode.turns)}
-    for turn in episode.turns:  # what a call continues was recorded when it began, and itself was not
+    for turn in episode.turns:  # a parent was recorded when its child began, and the child was not
         assert turn.recorded_before is not None and turn.recorded_before <= place[turn.id]
         assert turn.parent is None or place[turn.parent] < turn.recorded_before
     assert len(recorded) == len(episode.turns)
@@ -166,7 +167,7 @@ def check_invariant(
         np.testing.assert_array_equal(episode.forest.prompt_ids(turn_id), call.input_ids)
     for trajectory in episode.forest.trajectories():
         check_trajectory(trajectory, sent[trajectory.turns[-1].id])
-    # Each turn's own tokens stand in the forest once, whatever the number of paths through them.
+    # The forest has each turn's own tokens once, however many paths include them.
     assert sum(len(turn.completion) for turn in episode.turns) == sum(
         len(call.completion) for call in sent.values() if call.completion is not None
     )
@@ -174,7 +175,7 @@ def check_invariant(
 
 
 def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
-    """A root-to-leaf path is the last prompt plus the last completion; its mask marks what was sampled."""
+    """Check that a path is the last prompt and completion, and that its mask marks the sampled tokens."""
     assert last.completion is not None
     whole = np.concatenate([last.input_ids, last.completion.token_ids])
     np.testing.assert_array_equal(trajectory.token_ids, whole)
@@ -185,7 +186,7 @@ def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    """Wait for what other threads do; an assertion error after thirty seconds."""
+    """Wait until another thread makes a condition true; fail after 30 seconds."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
@@ -195,7 +196,7 @@ def until(condition: Callable[[], Any]) -> None:
 async def burst(
     proxy: RunningProxy, requests: Sequence[tuple[str, dict[str, Any]]], *, refused: int
 ) -> list[httpx.Response]:
-    """The answers to requests sent at once; the engine answers none before so many were refused."""
+    """Send requests concurrently, and return the responses; the engine replies once `refused` have ended."""
     async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as http:
         calls = [asyncio.create_task(http.post(path, json=body)) for path, body in requests]
         await asyncio.to_thread(until, lambda: sum(call.done() for call in calls) >= refused)

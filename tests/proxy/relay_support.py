@@ -1,4 +1,4 @@
-"""An HTTP relay between a client and a proxy that loses answers."""
+"""An HTTP relay, between a client and a proxy, that drops responses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Relay:
-    """Passes requests on to `upstream`, and closes the connection instead of passing on the first answers.
+    """Forwards requests to `upstream`, and closes the connection instead of forwarding the first responses.
 
     Attributes:
-        upstream: URL of the proxy; may be changed by `on_cut`.
-        cuts: how many of the next answers are lost, each after it was read to its end.
-        on_cut: called after an answer was read and before its client's connection is closed.
-        later: URL to which the requests after the lost answers go; "" for `upstream` again.
-        lost: the bodies of the lost answers.
-        retry_counts: the `x-stainless-retry-count` of every request, "" where there was none.
+        upstream: URL of the proxy; `on_cut` may change it.
+        cuts: how many of the next responses are dropped, each after it was read completely.
+        on_cut: called for each dropped response, before the connection to the client is closed.
+        later: URL of the requests after a dropped response; "" for `upstream`.
+        lost: the bodies of the dropped responses.
+        retry_counts: the `x-stainless-retry-count` of every request, or "" if it had none.
     """
 
     upstream: str
@@ -35,7 +35,7 @@ class Relay:
 
 @contextmanager
 def relay_to(upstream: str, *, cuts: int = 1, on_cut: Callable[[], None] = lambda: None) -> Iterator[Relay]:
-    """A relay that serves in threads of its own."""
+    """Run a relay in its own threads."""
     relay = Relay(upstream, cuts, on_cut)
 
     class Handler(BaseHTTPRequestHandler):

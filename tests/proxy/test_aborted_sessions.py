@@ -1,4 +1,4 @@
-"""Calls of an episode that ended while they ran, or that the store aborted with its group, are refused."""
+"""Calls are refused if their episode ended while they ran, or was aborted because its group is complete."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_aborted_episodes_of_a_group_take_no_calls(durable: RunningProxy, ending
         with pytest.raises(openai.ConflictError) as caught:
             ask(durable, second, f"after the end {n}")
         assert caught.value.code == "episode_sealed"
-    assert len(durable.engine.calls) == sampled  # nothing was sampled in vain
+    assert len(durable.engine.calls) == sampled  # nothing was sampled
     assert turns_when_written(durable, second) == 1
 
 

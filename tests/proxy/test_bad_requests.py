@@ -1,4 +1,4 @@
-"""Every bad input is a clear error in OpenAI's form, final where a retry cannot help; nothing is lost."""
+"""Invalid requests get clear errors in OpenAI's form, which are final if a retry cannot help."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ USER = {"role": "user", "content": "Where is Lyon?"}
 
 
 def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Check the form of a final error."""
+    """Check the form of an error response, and return the error."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
@@ -96,7 +96,7 @@ def message_of(response: httpx.Response) -> str:
         ({"modalities": ["text"]}, None),
     ],
 )
-def test_a_malformed_chat_request_names_the_field(
+def test_the_error_of_a_malformed_chat_request_names_the_field(
     proxy: RunningProxy, change: dict[str, Any], param: str | None
 ) -> None:
     response = proxy.http.post("/v1/chat/completions", json={"messages": [USER], "tools": [SEARCH], **change})
@@ -122,13 +122,13 @@ def test_a_malformed_chat_request_names_the_field(
         ("seed", 2**63),
     ],
 )
-def test_sampling_out_of_range_is_refused_where_it_would_count(
+def test_out_of_range_sampling_is_refused_unless_training_overrides_it(
     proxy: RunningProxy, name: str, value: float
 ) -> None:
     held_out = proxy.open_episode(split="eval")
     body = {"messages": [USER], name: value}
     refused(proxy.http.post(f"/e/{held_out['key']}/v1/chat/completions", json=body), 400, "invalid_value")
-    training = proxy.open_episode()  # pinned: the agent's value is noted and replaced
+    training = proxy.open_episode()  # sampling is pinned: the agent's value is recorded and replaced
     assert proxy.http.post(f"/e/{training['key']}/v1/chat/completions", json=body).status_code == 200
 
 
@@ -136,7 +136,7 @@ def test_sampling_out_of_range_is_refused_where_it_would_count(
     "wish",
     [{"seed": 2**63 - 1, "top_k": 2**31 - 1}, {"frequency_penalty": -2, "presence_penalty": 2, "seed": 0}],
 )
-def test_the_largest_values_are_passed_on(proxy: RunningProxy, wish: dict[str, Any]) -> None:
+def test_values_at_the_limits_are_passed_on(proxy: RunningProxy, wish: dict[str, Any]) -> None:
     held_out = proxy.open_episode(split="eval")
     body = {"messages": [USER], **wish}
     assert proxy.http.post(f"/e/{held_out['key']}/v1/chat/completions", json=body).status_code == 200
@@ -166,7 +166,7 @@ _LARGE = "x" * 1_000_000
         ("/episodes", {"task": "t", "split": _LARGE}),
     ],
 )
-def test_an_error_shows_no_more_than_the_beginning_of_what_was_sent(
+def test_an_error_shows_only_the_beginning_of_a_long_value(
     proxy: RunningProxy, path: str, body: dict[str, Any]
 ) -> None:
     response = proxy.http.post(path, json=body)
@@ -178,11 +178,11 @@ def test_an_error_shows_no_more_than_the_beginning_of_what_was_sent(
 @pytest.mark.parametrize(
     "value", [None, True, 1.5, "it's", "é", [], {}, [1, "a", [None]], {"a": {"b": [1, {}]}, "c": "d"}]
 )
-def test_a_short_value_is_shown_as_it_is(value: Any) -> None:
+def test_a_short_value_is_shown_unchanged(value: Any) -> None:
     assert shown(value) == repr(value)
 
 
-def test_of_a_long_value_the_beginning_is_shown() -> None:
+def test_only_the_beginning_of_a_long_value_is_shown() -> None:
     assert shown("x" * 198) == repr("x" * 198)
     assert shown("x" * 199) == "'" + "x" * 198 + "…"
     assert shown({"a": [7] * 10_000}) == repr({"a": [7] * 10_000})[:199] + "…"
@@ -200,11 +200,13 @@ def test_of_a_long_value_the_beginning_is_shown() -> None:
         (b"[" * 100_000, "invalid_json"),
     ],
 )
-def test_a_body_that_is_no_json_object(proxy: RunningProxy, body: bytes, code: str) -> None:
+def test_a_body_that_is_not_a_valid_json_object_is_refused(
+    proxy: RunningProxy, body: bytes, code: str
+) -> None:
     refused(proxy.http.post("/v1/chat/completions", content=body), 400, code)
 
 
-def test_nesting_beyond_reason(proxy: RunningProxy) -> None:
+def test_deeply_nested_bodies_cause_no_server_error(proxy: RunningProxy) -> None:
     deep = "[" * 900 + "]" * 900
     call = f'{{"id": "c", "function": {{"name": "f", "arguments": {deep}}}}}'
     tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
@@ -217,14 +219,14 @@ def test_nesting_beyond_reason(proxy: RunningProxy) -> None:
         assert response.status_code in (200, 400), response.text
 
 
-def test_bodies_and_conversations_have_a_largest_size(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_bodies_and_conversations_over_the_limits_are_refused(renderer: ChatRenderer, tmp_path: Path) -> None:
     with running_proxy(
         tmp_path / "s.db", ScriptedSampler(renderer), max_body_mb=0.01, max_messages=3
     ) as proxy:
         large = {"messages": [{"role": "user", "content": "x" * 20_000}]}
         refused(proxy.http.post("/v1/chat/completions", json=large), 413, "request_too_large")
 
-        def chunks() -> Any:  # no content-length to judge by
+        def chunks() -> Any:  # sent without a Content-Length
             for _ in range(30):
                 yield b" " * 1000
 
@@ -236,7 +238,7 @@ def test_bodies_and_conversations_have_a_largest_size(renderer: ChatRenderer, tm
         refused(compressed, 415, "unsupported_encoding")
 
 
-def test_wrong_paths_and_methods(proxy: RunningProxy) -> None:
+def test_wrong_paths_and_methods_are_refused(proxy: RunningProxy) -> None:
     refused(proxy.http.get("/v1/nothing"), 404, "invalid_request")
     method = proxy.http.get("/v1/chat/completions")
     refused(method, 405, "invalid_request")
@@ -247,7 +249,7 @@ def test_wrong_paths_and_methods(proxy: RunningProxy) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "/e/ep-secret"])
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/messages"])
-def test_a_wrong_base_url_is_told_what_is_wrong_and_no_key(
+def test_the_error_for_a_wrong_base_url_explains_it_and_shows_no_key(
     proxy: RunningProxy, prefix: str, path: str
 ) -> None:
     for answer in (proxy.http.post(prefix + path, json={}), proxy.http.get(prefix + path)):
@@ -295,7 +297,7 @@ def test_later_episodes_of_a_group_need_not_repeat_its_size(proxy: RunningProxy)
     assert [answer.status_code for answer in default] == [200] * 16 + [409]
 
 
-def test_a_prompt_that_is_too_long(proxy: RunningProxy) -> None:
+def test_a_prompt_that_is_too_long_is_refused_and_truncates_the_episode(proxy: RunningProxy) -> None:
     proxy.engine.max_context = 4096
     episode = proxy.open_episode()
     client = proxy.openai(episode)
@@ -304,7 +306,7 @@ def test_a_prompt_that_is_too_long(proxy: RunningProxy) -> None:
     assert caught.value.code == "context_length_exceeded"
     assert "maximum context length is 4096 tokens" in str(caught.value)
     assert not proxy.engine.calls
-    # The episode goes on; finishing it says that the policy ran into a limit.
+    # The episode continues; its final status shows that the policy reached a limit.
     client.chat.completions.create(model="p", messages=[USER])
     assert proxy.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "truncated"
 
@@ -328,7 +330,7 @@ def test_an_episode_may_have_a_shorter_context(proxy: RunningProxy) -> None:
         assert (state["status"], state["limit_reached"]) == ("truncated", "context_length")
 
 
-def test_an_answer_that_ends_by_itself_ran_into_no_limit(proxy: RunningProxy) -> None:
+def test_the_clients_own_token_limit_does_not_truncate_the_episode(proxy: RunningProxy) -> None:
     episode = proxy.open_episode(limits={"context_tokens": 4096})
     client = proxy.openai(episode)
     client.chat.completions.create(model="p", messages=[USER])
@@ -337,7 +339,7 @@ def test_an_answer_that_ends_by_itself_ran_into_no_limit(proxy: RunningProxy) ->
     assert proxy.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "finished"
 
 
-def test_completions_are_cut_to_what_fits(proxy: RunningProxy) -> None:
+def test_max_tokens_is_lowered_to_the_limits_of_the_episode_and_the_context(proxy: RunningProxy) -> None:
     client = proxy.openai(proxy.open_episode(limits={"max_completion_tokens": 30}))
     client.chat.completions.create(model="p", messages=[USER], max_tokens=10**6)
     bare = proxy.openai(proxy.open_episode())
@@ -350,7 +352,7 @@ def test_completions_are_cut_to_what_fits(proxy: RunningProxy) -> None:
 @pytest.mark.parametrize(
     ("limits", "calls"), [({"max_turns": 2}, 2), ({"max_tokens": 10}, 2), ({"time_s": 0.2}, None)]
 )
-def test_a_spent_budget_ends_the_model_calls(
+def test_model_calls_are_refused_once_a_limit_of_the_episode_is_reached(
     proxy: RunningProxy, limits: dict[str, Any], calls: int | None
 ) -> None:
     proxy.engine.script = lambda call: (
@@ -376,7 +378,7 @@ def test_a_spent_budget_ends_the_model_calls(
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_a_clock_that_is_set_cuts_no_episode_off(
+def test_a_change_of_the_system_clock_does_not_affect_the_time_limit(
     proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
     episode = proxy.open_episode(limits={"time_s": 100})
@@ -414,7 +416,7 @@ def test_token_ids_outside_the_vocabulary_never_reach_the_engine(
         (RuntimeError("a bug with a secret"), 500, "internal_error"),
     ],
 )
-def test_failures_behind_the_proxy_lose_nothing(
+def test_a_failed_call_leaves_no_turn_and_the_next_call_succeeds(
     proxy: RunningProxy, failure: Any, status: int, code: str
 ) -> None:
     episode = proxy.open_episode()
@@ -427,15 +429,15 @@ def test_failures_behind_the_proxy_lose_nothing(
     assert len(proxy.tokens(episode)["turns"]) == 1
 
 
-def test_garbage_from_the_engine_may_be_retried(proxy: RunningProxy) -> None:
-    """A client retries a 502 by itself, and gets the next sample."""
+def test_a_client_retries_calls_that_fail_in_the_engine(proxy: RunningProxy) -> None:
+    """The real client retries after a 502 or a 503 by itself, and gets the next sample."""
     answers: list[Any] = [EngineError("half an answer"), EngineUnavailable("away"), "ok"]
     proxy.engine.script = lambda call: answers.pop(0)
     client = proxy.openai(proxy.open_episode(), max_retries=2)
     assert client.chat.completions.create(model="p", messages=[USER]).choices[0].message.content == "ok"
 
 
-def test_an_engine_that_hangs_is_given_up(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_a_generation_that_takes_too_long_is_cancelled(renderer: ChatRenderer, tmp_path: Path) -> None:
     engine = ScriptedSampler(renderer, delay_s=30)
     with running_proxy(tmp_path / "s.db", engine, generate_timeout_s=0.2) as proxy:
         response = proxy.http.post("/v1/chat/completions", json={"messages": [USER]})
@@ -457,7 +459,7 @@ async def test_a_client_that_hangs_up_aborts_its_generation(proxy: RunningProxy)
     assert proxy.tokens(episode)["turns"] == []
 
 
-def test_a_full_queue_is_429_with_a_time(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_a_full_queue_is_answered_with_429_and_retry_after(renderer: ChatRenderer, tmp_path: Path) -> None:
     engine = ScriptedSampler(renderer, delay_s=30)
     with running_proxy(tmp_path / "s.db", engine, max_concurrent=2, max_queued=3) as proxy:
         requests = [("/v1/chat/completions", {"messages": [USER]})] * 8
@@ -513,7 +515,7 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "call_1", "name": "search",
     ],
     ids=["chat", "responses", "messages"],
 )
-def test_a_result_needs_its_call_in_the_conversation(
+def test_a_tool_result_needs_its_call_in_the_conversation(
     proxy: RunningProxy, path: str, body: dict[str, Any], call: dict[str, Any]
 ) -> None:
     url = f"{proxy.url}/e/{proxy.open_episode()['key']}{path}"
@@ -525,8 +527,8 @@ def test_a_result_needs_its_call_in_the_conversation(
     assert proxy.http.post(url, json={"model": "policy", **body}).status_code == 200
 
 
-def test_a_result_that_names_no_call_is_read(proxy: RunningProxy) -> None:
-    """Agents that write their calls as text send such results."""
+def test_a_tool_result_without_a_call_id_is_accepted(proxy: RunningProxy) -> None:
+    """Agents that write their tool calls as plain content send such results."""
     url = f"{proxy.url}/e/{proxy.open_episode()['key']}/v1/chat/completions"
     messages = [
         USER,

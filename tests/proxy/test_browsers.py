@@ -1,4 +1,4 @@
-"""What a web page can send: refused, in every API's form, and nothing of it is done."""
+"""Requests that a foreign web page can send are refused in the form of their API, and have no effect."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def refused(response: httpx.Response, code: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil", "8.8.8.8"]
 )
-def test_a_page_whose_name_points_here_reads_nothing(proxy: RunningProxy, path: str, host: str) -> None:
+def test_a_request_with_a_foreign_host_header_is_refused(proxy: RunningProxy, path: str, host: str) -> None:
     refused(proxy.http.get(path, headers={"host": host}), "unknown_host")
 
 
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "127.9.9.9", "[::1]:80", "a.localhost"]
 )
-def test_names_of_this_machine_are_served(proxy: RunningProxy, host: str) -> None:
+def test_host_names_of_this_machine_are_accepted(proxy: RunningProxy, host: str) -> None:
     assert proxy.http.get("/episodes", headers={"host": host}).status_code == 200
 
 
-def test_with_a_key_any_name_is_served_unless_names_are_listed(
+def test_an_admin_key_allows_any_host_and_a_list_allows_its_hosts(
     guarded: RunningProxy, named: RunningProxy
 ) -> None:
     assert guarded.http.get("/episodes", headers={"host": "trainer.internal"}).status_code == 200
@@ -80,7 +80,7 @@ def test_with_a_key_any_name_is_served_unless_names_are_listed(
     ],
     ids=str,
 )
-def test_a_page_of_another_origin_writes_nothing(
+def test_a_cross_origin_request_is_refused_and_has_no_effect(
     proxy: RunningProxy, guarded: RunningProxy, headers: dict[str, str]
 ) -> None:
     for running in (proxy, guarded):
@@ -103,12 +103,12 @@ def test_a_refusal_has_the_form_of_its_api(proxy: RunningProxy) -> None:
     assert response.json()["type"] == "error" and response.json()["error"]["type"] == "permission_error"
 
 
-def test_a_preflight_gets_no_permission(proxy: RunningProxy) -> None:
+def test_a_preflight_request_is_refused(proxy: RunningProxy) -> None:
     asked = {"origin": EVIL, "access-control-request-method": "POST"}
     refused(proxy.http.options("/rewards", headers=asked), "cross_origin")
 
 
-def test_a_page_of_the_proxys_own_origin_is_served(proxy: RunningProxy, named: RunningProxy) -> None:
+def test_a_request_of_the_proxys_own_origin_is_accepted(proxy: RunningProxy, named: RunningProxy) -> None:
     own = {"origin": proxy.url, "sec-fetch-site": "same-origin"}
     assert proxy.http.post("/v1/chat/completions", json=CALL, headers=own).status_code == 200
     for origin in ("https://proxy.example:444", "http://trainer.internal:1"):
@@ -117,7 +117,9 @@ def test_a_page_of_the_proxys_own_origin_is_served(proxy: RunningProxy, named: R
         )
 
 
-def test_base_urls_name_the_address_and_not_the_host_header(proxy: RunningProxy, named: RunningProxy) -> None:
+def test_base_urls_have_the_proxys_address_and_not_the_host_header(
+    proxy: RunningProxy, named: RunningProxy
+) -> None:
     opened = proxy.http.post("/episodes", json={}, headers={"host": "localhost:1"}).json()
     assert opened["base_url"].startswith(f"{proxy.url}/e/")
     assert named.open_episode()["base_url"].startswith("https://proxy.example:444/x/e/")
@@ -127,7 +129,7 @@ def test_base_urls_name_the_address_and_not_the_host_header(proxy: RunningProxy,
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
-def test_what_is_not_called_json_is_refused(proxy: RunningProxy, path: str, kind: str) -> None:
+def test_a_content_type_other_than_json_is_refused(proxy: RunningProxy, path: str, kind: str) -> None:
     response = proxy.http.post(path, content=b"{}", headers={"content-type": kind})
     assert response.status_code == 415
     assert "Content-Type: application/json" in response.json()["error"]["message"]
@@ -136,14 +138,16 @@ def test_what_is_not_called_json_is_refused(proxy: RunningProxy, path: str, kind
 @pytest.mark.parametrize(
     "kind", [None, "application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"]
 )
-def test_json_is_accepted_under_all_its_names(proxy: RunningProxy, kind: str | None) -> None:
+def test_json_is_accepted_with_each_of_its_content_types_or_none(
+    proxy: RunningProxy, kind: str | None
+) -> None:
     headers = {} if kind is None else {"content-type": kind}
     content = b'{"messages": [{"role": "user", "content": "hi"}]}'
     assert proxy.http.post("/v1/chat/completions", content=content, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/../b", "../../episodes", "a//b"])
-def test_a_model_is_no_path(proxy: RunningProxy, name: str) -> None:
+def test_a_model_name_with_empty_or_dot_segments_is_not_found(proxy: RunningProxy, name: str) -> None:
     response = httpx.Client().send(httpx.Request("GET", proxy.url + "/v1/models/" + name.replace(".", "%2e")))
     assert response.status_code == 404, response.text
     assert proxy.http.get("/v1/models/org/name").status_code == 200

@@ -1,4 +1,4 @@
-"""The two sides of a canary through the proxy: who is served by which engine, and what is recorded."""
+"""The two sides of a canary: which engines serve an episode, and which versions are recorded."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def versions_of(store: Store) -> dict[str, tuple[int | None, int | None]]:
 
 
 def talk(client: OpenAI, session: str, turns: int = 1) -> list[str]:
-    """One conversation; return the ids of its completions."""
+    """Hold one conversation, and return the ids of its completions."""
     messages: list[Any] = []
     ids = []
     for turn in range(turns):
@@ -82,7 +82,7 @@ def talk(client: OpenAI, session: str, turns: int = 1) -> list[str]:
     return ids
 
 
-def test_each_side_is_served_by_its_engines_and_the_verdict_is_for_both(
+def test_each_side_is_served_by_its_engines_until_the_candidate_is_decided(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     apps = [ScriptedApp.from_folder(MODEL, lambda call: ScriptedReply("fine")) for _ in range(3)]
@@ -104,7 +104,7 @@ def test_each_side_is_served_by_its_engines_and_the_verdict_is_for_both(
             assert len(seen) == 12 and 0 < sum(sides.values()) < 12
             assert seen == {i: (3, 3) if is_canary else (0, 0) for i, is_canary in sides.items()}
             assert len(apps[2].exchanges) == 2 * sum(sides.values())
-            # A group of one each, of the split that is trained on, complete with its end and its reward.
+            # Each episode is a training group of one, which is complete once it is finished and rewarded.
             assert store.group_counts()["pending"] == 12
             (completion_id, *_) = talk(client, "first 0", turns=1)
             rewarded = httpx.post(f"{url}/rewards", json={"completion_id": completion_id, "reward": 1.0})
@@ -114,7 +114,7 @@ def test_each_side_is_served_by_its_engines_and_the_verdict_is_for_both(
             store.roll_back_candidate(3, {}, restored=4, step=4, path=str(MODEL))
             wait_until(lambda: [app._gate.version for app in apps] == ["4"] * 3)
             for number in range(1, 12):
-                talk(client, f"first {number}", turns=3)  # a conversation goes on, on its side
+                talk(client, f"first {number}", turns=3)  # the conversations continue
             later = versions_of(store)
             assert len(later) == 12 and [newest for _, newest in later.values()].count(4) == 11
 
@@ -124,8 +124,8 @@ def test_each_side_is_served_by_its_engines_and_the_verdict_is_for_both(
             wait_until(lambda: [app._gate.version for app in apps] == ["5"] * 3)
 
 
-def test_a_side_waits_for_its_own_engine(renderer: ChatRenderer, tmp_path: Path) -> None:
-    """No conversation of the canary is moved to the others, whose scores it would dilute."""
+def test_calls_of_the_canary_wait_for_its_own_engine(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """Conversations of the canary are not moved to the other side, whose scores they would distort."""
     apps = [ScriptedApp.from_folder(MODEL, lambda call: ScriptedReply("fine")) for _ in range(2)]
     with (
         Store.open(tmp_path / "store.db") as store,
@@ -149,7 +149,7 @@ def test_a_side_waits_for_its_own_engine(renderer: ChatRenderer, tmp_path: Path)
             assert len(apps[0].exchanges) == answered and not apps[1].exchanges
 
 
-def test_the_share_of_the_canary() -> None:
+def test_the_canary_gets_its_share_of_episodes_and_engines() -> None:
     ids = [f"implicit-{number:016x}" for number in range(20_000)]
     for share in (0.01, 0.1, 0.5):
         of_canary = {i for i in ids if is_of_canary(i, share)}

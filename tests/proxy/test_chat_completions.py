@@ -17,7 +17,7 @@ USER = {"role": "user", "content": "Where is Lyon?"}
 
 
 def with_arguments(message: dict[str, Any], arguments: Any) -> dict[str, Any]:
-    """The message with other arguments in its tool calls."""
+    """Return the message with other arguments in its tool calls."""
     calls = [{**c, "function": {**c["function"], "arguments": arguments}} for c in message["tool_calls"]]
     return {**message, "tool_calls": calls}
 
@@ -41,7 +41,7 @@ def test_a_reply_has_every_field_that_clients_rely_on(proxy: RunningProxy) -> No
     assert call.rid == answer.id
 
 
-async def test_the_async_client_and_the_key_alone(proxy: RunningProxy) -> None:
+async def test_the_key_alone_identifies_the_episode_of_the_async_client(proxy: RunningProxy) -> None:
     """The base_url need not name the episode if the key does."""
     episode = proxy.open_episode()
     async with AsyncOpenAI(base_url=f"{proxy.url}/v1", api_key=episode["key"], max_retries=0) as client:
@@ -49,7 +49,7 @@ async def test_the_async_client_and_the_key_alone(proxy: RunningProxy) -> None:
     assert [turn["id"] for turn in proxy.tokens(episode)["turns"]] == [answer.id]
 
 
-def test_parallel_tool_calls_and_their_results(proxy: RunningProxy) -> None:
+def test_parallel_tool_calls_are_returned_and_their_results_continue_the_turn(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     client = proxy.openai(episode)
     proxy.engine.script = lambda call: (
@@ -100,11 +100,11 @@ def test_a_replayed_reply_is_recognised(proxy: RunningProxy, replay: Any) -> Non
     assert proxy.http.post(f"/e/{episode['key']}/v1/chat/completions", json=body).status_code == 200
     turns = proxy.tokens(episode)["turns"]
     assert turns[1]["parent"] == turns[0]["id"]
-    # The tool message came without an id: it answers the open call.
+    # The tool message has no id, so it is the result of the open call.
     assert turns[1]["new_messages"][0]["tool_call_id"] == message["tool_calls"][0]["id"]
 
 
-def test_roles_and_content_forms(proxy: RunningProxy) -> None:
+def test_all_roles_and_forms_of_content_are_accepted(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"text": "brief."}]},
@@ -127,7 +127,7 @@ def test_roles_and_content_forms(proxy: RunningProxy) -> None:
     assert text.startswith("<|im_start|>system\nBe brief.") and "developer" not in text
 
 
-def test_reasoning_goes_out_apart_and_may_come_back(proxy: RunningProxy) -> None:
+def test_reasoning_is_a_separate_field_that_may_be_sent_back_or_dropped(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     proxy.engine.script = lambda call: "<think>\nLyon is a city.\n</think>\n\n" + tool_call(query="Lyon")
     client = proxy.openai(episode)
@@ -144,8 +144,8 @@ def test_reasoning_goes_out_apart_and_may_come_back(proxy: RunningProxy) -> None
     assert turns[3]["forked_from"]["reason"] == "edited"
 
 
-def test_a_new_user_turn_forks_where_the_template_strips(proxy: RunningProxy) -> None:
-    """A Qwen3 template drops earlier reasoning at a user turn: what a plain server would show the model."""
+def test_a_new_user_message_forks_where_the_template_strips_reasoning(proxy: RunningProxy) -> None:
+    """A Qwen3 template drops earlier reasoning at a user message, as it would in any other server."""
     episode = proxy.open_episode()
     client = proxy.openai(episode)
     first = client.chat.completions.create(model="policy", messages=[USER]).choices[0].message
@@ -201,7 +201,7 @@ def test_tool_choice_none_keeps_the_prompt_and_withholds_the_calls(proxy: Runnin
         ([SEARCH], "must be an object with mode and a list of tools"),
     ],
 )
-def test_allowed_tools_are_all_tools_or_those_that_are_required(
+def test_allowed_tools_are_accepted_if_supported_and_else_refused(
     proxy: RunningProxy, allowed: Any, message: str | None
 ) -> None:
     proxy.engine.script = lambda call: tool_call(query="Lyon")
@@ -215,7 +215,7 @@ def test_allowed_tools_are_all_tools_or_those_that_are_required(
     assert refused.value.body["param"] == "tool_choice.allowed_tools"
 
 
-def test_parallel_tool_calls_false_hands_out_one(proxy: RunningProxy) -> None:
+def test_parallel_tool_calls_false_returns_one_call(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: tool_call(query="Lyon") + "\n" + tool_call(query="Nice")
     answer = proxy.openai(proxy.open_episode()).chat.completions.create(
         model="p", messages=[USER], tools=[SEARCH], parallel_tool_calls=False
@@ -232,7 +232,7 @@ def test_stop_strings_end_the_content_before_them(proxy: RunningProxy) -> None:
     assert answer.choices[0].message.content == "one two "
 
 
-def test_a_cut_off_reply_says_length(proxy: RunningProxy) -> None:
+def test_the_finish_reason_of_a_cut_off_reply_is_length(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: "word " * 50
     client = proxy.openai(proxy.open_episode())
     for field in ("max_tokens", "max_completion_tokens"):
@@ -251,7 +251,7 @@ def test_logprobs_are_those_of_the_engine(proxy: RunningProxy) -> None:
     assert b"".join(bytes(item.bytes) for item in content) == b"ok<|im_end|>"
 
 
-def test_training_episodes_are_sampled_from_the_bare_policy(proxy: RunningProxy) -> None:
+def test_training_episodes_are_sampled_with_pinned_parameters(proxy: RunningProxy) -> None:
     asked: dict[str, Any] = {"temperature": 0.3, "top_p": 0.9, "presence_penalty": 0.5, "seed": 7}
     train, held_out = proxy.open_episode(), proxy.open_episode(split="eval", sampling={"temperature": 0})
     for episode in (train, held_out):
@@ -274,7 +274,7 @@ def test_training_episodes_are_sampled_from_the_bare_policy(proxy: RunningProxy)
 
 
 def test_top_k_of_minus_one_means_off(proxy: RunningProxy) -> None:
-    """As engines write it: no override in training, and no error where the wish is granted."""
+    """Engines use -1 for off, so it is no override in training, and no error in an evaluation."""
     for split in ("train", "eval"):
         episode = proxy.open_episode(split=split)
         proxy.openai(episode).chat.completions.create(model="p", messages=[USER], extra_body={"top_k": -1})

@@ -1,4 +1,4 @@
-"""Streamed is not streamed: in every dialect the pieces add up to the whole answer, and to its record."""
+"""In every dialect, the pieces of a stream add up to the whole response and to the recorded turn."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def patient(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
-    """A proxy that gives no sign of life, however long an answer takes."""
+    """A proxy that sends no keep-alive events, however long a response takes."""
     path: Path = tmp_path_factory.mktemp("patient") / "store.db"
     with running_proxy(path, ObservedEngine(renderer), keepalive_s=600) as proxy:
         yield proxy
@@ -78,7 +78,7 @@ def proxy(running: RunningProxy) -> RunningProxy:
 
 
 def as_compared(replies: list[Reply]) -> list[Any]:
-    """What a reply says, without the ids that are new in every call."""
+    """Return the contents of replies without their ids, which differ in every call."""
     return [
         (reply.content, reply.reasoning, [(c.name, c.arguments) for c in reply.calls], reply.finish)
         for reply in replies
@@ -86,11 +86,11 @@ def as_compared(replies: list[Reply]) -> list[Any]:
 
 
 def compare(proxy: RunningProxy, kind: type[Agent], text: str, cut: int | None, stop: Any, n: int) -> None:
-    """One call whole and once streamed, with the same sampled ids."""
+    """Make a call whole and then streamed, with the same sampled ids, and compare the replies and turns."""
     engine = proxy.engine
     engine.reset()
     ids = [*engine.renderer.tokenizer.encode(text), *engine.renderer.stop_token_ids[:1]]
-    # A prefix of the bytes: the cut may fall into the middle of a character, a marker or a call.
+    # A prefix of the ids, which may end in the middle of a character, a marker or a call.
     ids = ids[: max(cut, 1)] if cut is not None else ids
     reason: Any = "stop" if cut is None else "length"
     engine.script = lambda call: Completion(ids, [-0.25] * len(ids), [3] * len(ids), reason)
@@ -121,7 +121,7 @@ def compare(proxy: RunningProxy, kind: type[Agent], text: str, cut: int | None, 
     stop=stops,
     n=st.sampled_from([1, 1, 2]),
 )
-def test_the_pieces_add_up_to_the_whole(
+def test_the_pieces_of_a_stream_add_up_to_the_whole_response(
     running: RunningProxy, kind: type[Agent], text: str, cut: int | None, stop: Any, n: int
 ) -> None:
     compare(running, kind, text, cut, stop, n)
@@ -136,7 +136,7 @@ def test_the_pieces_add_up_to_the_whole(
     stop=stops,
     n=st.sampled_from([1, 1, 2]),
 )
-def test_very_many_pieces_add_up(
+def test_the_pieces_of_very_many_streams_add_up(
     running: RunningProxy, kind: type[Agent], text: str, cut: int | None, stop: Any, n: int
 ) -> None:
     compare(running, kind, text, cut, stop, n)
@@ -151,7 +151,9 @@ def test_very_many_pieces_add_up(
         "<think>\nnever closed",
     ],
 )
-def test_the_helpers_of_the_sdks_accumulate_the_whole_answer(proxy: RunningProxy, reply: str) -> None:
+def test_the_stream_helper_of_the_openai_client_accumulates_the_whole_reply(
+    proxy: RunningProxy, reply: str
+) -> None:
     proxy.engine.script = lambda call: reply
     with proxy.openai(proxy.open_episode()) as client:
         body: dict[str, Any] = {"model": "p", "messages": [USER], "tools": [SEARCH]}
@@ -167,7 +169,7 @@ def test_the_helpers_of_the_sdks_accumulate_the_whole_answer(proxy: RunningProxy
     assert found == expected
 
 
-def test_a_chat_stream_has_a_role_a_finish_a_usage_and_an_end(proxy: RunningProxy) -> None:
+def test_a_chat_stream_has_a_role_a_finish_reason_a_usage_and_an_end(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: "<think>\nhm\n</think>\n\nLet me look.\n" + tool_call(query="Lyon")
     episode = proxy.open_episode()
     body = {"messages": [USER], "tools": [SEARCH], "stream": True, "stream_options": {"include_usage": True}}
@@ -188,15 +190,15 @@ def test_a_chat_stream_has_a_role_a_finish_a_usage_and_an_end(proxy: RunningProx
     assert not any(delta.get("content") and delta.get("tool_calls") for delta in deltas)
     assert all(chunk.get("usage") is None for chunk in others)
     assert len([delta for delta in deltas if delta.get("content")]) > 1  # it came in pieces
-    # Without the option there is no usage chunk: some clients trip over a chunk without choices.
+    # Without the option there is no usage chunk, because some clients fail on a chunk without choices.
     del body["stream_options"]
     text = proxy.http.post(path, json=body).text
     assert '"choices":[]' not in text and text.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_tokens_leave_while_the_engine_still_samples(proxy: RunningProxy, dialect: str) -> None:
-    """The first piece reaches the client before the reply is complete, and so do keep-alives."""
+def test_pieces_are_sent_while_the_engine_is_still_sampling(proxy: RunningProxy, dialect: str) -> None:
+    """The first piece and keep-alive events reach the client before the reply is complete."""
     path, body = PATHS[dialect]
     proxy.engine.script = lambda call: "one two three four five six seven €"
     proxy.engine.hold_after = 3
@@ -204,7 +206,7 @@ def test_tokens_leave_while_the_engine_still_samples(proxy: RunningProxy, dialec
     seen, alive = "", 0
     with proxy.http.stream("POST", f"/e/{episode['key']}{path}", json={**body, "stream": True}) as response:
         lines = response.iter_lines()
-        while "one" not in seen or alive < 3:  # one ping of the Messages API opens the stream
+        while "one" not in seen or alive < 3:  # a stream of the Messages API begins with one ping
             line = next(lines)
             seen += line
             alive += line.startswith(":") or line == "event: ping" or (dialect == "gemini" and not line)
@@ -217,7 +219,7 @@ def test_tokens_leave_while_the_engine_still_samples(proxy: RunningProxy, dialec
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clients_pass_over_keep_alive_comments(proxy: RunningProxy, kind: type[Agent]) -> None:
+def test_clients_ignore_keep_alive_events(proxy: RunningProxy, kind: type[Agent]) -> None:
     proxy.engine.script = lambda call: "In France."
     proxy.engine.delay_s = 0.2
     episode = proxy.open_episode()
@@ -248,7 +250,7 @@ def test_a_failure_before_the_first_piece_is_an_ordinary_error(
 
 
 def consume(agent: Agent) -> list[Any]:
-    """The raw events of a streamed call, through the SDK."""
+    """Return the raw events of a streamed call with the SDK."""
     if isinstance(agent, MessagesAgent):
         return list(agent.client.messages.create(stream=True, **agent.body({})))
     if isinstance(agent, ResponsesAgent):
@@ -264,7 +266,7 @@ def consume(agent: Agent) -> list[Any]:
 def test_a_failure_in_mid_stream_is_an_event_that_the_sdk_raises(
     proxy: RunningProxy, kind: type[Agent], how: str
 ) -> None:
-    """The engine goes away, there is a bug, or the episode ends while the reply is on its way."""
+    """The engine becomes unavailable, a bug occurs, or the episode ends while the reply is streamed."""
     proxy.engine.script = lambda call: "one two three four five six seven eight"
     episode = proxy.open_episode()
     agent = kind(proxy, episode, "Where?")
@@ -291,7 +293,7 @@ def test_a_failure_in_mid_stream_is_an_event_that_the_sdk_raises(
             agent.ask()
         assert 409 in (getattr(refused.value, "status_code", None), getattr(refused.value, "code", None))
     elif isinstance(agent, ResponsesAgent):
-        events = consume(agent)  # this API tells it by an event of its own
+        events = consume(agent)  # this API has an event for errors
         assert events[-1].type == "response.failed" and "secret" not in events[-1].to_json()
     else:
         with pytest.raises(raised) as caught:
@@ -302,10 +304,10 @@ def test_a_failure_in_mid_stream_is_an_event_that_the_sdk_raises(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_an_engine_that_fails_after_keep_alive_comments_ends_the_stream(
+def test_an_engine_failure_after_keep_alive_events_ends_the_stream_with_an_error(
     proxy: RunningProxy, dialect: str
 ) -> None:
-    """The answer has begun, with nothing in it: the error can only be an event."""
+    """The response has begun, although without content, so the error can only be an event."""
     path, body = PATHS[dialect]
     proxy.engine.delay_s = 30
     proxy.engine.script = lambda call: EngineUnavailable("away")

@@ -1,4 +1,4 @@
-"""The moments of a call that no client can time: driven without HTTP, over the real store."""
+"""Races within a call that no HTTP client can time: calls are made without HTTP, with a real store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def session(store: Store) -> Session:
 
 @pytest.fixture
 def engine(renderer: ChatRenderer) -> ScriptedSampler:
-    # A long reply is parsed in a thread: the event loop sees what happens meanwhile.
+    # A long reply is parsed in a thread, so that other tasks run meanwhile.
     return ScriptedSampler(renderer, script=lambda call: "word " * 2500)
 
 
@@ -53,7 +53,7 @@ async def completer(
 
 
 def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, happening: asyncio.Event) -> None:
-    """Let `happening` come while `owner.name` is running in a thread."""
+    """Set `happening` when `owner.name` begins to run in a thread."""
     loop, original = asyncio.get_running_loop(), getattr(owner, name)
 
     def method(*arguments: Any, **options: Any) -> Any:
@@ -64,14 +64,14 @@ def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, happening: as
 
 
 def begin(completer: Completer, session: Session, *, count: int = 0, streamed: bool = False) -> SharedReply:
-    """A call with one client."""
+    """Start a call with one client."""
     call = completer.call(session, replace(ASKED, retry=Retry(count)), streamed=streamed)
     call.join()
     return call
 
 
 async def hang_up(completer: Completer, session: Session, call: SharedReply) -> None:
-    """Its client goes, and what runs for it comes to its end."""
+    """Disconnect the client of a call, and wait until the call has ended."""
     if call.leave(served=False):
         completer.retries.discard(session, call)
     await asyncio.wait([call.task], timeout=10)
@@ -83,7 +83,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_client_that_hangs_up_while_its_reply_is_parsed_leaves_no_turn(
+async def test_a_client_that_disconnects_while_its_reply_is_parsed_leaves_no_turn(
     completer: Completer,
     session: Session,
     store: Store,
@@ -100,7 +100,7 @@ async def test_a_client_that_hangs_up_while_its_reply_is_parsed_leaves_no_turn(
     assert store.load_episode("e").turns == () and len(session.forest) == 0 and session.pending_calls == 0
 
 
-async def test_a_turn_that_is_recorded_when_its_client_hangs_up_is_kept_for_a_retry_and_not_trained(
+async def test_a_turn_recorded_after_its_client_disconnected_is_kept_for_a_retry_and_not_trained(
     completer: Completer, session: Session, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recording = asyncio.Event()
@@ -113,7 +113,7 @@ async def test_a_turn_that_is_recorded_when_its_client_hangs_up_is_kept_for_a_re
     await until(lambda: store.load_episode("e").turns[0].discarded != "")
     [turn] = store.load_episode("e").turns
     assert not TrainedTurns().includes(turn) and turn.id == call.turn_ids[0]
-    # The same request again, without a word about a retry: it gets the sample that nobody had.
+    # The same request again, not marked as a retry, gets the sample that no client received.
     again = begin(completer, session)
     [done] = await again.task
     assert done.turn.id == turn.id and again.is_repeated
@@ -130,17 +130,17 @@ async def test_a_reply_that_its_client_did_not_wait_for_is_kept_for_a_retry(
     await hang_up(completer, session, call)
     assert session.ledger.undelivered == set(call.turn_ids)
     await until(lambda: bool(store.load_episode("e").turns[0].discarded))
-    restored = Session(*store.episode_by_key("hash"))  # after a restart, it is still known
+    restored = Session(*store.episode_by_key("hash"))  # after a restart, the turn is still known
     assert restored.ledger.undelivered == set(call.turn_ids)
 
 
-async def test_a_retry_joins_the_call_that_is_under_way(completer: Completer, session: Session) -> None:
+async def test_a_retry_joins_a_call_that_is_still_running(completer: Completer, session: Session) -> None:
     first = begin(completer, session, streamed=True)
     await asyncio.sleep(0)
     retry = begin(completer, session, count=1, streamed=True)
     assert retry is first
     assert not first.leave(served=False)
-    [done] = await first.task  # still wanted by the retry
+    [done] = await first.task  # the retry still waits for it
     assert done.turn.id == first.turn_ids[0]
     assert not first.leave(served=True)
 
@@ -156,7 +156,7 @@ async def test_a_retry_of_a_recorded_call_gets_the_same_sample(
     assert fork is not None and (fork.turn, fork.reason) == (first.turn.id, "resampled")
 
 
-async def test_an_idempotency_key_names_one_request(completer: Completer, session: Session) -> None:
+async def test_an_idempotency_key_identifies_one_request(completer: Completer, session: Session) -> None:
     def ask(asked: ModelRequest) -> SharedReply:
         return completer.call(session, replace(asked, retry=Retry(0, "key")), streamed=False)
 
@@ -170,7 +170,9 @@ async def test_an_idempotency_key_names_one_request(completer: Completer, sessio
     assert caught.value.status == 409
 
 
-async def test_several_replies_are_siblings(completer: Completer, session: Session, store: Store) -> None:
+async def test_several_replies_to_one_request_are_siblings(
+    completer: Completer, session: Session, store: Store
+) -> None:
     call = completer.call(session, replace(ASKED, choices=3), streamed=False)
     done = await call.task
     assert [item.turn.id for item in done] == list(call.turn_ids)
@@ -183,7 +185,7 @@ async def test_several_replies_are_siblings(completer: Completer, session: Sessi
 async def test_the_retry_of_a_refused_call_is_a_sample_of_its_own(
     completer: Completer, session: Session, engine: ScriptedSampler
 ) -> None:
-    """An equal call beside it has got its sample; the refused one has none yet."""
+    """An equal call has its own sample already; the refused call has none yet."""
     [beside] = await begin(completer, session).task
     script, engine.script = engine.script, lambda call: EngineUnavailable("busy")
     refused = begin(completer, session)
@@ -192,17 +194,17 @@ async def test_the_retry_of_a_refused_call_is_a_sample_of_its_own(
     engine.script = script
     [retried] = await begin(completer, session, count=1).task
     assert retried.turn.id != beside.turn.id and not session.ledger.was_refused(ASKED)
-    [again] = await begin(completer, session, count=2).task  # its answer was lost
+    [again] = await begin(completer, session, count=2).task  # the response of the first retry was lost
     assert again.turn.id == retried.turn.id
 
 
-async def test_a_retry_does_not_join_a_call_that_is_being_ended(
+async def test_a_retry_does_not_join_a_call_that_is_being_cancelled(
     completer: Completer, session: Session, engine: ScriptedSampler
 ) -> None:
     engine.delay_s = 30
     call = begin(completer, session)
     await until(lambda: bool(engine.calls))
-    assert not call.leave(served=False)  # cancelled, and not yet ended
+    assert not call.leave(served=False)  # cancelled, but not ended yet
     engine.delay_s = 0
     retry = begin(completer, session, count=1)
     assert retry is not call
@@ -236,7 +238,7 @@ async def test_a_session_that_is_sealed_while_it_is_loaded_is_not_open(
     load = store.episode_by_key
 
     def slow_load(digest: str) -> Any:
-        found = load(digest)  # open as yet
+        found = load(digest)  # still open
         asyncio.run_coroutine_threadsafe(sessions.seal("e", "finished"), loop).result(10)
         return found
 
@@ -246,7 +248,7 @@ async def test_a_session_that_is_sealed_while_it_is_loaded_is_not_open(
     assert caught.value.code == "episode_sealed" and sessions.get("e") is None
 
 
-async def test_a_call_that_waits_for_its_turn_ends_with_its_episode(
+async def test_a_queued_call_ends_with_its_episode(
     store: Store, renderer: ChatRenderer, session: Session
 ) -> None:
     engine = ScriptedSampler(renderer, delay_s=30)
@@ -264,7 +266,7 @@ async def test_a_call_that_waits_for_its_turn_ends_with_its_episode(
     completer.close()
 
 
-async def test_a_call_does_not_wait_for_its_turn_for_ever(
+async def test_a_call_waits_in_the_queue_for_a_limited_time(
     store: Store, renderer: ChatRenderer, session: Session
 ) -> None:
     engine = ScriptedSampler(renderer, delay_s=30)
@@ -278,7 +280,7 @@ async def test_a_call_does_not_wait_for_its_turn_for_ever(
     completer.close()
 
 
-async def test_the_agent_itself_is_known_after_a_restart(
+async def test_the_main_session_is_known_after_a_restart(
     completer: Completer, session: Session, store: Store
 ) -> None:
     await completer.call(session, replace(ASKED, session="main"), streamed=False).task

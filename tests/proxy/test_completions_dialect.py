@@ -1,4 +1,4 @@
-"""The legacy completions dialect by itself: prompts in, OpenAI's Completion out, whole and streamed."""
+"""The legacy completions dialect: how it reads prompts and writes whole and streamed responses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(**fields: Any) -> ModelRequest:
 
 
 def recorded(text: str, *, reason: Any = "stop", top_logprobs: Any = ()) -> CompletedTurn:
-    """A turn that drew this text after 10 prompt tokens, 4 of them known."""
+    """Return a completed turn with this reply, after 10 prompt tokens of which 4 were known."""
     ids = TOKENIZER.encode(text)
     turn = Turn(
         id=new_turn_id(),
@@ -58,14 +58,14 @@ def recorded(text: str, *, reason: Any = "stop", top_logprobs: Any = ()) -> Comp
         ([[5, 6]], (5, 6)),
     ],
 )
-def test_the_forms_of_a_prompt(prompt: Any, raw: Any) -> None:
+def test_all_forms_of_a_prompt_are_read(prompt: Any, raw: Any) -> None:
     request = read(prompt=prompt)
     assert request.raw_prompt == raw
     assert [m.role for m in request.messages] == ["user"] and request.tools == ()
     assert request.label == "main"
 
 
-def test_sampling() -> None:
+def test_sampling_parameters_are_read() -> None:
     assert read().wish.max_tokens == 16
     request = read(
         max_tokens=5, temperature=0.5, top_p=0.9, top_k=-1, stop="END", n=2, best_of=2, logprobs=3,
@@ -106,13 +106,13 @@ def test_sampling() -> None:
         ({"stop": [1]}, "stop"),
     ],
 )
-def test_what_is_refused_names_its_field(fields: dict[str, Any], param: str) -> None:
+def test_a_refusal_names_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_whole_answer() -> None:
+def test_a_whole_response_has_all_fields() -> None:
     first, second = recorded(" upon a time"), recorded(" more", reason="length")
     data = DIALECT.answer(body(), [first, second], TOKENIZER)
     answer = SdkCompletion.model_validate_json(data)
@@ -145,7 +145,7 @@ def test_logprobs_have_the_legacy_shape() -> None:
     assert plain["choices"][0]["logprobs"]["tokens"] == tokens
 
 
-def test_of_tokens_that_read_the_same_the_best_logprob_is_reported() -> None:
+def test_the_best_logprob_is_reported_for_tokens_with_the_same_string() -> None:
     same = TOKENIZER.encode("x")[0]
     done = recorded("x", top_logprobs=(((same, -0.5), (same, -3.0)),))
     answer = json.loads(DIALECT.answer(body(logprobs=2), [done], TOKENIZER))
@@ -153,7 +153,7 @@ def test_of_tokens_that_read_the_same_the_best_logprob_is_reported() -> None:
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
-def test_the_stream_joined_is_the_whole_answer(with_usage: bool) -> None:
+def test_the_pieces_of_a_stream_add_up_to_the_whole_response(with_usage: bool) -> None:
     done = [recorded(" upon a time"), recorded(" more", reason="length")]
     asked = body(logprobs=0, stream=True, stream_options={"include_usage": with_usage})
     writer = DIALECT.stream(asked, read(), [each.turn.id for each in done], 1.8e9, TOKENIZER)
@@ -193,7 +193,7 @@ def test_errors_have_the_form_of_openai() -> None:
         writer.call(0, ToolCall("c", "search", "{}"))
 
 
-def test_the_real_client_whole_and_streamed(proxy: RunningProxy) -> None:
+def test_the_real_client_reads_whole_and_streamed_responses(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: " upon a time"
     whole, streamed = proxy.open_episode(), proxy.open_episode()
     asked: dict[str, Any] = {"model": "davinci", "prompt": "Once", "max_tokens": 20, "logprobs": 0}
@@ -213,7 +213,7 @@ def test_the_real_client_whole_and_streamed(proxy: RunningProxy) -> None:
     assert chunks[-2].choices[0].logprobs.tokens == answer.choices[0].logprobs.tokens
 
 
-def test_a_prompt_of_ids_reaches_the_engine_as_it_is(proxy: RunningProxy) -> None:
+def test_a_prompt_of_ids_reaches_the_engine_unchanged(proxy: RunningProxy) -> None:
     ids = TOKENIZER.encode("Once upon")
     client = proxy.openai(proxy.open_episode())
     answer = client.completions.create(model="davinci", prompt=ids, n=2)
@@ -223,10 +223,10 @@ def test_a_prompt_of_ids_reaches_the_engine_as_it_is(proxy: RunningProxy) -> Non
         client.completions.create(model="davinci", prompt=[10**9])
 
 
-def test_a_text_continues_from_a_reply_that_was_cut_off_only(
+def test_a_prompt_continues_only_a_reply_that_was_cut_off(
     proxy: RunningProxy,
 ) -> None:
-    """The token that ended a reply is not in its text, so the model must not be shown it."""
+    """The stop token of a complete reply is not in its text, so the next prompt must not have it."""
     episode = proxy.open_episode()
     client = proxy.openai(episode)
     proxy.engine.script = lambda call: TOKENIZER.encode(" upon a")  # cut off: no stop token

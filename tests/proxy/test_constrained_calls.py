@@ -1,4 +1,4 @@
-"""Replies that are held to a schema or to tool calls, from the real clients to the real embedded engine."""
+"""Replies that are constrained to a schema or to tool calls, with real clients and the embedded engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOOKUP = {
 COUNT = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"]}
 PARAMETERS = {"lookup": LOOKUP, "count": COUNT}
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in PARAMETERS.items()]
-QUIET = {"chat_template_kwargs": {"enable_thinking": False}}  # reasoning of an untrained kind has no end
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}  # an untrained model does not end its reasoning
 SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": ANSWER}}
 Calls = list[tuple[str, str]]  # name and arguments
 
@@ -63,7 +63,7 @@ def episode(proxy: RunningProxy) -> dict[str, Any]:
 
 
 def the_turn(proxy: RunningProxy, episode: dict[str, Any]) -> Turn:
-    """The one turn of the episode; it is recorded as constrained, and whole."""
+    """Return the only turn of the episode, which must be complete and recorded as constrained."""
     [turn] = proxy.store.load_episode(episode["id"]).turns
     assert (
         turn.constrained
@@ -89,7 +89,7 @@ def check_calls(calls: Calls, *, named: str | None = None) -> None:
 def chat(
     proxy: RunningProxy, episode: dict[str, Any], *, stream: bool, messages: Any = ASKED, **body: Any
 ) -> tuple[str, Calls, str | None]:
-    """Content, calls and finish reason of a chat completion."""
+    """Return the content, calls and finish reason of a chat completion."""
     client = proxy.openai(episode).chat.completions
     fields: Any = {"model": "m", "messages": messages, "max_tokens": 1500, "extra_body": QUIET, **body}
     if not stream:
@@ -122,7 +122,9 @@ def test_a_chat_reply_fits_its_schema(proxy: RunningProxy, episode: dict[str, An
     assert the_turn(proxy, episode).reply.content == text
 
 
-def test_reasoning_may_come_before_the_schema(proxy: RunningProxy, episode: dict[str, Any]) -> None:
+def test_reasoning_may_come_before_the_constrained_content(
+    proxy: RunningProxy, episode: dict[str, Any]
+) -> None:
     for _ in range(3):
         chat(proxy, episode, stream=False, response_format=SCHEMA_FORMAT, max_tokens=300, extra_body={})
     for turn in proxy.store.load_episode(episode["id"]).turns:
@@ -132,12 +134,14 @@ def test_reasoning_may_come_before_the_schema(proxy: RunningProxy, episode: dict
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_json_object_is_requested(proxy: RunningProxy, episode: dict[str, Any], stream: bool) -> None:
+def test_a_reply_is_a_json_object_if_one_is_requested(
+    proxy: RunningProxy, episode: dict[str, Any], stream: bool
+) -> None:
     text, calls, reason = chat(
         proxy, episode, stream=stream, response_format={"type": "json_object"}, max_tokens=200
     )
     assert calls == [] and text.startswith("{")
-    if reason == "stop":  # the model may also run out of tokens inside a text
+    if reason == "stop":  # the model may also run out of tokens within a string
         assert isinstance(json.loads(text), dict)
     [turn] = proxy.store.load_episode(episode["id"]).turns
     assert turn.constrained and turn.reply.content == text
@@ -161,7 +165,7 @@ def test_a_json_object_is_requested(proxy: RunningProxy, episode: dict[str, Any]
         ),
     ],
 )
-def test_a_chat_reply_is_the_calls_that_are_required(
+def test_a_chat_reply_has_the_required_calls(
     proxy: RunningProxy, episode: dict[str, Any], stream: bool, choice: Any, named: str | None
 ) -> None:
     text, calls, reason = chat(
@@ -175,7 +179,9 @@ def test_a_chat_reply_is_the_calls_that_are_required(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_with_tools_beside_a_schema_the_reply_is_either(proxy: RunningProxy, stream: bool) -> None:
+def test_with_tools_and_a_schema_a_reply_has_calls_or_fits_the_schema(
+    proxy: RunningProxy, stream: bool
+) -> None:
     kinds = set()
     for _ in range(12):
         episode = proxy.open_episode()
@@ -187,10 +193,10 @@ def test_with_tools_beside_a_schema_the_reply_is_either(proxy: RunningProxy, str
             assert text == ""
         else:
             check_answer(text)
-    assert "tool_calls" in kinds  # a schema for the answer does not keep the model from its tools
+    assert "tool_calls" in kinds  # the schema of the content does not prevent tool calls
 
 
-def test_tools_that_are_barred_leave_the_schema(proxy: RunningProxy, episode: dict[str, Any]) -> None:
+def test_the_schema_applies_if_tool_calls_are_disabled(proxy: RunningProxy, episode: dict[str, Any]) -> None:
     text, calls, _ = chat(
         proxy, episode, stream=False, tools=TOOLS, tool_choice="none", response_format=SCHEMA_FORMAT
     )
@@ -199,7 +205,7 @@ def test_tools_that_are_barred_leave_the_schema(proxy: RunningProxy, episode: di
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_turn_after_a_forced_call_continues_exactly(
+def test_the_turn_after_a_forced_call_continues_with_the_exact_tokens(
     proxy: RunningProxy, episode: dict[str, Any], stream: bool
 ) -> None:
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
@@ -226,7 +232,7 @@ RESPONSE_TOOLS = [{"type": "function", "name": n, "parameters": p} for n, p in P
 
 
 def respond(proxy: RunningProxy, episode: dict[str, Any], *, stream: bool, **body: Any) -> tuple[str, Calls]:
-    """Text and calls of a response."""
+    """Return the text and calls of a response."""
     client = proxy.openai(episode).responses
     fields: Any = {"model": "m", "input": QUESTION, "max_output_tokens": 1500, "extra_body": QUIET, **body}
     if stream:
@@ -253,7 +259,7 @@ def test_a_response_fits_its_format(proxy: RunningProxy, episode: dict[str, Any]
 @pytest.mark.parametrize(
     ("choice", "named"), [("required", None), ({"type": "function", "name": "lookup"}, "lookup")]
 )
-def test_a_response_is_the_calls_that_are_required(
+def test_a_response_has_the_required_calls(
     proxy: RunningProxy, episode: dict[str, Any], stream: bool, choice: Any, named: str | None
 ) -> None:
     text, calls = respond(proxy, episode, stream=stream, tools=RESPONSE_TOOLS, tool_choice=choice)
@@ -265,7 +271,7 @@ MESSAGE_TOOLS = [{"name": name, "input_schema": schema} for name, schema in PARA
 
 
 def message(proxy: RunningProxy, episode: dict[str, Any], *, stream: bool, **body: Any) -> tuple[str, Calls]:
-    """Text and calls of a message."""
+    """Return the text and calls of a message."""
     client = Anthropic(base_url=f"{proxy.url}/e/{episode['key']}", api_key=episode["key"], max_retries=0)
     extra = {**QUIET, **body.pop("extra_body", {})}
     fields: Any = {"model": "m", "messages": ASKED, "max_tokens": 1500, "extra_body": extra, **body}
@@ -291,7 +297,7 @@ def test_a_message_fits_its_output_format(proxy: RunningProxy, episode: dict[str
 @pytest.mark.parametrize(
     ("choice", "named"), [({"type": "any"}, None), ({"type": "tool", "name": "count"}, "count")]
 )
-def test_a_message_is_the_calls_that_are_required(
+def test_a_message_has_the_required_calls(
     proxy: RunningProxy, episode: dict[str, Any], stream: bool, choice: Any, named: str | None
 ) -> None:
     text, calls = message(proxy, episode, stream=stream, tools=MESSAGE_TOOLS, tool_choice=choice)
@@ -300,7 +306,7 @@ def test_a_message_is_the_calls_that_are_required(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_keyword_that_would_be_ignored_is_refused(proxy: RunningProxy, stream: bool) -> None:
+def test_a_schema_keyword_that_would_be_ignored_is_refused(proxy: RunningProxy, stream: bool) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match="keyword uniqueItems is not supported") as caught:
@@ -308,7 +314,7 @@ def test_a_keyword_that_would_be_ignored_is_refused(proxy: RunningProxy, stream:
     assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "response_format")
 
 
-async def test_the_engine_refuses_what_it_would_ignore(proxy: RunningProxy) -> None:
+async def test_the_engine_refuses_schema_keywords_that_it_would_ignore(proxy: RunningProxy) -> None:
     engine = RecordingEngine(proxy.engine.base_url, proxy.engine.renderer)
     with pytest.raises(EngineRejected, match=r"\(400\): json_schema .* keyword not is not supported, at #"):
         await engine._call(
@@ -318,7 +324,7 @@ async def test_the_engine_refuses_what_it_would_ignore(proxy: RunningProxy) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_cannot_constrain_is_the_clients_error(
+def test_a_constraint_that_the_engine_rejects_is_a_bad_request(
     renderer: ChatRenderer, tmp_path: Path, stream: bool
 ) -> None:
     engine = ScriptedSampler(renderer, script=lambda call: EngineRejected("no grammars here (400)"))

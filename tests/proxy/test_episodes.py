@@ -1,4 +1,4 @@
-"""Episodes over HTTP: opened, rewarded, ended, grouped; who may reach them; and what time does to them."""
+"""Episodes over HTTP: how they are opened, rewarded, ended and grouped, their keys and their timeouts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ USER = {"role": "user", "content": "Where is Lyon?"}
 
 
 def ask(proxy: RunningProxy, episode: dict[str, Any]) -> str:
-    """One model call; the completion's id."""
+    """Make one model call, and return the id of its completion."""
     return proxy.openai(episode).chat.completions.create(model="p", messages=[USER]).id
 
 
 def post(
     proxy: RunningProxy, path: str, body: dict[str, Any] | None = None, status: int = 200
 ) -> dict[str, Any]:
-    """A control call that must end with `status`."""
+    """Make a control call, whose response must have `status`, and return its JSON."""
     response = proxy.http.post(path, json=body or {})
     assert response.status_code == status, response.text
     return response.json()
@@ -67,22 +67,22 @@ def test_an_episode_from_opening_to_its_end(proxy: RunningProxy) -> None:
     assert listed[episode["id"]]["turns"] == 1 and listed[episode["id"]]["score"] == 1.5
 
 
-def test_finishing_may_bring_the_rewards(proxy: RunningProxy) -> None:
-    """One call and one transaction: the group never sees a finished episode without its reward."""
+def test_a_finish_request_may_include_rewards(proxy: RunningProxy) -> None:
+    """The end and the rewards are one transaction: no episode is finished without its reward."""
     episode = proxy.open_episode(group="gsm8k/1@0", group_size=1)
     completion = ask(proxy, episode)
     path = f"/episodes/{episode['id']}/finish"
     post(proxy, path, {"rewards": [{"reward": "x"}]}, status=400)
     post(proxy, path, {"rewards": [1]}, status=400)
     post(proxy, path, {"rewards": [{"reward": 1, "completion_id": "none"}]}, status=404)
-    assert proxy.tokens(episode)["status"] == "open"  # a refused reward leaves it as it was
+    assert proxy.tokens(episode)["status"] == "open"  # a refused reward does not end the episode
     rewards: list[Any] = [{"reward": 1}, {"reward": 0.5, "completion_id": completion}]
     assert post(proxy, path, {"rewards": rewards})["status"] == "finished"
     (leased,) = lease_groups(proxy.store, 1, step=0)
     assert leased.rollouts[0].episode.score == 1.5
 
 
-def test_finishing_may_require_a_model_call(proxy: RunningProxy) -> None:
+def test_a_finish_request_may_require_a_model_call(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     path = f"/episodes/{episode['id']}/finish"
     body = {"require_turn": True, "rewards": [{"reward": 1}]}
@@ -105,7 +105,7 @@ def test_an_episode_without_a_model_call_fails_and_completes_no_group(proxy: Run
         assert "nobody/calls@0" in {group.id for group in proxy.store.open_groups()}
 
 
-def test_a_sealed_episode_takes_no_calls_but_rewards(proxy: RunningProxy) -> None:
+def test_a_sealed_episode_accepts_rewards_and_no_calls(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     ask(proxy, episode)
     post(proxy, f"/episodes/{episode['id']}/finish")
@@ -129,10 +129,10 @@ def test_a_failed_episode_keeps_its_error(proxy: RunningProxy) -> None:
 
 
 @pytest.mark.parametrize("asked_again", [True, False])
-def test_an_engine_that_failed_fails_the_episode_unless_the_call_was_answered_later(
+def test_an_engine_failure_fails_the_episode_unless_the_call_succeeds_later(
     renderer: ChatRenderer, tmp_path: Path, asked_again: bool
 ) -> None:
-    """The agent swallows the error and answers something: that says nothing about the policy."""
+    """An agent may ignore the error and finish with a result that says nothing about the policy."""
     answers: list[Any] = ["Lyon", EngineUnavailable("it is gone"), "in France"]
     engine = ScriptedSampler(renderer, script=lambda call: answers.pop(0))
     with running_proxy(tmp_path / "s.db", engine) as proxy:
@@ -150,7 +150,7 @@ def test_an_engine_that_failed_fails_the_episode_unless_the_call_was_answered_la
             assert "the engine failed" in proxy.http.get(f"/episodes/{episode['id']}").json()["error"]
 
 
-async def test_sealing_aborts_what_still_runs(proxy: RunningProxy) -> None:
+async def test_sealing_an_episode_aborts_its_running_calls(proxy: RunningProxy) -> None:
     proxy.engine.delay_s = 30
     episode = proxy.open_episode()
     async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=0) as client:
@@ -179,14 +179,14 @@ async def test_sealing_aborts_what_still_runs(proxy: RunningProxy) -> None:
         {"reward": 1, "scope": "world"},
     ],
 )
-def test_a_reward_must_be_finite_numbers(proxy: RunningProxy, body: dict[str, Any]) -> None:
+def test_an_invalid_reward_is_refused(proxy: RunningProxy, body: dict[str, Any]) -> None:
     episode = proxy.open_episode()
     error = post(proxy, f"/episodes/{episode['id']}/reward", body, status=400)["error"]
     assert error["param"] in ("reward", "name", "scope")
 
 
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_a_reward_that_is_not_finite(proxy: RunningProxy, text: str) -> None:
+def test_a_reward_that_is_not_finite_is_refused(proxy: RunningProxy, text: str) -> None:
     episode = proxy.open_episode()
     response = proxy.http.post(f"/episodes/{episode['id']}/reward", content=f'{{"reward": {text}}}')
     assert response.status_code == 400 and "finit" in response.json()["error"]["message"], response.text
@@ -202,7 +202,7 @@ def test_a_reward_that_is_not_finite(proxy: RunningProxy, text: str) -> None:
     ],
 )
 def test_the_name_of_the_default_reward_is_reserved(proxy: RunningProxy, body: dict[str, Any]) -> None:
-    """It stands for the default, which any other reward replaces: a reward under it would be lost."""
+    """Any other reward replaces the default, so a reward with the name of the default would be lost."""
     episode = proxy.open_episode()
     for path, given in (("reward", body), ("finish", {"rewards": [body]})):
         error = post(proxy, f"/episodes/{episode['id']}/{path}", given, status=400)["error"]
@@ -211,7 +211,7 @@ def test_the_name_of_the_default_reward_is_reserved(proxy: RunningProxy, body: d
     assert shown["rewards"] == [] and shown["status"] == "open"
 
 
-def test_rewards_by_completion_and_by_branch(proxy: RunningProxy) -> None:
+def test_rewards_are_given_to_completions_and_branches(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     first, second = ask(proxy, episode), ask(proxy, episode)
     path = f"/episodes/{episode['id']}/reward"
@@ -224,7 +224,7 @@ def test_rewards_by_completion_and_by_branch(proxy: RunningProxy) -> None:
     post(proxy, f"/episodes/{other['id']}/reward", {"reward": 1, "completion_id": first}, status=404)
 
 
-def test_unknown_episodes(proxy: RunningProxy) -> None:
+def test_unknown_episodes_and_groups_are_not_found(proxy: RunningProxy) -> None:
     for path in ("/episodes/none/finish", "/episodes/none/fail", "/groups/none/drop"):
         assert post(proxy, path, status=404)["error"]["code"] == "not_found"
     post(proxy, "/episodes/none/reward", {"reward": 1}, status=404)
@@ -251,7 +251,9 @@ def test_unknown_episodes(proxy: RunningProxy) -> None:
         ({"metadata": []}, "metadata"),
     ],
 )
-def test_an_episode_that_cannot_be_opened(proxy: RunningProxy, body: dict[str, Any], param: str) -> None:
+def test_an_invalid_request_to_open_an_episode_is_refused(
+    proxy: RunningProxy, body: dict[str, Any], param: str
+) -> None:
     assert post(proxy, "/episodes", body, status=400)["error"]["param"] == param
 
 
@@ -283,17 +285,17 @@ def test_a_group_fills_completes_and_closes(proxy: RunningProxy) -> None:
 
     post(proxy, f"/episodes/{members[1]['id']}/fail", {"error": "crash"})
     post(proxy, "/episodes", {**group, "index": 0}, status=409)
-    members[1] = proxy.open_episode(**group, index=1)  # the retry takes the place of the one that failed
+    members[1] = proxy.open_episode(**group, index=1)  # the retry takes the place of the failed episode
     for member in members:
         ask(proxy, member)
     post(proxy, f"/episodes/{members[0]['id']}/reward", {"reward": 1})
     post(proxy, f"/episodes/{members[0]['id']}/finish")
-    post(proxy, f"/episodes/{members[1]['id']}/finish", {"truncated": True})  # scored without a reward
+    post(proxy, f"/episodes/{members[1]['id']}/finish", {"truncated": True})  # scored with the default reward
     post(proxy, f"/episodes/{members[2]['id']}/finish")
     assert lease_groups(proxy.store, 1, step=0) == []
     post(proxy, f"/episodes/{members[2]['id']}/reward", {"reward": 0.5})  # rewards may come after the end
     post(proxy, "/episodes", group, status=409)
-    post(proxy, f"/episodes/{members[1]['id']}/reward", {"reward": 0.125})  # takes the default's place
+    post(proxy, f"/episodes/{members[1]['id']}/reward", {"reward": 0.125})  # replaces the default
 
     (leased,) = lease_groups(proxy.store, 1, step=0)
     assert [rollout.episode.score for rollout in leased.rollouts] == [1, 0.125, 0.5]
@@ -302,7 +304,7 @@ def test_a_group_fills_completes_and_closes(proxy: RunningProxy) -> None:
     post(proxy, "/groups/lyon@0/drop", {"reason": "late"}, status=409)
 
 
-def test_a_dropped_group_takes_nothing(proxy: RunningProxy) -> None:
+def test_a_dropped_group_accepts_no_episodes(proxy: RunningProxy) -> None:
     group = {"group": "with/slash@0", "group_size": 2}
     proxy.open_episode(**group)
     before = in_flight_episodes(proxy.store)
@@ -312,8 +314,8 @@ def test_a_dropped_group_takes_nothing(proxy: RunningProxy) -> None:
     assert in_flight_episodes(proxy.store) == before - 1
 
 
-def test_concurrent_episodes_of_many_groups(proxy: RunningProxy) -> None:
-    """64 agents at once, each two turns with a tool: all recorded, each in its own episode."""
+def test_concurrent_episodes_of_many_groups_are_recorded_separately(proxy: RunningProxy) -> None:
+    """64 concurrent agents make up to three calls each; all turns are recorded in their own episodes."""
     proxy.engine.delay_s = 0.01
     proxy.engine.script = lambda call: tool_call(query="Lyon") if random.random() < 0.7 else "France"
 
@@ -360,7 +362,7 @@ def guarded(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
         yield running
 
 
-def test_keys_open_what_they_should(guarded: RunningProxy) -> None:
+def test_each_key_gives_access_only_to_what_it_should(guarded: RunningProxy) -> None:
     mine, other = guarded.open_episode(), guarded.open_episode()
 
     def status(method: str, path: str, key: str | None, header: str = "authorization") -> int:
@@ -432,7 +434,9 @@ def implicit_episodes(proxy: RunningProxy) -> list[dict[str, Any]]:
     return [episode for episode in listed if episode["id"].startswith("implicit-")]
 
 
-def test_an_agent_that_only_changed_its_base_url(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_conversations_without_an_episode_key_become_implicit_episodes(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
     engine = ScriptedSampler(renderer, script=lambda call: tool_call(query="Lyon"))
     with running_proxy(tmp_path / "s.db", engine) as proxy:
         client = proxy.openai()
@@ -458,7 +462,7 @@ def test_an_agent_that_only_changed_its_base_url(renderer: ChatRenderer, tmp_pat
         post(proxy, "/rewards", {"reward": 1}, status=400)
         assert engine.calls[0].sampling.temperature == 1
         client.chat.completions.create(model="p", messages=[USER], temperature=0.5)
-        assert engine.calls[-1].sampling.temperature == 0.5  # not for training: drawn as asked
+        assert engine.calls[-1].sampling.temperature == 0.5  # not for training: sampled as requested
 
 
 @pytest.mark.parametrize(
@@ -469,7 +473,7 @@ def test_an_agent_that_only_changed_its_base_url(renderer: ChatRenderer, tmp_pat
         {"extra_body": {"prompt_cache_key": "s1"}},
     ],
 )
-def test_a_session_header_gathers_unrelated_conversations(
+def test_a_session_name_joins_unrelated_conversations_in_one_episode(
     renderer: ChatRenderer, tmp_path: Path, named: dict[str, Any]
 ) -> None:
     with running_proxy(tmp_path / "s.db", ScriptedSampler(renderer)) as proxy:
@@ -480,7 +484,7 @@ def test_a_session_header_gathers_unrelated_conversations(
         assert [episode["turns"] for episode in implicit_episodes(proxy)] == [3, 1]
 
 
-def test_implicit_episodes_continue_after_a_restart_and_end_by_idle_time(
+def test_implicit_episodes_continue_after_a_restart_and_end_when_idle(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     engine = ScriptedSampler(renderer, script=lambda call: tool_call(query="Lyon"))
@@ -498,7 +502,9 @@ def test_implicit_episodes_continue_after_a_restart_and_end_by_idle_time(
         assert len(implicit_episodes(proxy)) == 2
 
 
-def test_time_fails_what_nobody_rewards_or_uses(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_unrewarded_and_idle_episodes_fail_after_their_timeouts(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
     engine = ScriptedSampler(renderer)
     with running_proxy(tmp_path / "s.db", engine, reward_timeout_s=0.2, idle_timeout_s=4.0) as proxy:
         unrewarded, unused = (proxy.open_episode(group="g", group_size=2) for _ in range(2))
@@ -507,10 +513,10 @@ def test_time_fails_what_nobody_rewards_or_uses(renderer: ChatRenderer, tmp_path
         for episode, error in ((unrewarded, "no_reward"), (unused, "idle")):
             until(lambda episode=episode: proxy.tokens(episode)["status"] == "failed")
             assert proxy.tokens(episode)["error"].startswith(error)
-        proxy.open_episode(group="g", group_size=2, index=0)  # both places are free for a retry
+        proxy.open_episode(group="g", group_size=2, index=0)  # the places of both are free for retries
 
 
-def test_rewards_and_tasks_that_nothing_could_be_made_of(proxy: RunningProxy) -> None:
+def test_rewards_out_of_range_and_deeply_nested_tasks_are_refused(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     refused = proxy.http.post(f"/episodes/{episode['id']}/reward", json={"reward": 1e308})
     assert refused.status_code == 400 and "from -1e+12 to 1e+12" in refused.json()["error"]["message"]
@@ -548,7 +554,7 @@ def test_sampling_out_of_range_is_refused_when_the_episode_is_opened(
     assert next(iter(sampling)) in answer["error"]["message"]
 
 
-def test_a_wrong_path_is_no_redirect_and_a_filter_is_given_once(proxy: RunningProxy) -> None:
+def test_a_trailing_slash_is_not_redirected_and_a_repeated_filter_is_refused(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     found = proxy.http.post(f"/e/{episode['key']}/v1/chat/completions/", json={})
     assert found.status_code == 404 and "location" not in found.headers

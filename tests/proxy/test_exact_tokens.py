@@ -1,7 +1,7 @@
-"""The invariant that training rests on, over random conversations through the real client.
+"""The invariant that training relies on, for random conversations with the real client.
 
-Every sampled token is recorded once, with its logprob and version; and every root-to-leaf path is what
-the engine was sent plus what it returned.
+Every sampled token is recorded once, with its logprob and version, and every root-to-leaf path is the last
+prompt that the engine received plus the completion that it returned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_agents.rendering import ChatRenderer
 
 
 def converse(client: OpenAI, rng: random.Random, calls: int) -> None:
-    """An agent with tools, a second question now and then, branches, edits and re-serialised replays."""
+    """Play an agent with tools that sometimes asks another question, branches, or edits its history."""
     histories: list[list[dict[str, Any]]] = [[{"role": "user", "content": f"question {rng.randrange(99)}"}]]
     if rng.random() < 0.5:
         histories[0].insert(0, {"role": "system", "content": "Answer."})
@@ -40,12 +40,12 @@ def converse(client: OpenAI, rng: random.Random, calls: int) -> None:
             index = rng.randrange(len(longer))
             longer[index] = {"role": "user", "content": "edited"}
             while index + 1 < len(longer) and longer[index + 1]["role"] == "tool":
-                del longer[index + 1]  # the results of the calls that are gone
+                del longer[index + 1]  # the results of the removed calls
         histories.append(longer)
 
 
 def replayed(rng: random.Random, message: dict[str, Any]) -> dict[str, Any]:
-    """What frameworks do to an assistant message before they send it back."""
+    """Change an assistant message as frameworks do before they send it back."""
     out = {key: value for key, value in message.items() if value is not None or rng.random() < 0.5}
     if rng.random() < 0.5:
         out.pop("reasoning_content", None)
@@ -85,8 +85,8 @@ def test_a_well_behaved_tool_loop_is_one_trajectory(proxy: RunningProxy) -> None
     assert sorted(set(trajectory.versions.tolist())) == [-1, *range(10)]
 
 
-def test_siblings_that_read_alike_are_told_apart_by_their_call_ids(proxy: RunningProxy) -> None:
-    """Two samples of one prompt may say the same; the client continues the one whose ids it replays."""
+def test_siblings_with_equal_content_are_distinguished_by_their_call_ids(proxy: RunningProxy) -> None:
+    """Samples of one prompt may be equal; the client continues the one whose call ids it sends back."""
     episode = proxy.open_episode()
     proxy.engine.script = lambda call: tool_call(query="Lyon")
     question = {"role": "user", "content": "Where?"}
@@ -103,7 +103,7 @@ def test_siblings_that_read_alike_are_told_apart_by_their_call_ids(proxy: Runnin
     check_invariant(proxy.store, episode["id"], proxy.engine.calls)
 
 
-def test_tools_that_change_start_a_new_root(proxy: RunningProxy) -> None:
+def test_a_change_of_tools_starts_a_new_root(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     proxy.engine.script = lambda call: tool_call(query="Lyon")
     question = {"role": "user", "content": "Where?"}
@@ -119,8 +119,8 @@ def test_tools_that_change_start_a_new_root(proxy: RunningProxy) -> None:
     check_invariant(proxy.store, episode["id"], proxy.engine.calls)
 
 
-async def test_branches_that_grow_at_the_same_time(proxy: RunningProxy) -> None:
-    """Sub-agents in parallel: a tree of branches, never one linear log."""
+async def test_concurrent_branches_are_recorded_as_a_tree(proxy: RunningProxy) -> None:
+    """Parallel sub-agents are recorded as branches of a tree, not as one linear history."""
     episode = proxy.open_episode()
     proxy.engine.delay_s = 0.005
     proxy.engine.script = lambda call: tool_call(query=f"q{len(proxy.engine.calls)}")
@@ -134,7 +134,7 @@ async def test_branches_that_grow_at_the_same_time(proxy: RunningProxy) -> None:
             message = reply.choices[0].message
             result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "r"}
             messages = [*messages, message.to_dict(), result]
-        if turns > 2:  # two that go on from the same point
+        if turns > 2:  # two agents continue from the same point
             await asyncio.gather(*(agent(client, messages, 2) for _ in range(2)))
 
     async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=0) as client:
@@ -146,7 +146,7 @@ async def test_branches_that_grow_at_the_same_time(proxy: RunningProxy) -> None:
     assert {turn.label for turn in recorded.turns} == {"scout"}
 
 
-def test_of_a_header_that_comes_twice_the_first_counts(proxy: RunningProxy) -> None:
+def test_the_first_value_of_a_repeated_header_is_used(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     body = {"messages": [{"role": "user", "content": "hi"}]}
     labels = [("X-Episode-Label", "first"), ("x-episode-label", "second")]
@@ -159,7 +159,7 @@ def test_of_a_header_that_comes_twice_the_first_counts(proxy: RunningProxy) -> N
 def test_a_restarted_proxy_continues_with_the_exact_tokens(
     renderer: ChatRenderer, tmp_path: Path, seed: int
 ) -> None:
-    """Same store, same key, another process's memory: the conversation is continued, not re-rendered."""
+    """With the store and key of an earlier process, the conversation is continued, not rendered again."""
     rng = random.Random(100 + seed)
     engine = ScriptedSampler(renderer)
     engine.script = awkward_replies(rng, renderer)

@@ -1,4 +1,4 @@
-"""Whatever a client sends, the answer is a success or a clear refusal in its own API's form: never a 500."""
+"""Every request is answered or clearly refused in the form of its API, and never with status 500."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.rendering import ChatRenderer
 
 pytestmark = pytest.mark.filterwarnings("error:Pydantic serializer warnings")
-# The same examples in every run: a failure is a change of the code, never of the dice.
+# The examples are the same in every run, so that only a change of the code makes a test fail.
 STEADY = settings(
     derandomize=True,
     database=None,
@@ -311,7 +311,7 @@ odd_paths = st.one_of(
 methods = st.sampled_from(["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "BREW"])
 
 
-FAILING_ENGINE = re.compile(r"POST /\S+: 50[23] (away|broken)$")  # which the grammar has
+FAILING_ENGINE = re.compile(r"POST /\S+: 50[23] (away|broken)$")  # as some steps of the grammar require
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +323,7 @@ def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(autouse=True)
 def no_bugs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A bug is logged with its trace, whatever became of its answer."""
+    """Fail a test if the proxy logged a bug, whatever its response was."""
     yield
     bugs = [
         record
@@ -334,7 +334,7 @@ def no_bugs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def check(response: httpx.Response, sent: Any) -> None:
-    """A success, or a refusal in the form of the API that the path belongs to; no trace of the inside."""
+    """Check that a response is a success or a refusal in the form of its API, without internal details."""
     text = response.text
     assert response.status_code < 500 or response.status_code == 501, (sent, text)
     for leak in ("Traceback", 'File "', "internal_error", "site-packages", "the proxy failed"):
@@ -351,7 +351,7 @@ def check(response: httpx.Response, sent: Any) -> None:
 
 
 def answer(proxy: RunningProxy, path: str, body: Any) -> dict[str, Any]:
-    """The answer, which must be a success or a refusal."""
+    """Send a request, and return the response, which must be a success or a refusal."""
     response = proxy.http.post(path, content=json.dumps(body))
     check(response, body)
     data: dict[str, Any] = response.json()
@@ -359,7 +359,7 @@ def answer(proxy: RunningProxy, path: str, body: Any) -> dict[str, Any]:
 
 
 def call_model(proxy: RunningProxy, path: str, body: Any) -> None:
-    """The call in an episode of its own, twice as a retry would, and without one."""
+    """Make a call in a new episode, again as its retry, and then without an episode."""
     proxy.engine.reset()
     proxy.engine.script = lambda call: "<think>\nhm\n</think>\n\nLet me look. " + tool_call(query="x")
     episode = proxy.open_episode(split="eval")
@@ -371,20 +371,24 @@ def call_model(proxy: RunningProxy, path: str, body: Any) -> None:
 
 @STEADY
 @given(model_calls)
-def test_model_requests(running: RunningProxy, call: tuple[str, Any]) -> None:
+def test_model_requests_are_answered_or_refused(running: RunningProxy, call: tuple[str, Any]) -> None:
     call_model(running, *call)
 
 
 @pytest.mark.slow
 @LONG
 @given(model_calls)
-def test_very_many_model_requests(running: RunningProxy, call: tuple[str, Any]) -> None:
+def test_very_many_model_requests_are_answered_or_refused(
+    running: RunningProxy, call: tuple[str, Any]
+) -> None:
     call_model(running, *call)
 
 
 @STEADY
 @given(episode_bodies, st.lists(reward_bodies, max_size=2), anything)
-def test_control_requests(running: RunningProxy, body: Any, rewards: list[Any], junk: Any) -> None:
+def test_control_requests_are_answered_or_refused(
+    running: RunningProxy, body: Any, rewards: list[Any], junk: Any
+) -> None:
     running.engine.reset()
     opened = answer(running, "/episodes", body)
     if "id" not in opened:
@@ -401,7 +405,7 @@ def test_control_requests(running: RunningProxy, body: Any, rewards: list[Any], 
 
 @STEADY
 @given(methods, odd_paths, odd_headers, st.binary(max_size=20) | st.just(b'{"messages": []}'))
-def test_odd_requests(
+def test_odd_requests_are_answered_or_refused(
     running: RunningProxy, method: str, path: str, headers: dict[str, str], body: bytes
 ) -> None:
     running.engine.reset()
@@ -412,18 +416,18 @@ def test_odd_requests(
         response = running.http.send(request)
     except httpx.LocalProtocolError:  # the client itself refuses to send it
         return
-    if "invalid http request" not in response.text.lower():  # what is no HTTP is not answered by the proxy
+    if "invalid http request" not in response.text.lower():  # invalid HTTP does not reach the proxy
         check(response, (method, path, headers, body))
 
 
 @STEADY
 @given(st.binary(max_size=60) | st.text(max_size=30).map(lambda text: text.encode("utf-16")))
-def test_bodies_that_are_no_json(running: RunningProxy, body: bytes) -> None:
+def test_arbitrary_bodies_are_answered_or_refused(running: RunningProxy, body: bytes) -> None:
     for path in BODIES:
         check(running.http.post(path, content=body), body)
 
 
-# -- the grammar: steps of an agent and of its harness, and what can be wrong with them
+# -- the grammar: requests of an agent and of its harness, with faults
 
 ADMIN, PROJECT = "admin-secret", "project-secret"
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -441,7 +445,7 @@ REPLIES = ["fine", "", "<think>\nhm\n</think>\n\nLet me look. " + tool_call(quer
 
 
 def documented_codes() -> set[str]:
-    """The error codes of docs/protocol.md."""
+    """Return the error codes of docs/protocol.md."""
     table = PROTOCOL.read_text().partition("| status | codes |")[2].partition("\n\n")[0]
     return set(re.findall(r"`([a-z_]+)`", table))
 
@@ -457,7 +461,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 class Record:
-    """What the store has of all episodes that no refused call may change."""
+    """Reads the part of the store that no refused call may change."""
 
     def __init__(self, store: Path) -> None:
         self._connection = sqlite3.connect(f"file:{store}?mode=ro", uri=True)
@@ -466,7 +470,7 @@ class Record:
         self._connection.close()
 
     def of_all(self) -> dict[str, tuple[Any, ...]]:
-        """By episode: its row, the ids of its turns and its rewards; by group: its state."""
+        """Return the row, the turn ids and the rewards of each episode, and the state of each group."""
         ask = self._connection.execute
         found: dict[str, list[Any]] = {
             row[0]: [row]
@@ -483,7 +487,7 @@ class Record:
 
 
 class Agents:
-    """Takes the steps of one example: an episode with a key, a named session and bare calls, one of each."""
+    """Takes the steps of one example, in an episode with a key, in a named session, and without either."""
 
     def __init__(self, proxy: RunningProxy, record: Record, tag: str) -> None:
         self.proxy, self.record, self.tag = proxy, record, tag
@@ -495,10 +499,10 @@ class Agents:
         self.is_open = True
         self.talks: dict[tuple[str, str], Talk] = {}
         self.completion = "chatcmpl-" + "0" * 24
-        self.implicit = "implicit-none"  # the one that was called last
+        self.implicit = "implicit-none"  # the implicit episode of the latest call
 
     def take(self, step: Step) -> None:
-        """Send one request, and look at its answer and at what it left in the store."""
+        """Send one request, and check its response and its effect on the store."""
         failure = EngineUnavailable("away") if step.pieces[0] % 2 else EngineError("broken")
         reply = REPLIES[step.pieces[1] % len(REPLIES)]
         self.proxy.engine.script = lambda call: failure if step.engine_fails else reply
@@ -521,7 +525,7 @@ class Agents:
             self.talks[step.caller, step.call].take(sound, response.json())
 
     def request(self, step: Step) -> tuple[str, dict[str, Any], dict[str, str]]:
-        """The path, the valid body and the headers of a step."""
+        """Return the path, the valid body and the headers of a step."""
         headers = {"content-type": "application/json"}
         if step.call in MODEL_CALLS or step.call in OTHER_CALLS:
             prefix, headers = self.caller(step, headers)
@@ -560,7 +564,7 @@ class Agents:
                 return f"/groups/{self.group}/drop", {"reason": "no more"}, headers
 
     def caller(self, step: Step, headers: dict[str, str]) -> tuple[str, dict[str, str]]:
-        """The prefix of the path, and who asks."""
+        """Return the prefix of the path, and the headers with those of the caller."""
         if step.caller == "keyed":
             return f"/e/{self.episode['key']}", headers | {"authorization": f"Bearer {self.episode['key']}"}
         session = {"session-id": self.tag} if step.caller == "named" else {}
@@ -592,7 +596,7 @@ class Agents:
             assert status == 409 if is_sealed else "context length" in text, sent
 
     def check_stream(self, step: Step, text: str, sent: Any) -> None:
-        """Every event of a stream is JSON, and none of them is an error unless the engine failed."""
+        """Check that every event of a stream is JSON, and that none is an error unless the engine failed."""
         events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
         parsed = [json.loads(event) for event in events if event != "[DONE]"]
         assert parsed, sent
@@ -602,7 +606,7 @@ class Agents:
     def check_record(
         self, step: Step, response: httpx.Response, before: dict[str, tuple[Any, ...]], sent: Any
     ) -> None:
-        """A refused call changed nothing; another one changed its own episode, and no other."""
+        """Check that a refused call changed nothing, and that another call changed only its own episode."""
         after = self.record.of_all()
         changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
         if response.status_code >= 400 or step.call in OTHER_CALLS:
@@ -625,7 +629,7 @@ class Agents:
         elif step.call == "rewards":
             assert all(self.completion in after[name] or name in own for name in changed), sent
         else:
-            # What a group has beyond its size is aborted, and a dropped group is its own.
+            # Open episodes of a complete group are aborted, and the dropped group is the agents' own.
             assert changed <= own | {name for name in changed if before[name][0][1] == self.group}, sent
         if step.call in ("finish", "fail"):
             self.is_open = False
@@ -633,7 +637,7 @@ class Agents:
 
 @dataclass
 class Guarded:
-    """A proxy with keys, episodes that nothing in the grammar may touch, and what became of all requests."""
+    """A proxy with keys, episodes that no step may change, and the number of requests of each outcome."""
 
     proxy: RunningProxy
     record: Record
@@ -642,11 +646,11 @@ class Guarded:
     examples: Iterator[int] = field(default_factory=itertools.count)
 
     def untouched(self) -> list[dict[str, Any]]:
-        """Everything about the other episodes, tokens too."""
+        """Return everything about the other episodes, including the tokens."""
         return [self.proxy.tokens({"id": episode_id}) for episode_id in self.others]
 
     def play(self, steps: list[Step]) -> None:
-        """One example: its steps in order, and whether the proxy serves afterwards."""
+        """Take the steps of one example in order, and check that the proxy still serves afterwards."""
         self.proxy.engine.reset()
         before = self.untouched()
         agents = Agents(self.proxy, self.record, f"t{next(self.examples)}")
@@ -665,7 +669,7 @@ class Guarded:
 
 @pytest.fixture
 def guarded(renderer: ChatRenderer, tmp_path: Path) -> Iterator[Guarded]:
-    """One episode that is open, one that is sealed in a group, and an implicit one, all with turns."""
+    """A proxy with an open episode, a sealed one in a group, and an implicit one, all with turns."""
     keys: dict[str, Any] = {"admin_key": ADMIN, "project_keys": (PROJECT,), "models": {}}
     headers = {"authorization": f"Bearer {ADMIN}"}
     with running_proxy(tmp_path / "s.db", ObservedEngine(renderer), headers=headers, **keys) as proxy:
@@ -685,13 +689,13 @@ def guarded(renderer: ChatRenderer, tmp_path: Path) -> Iterator[Guarded]:
 
 
 def check_outcomes(outcomes: Counter[str]) -> None:
-    """The grammar has requests that are taken; of the faults many are refused, and some are not."""
+    """Check that valid requests are accepted, and that many faulty requests are refused, but not all."""
     total = outcomes.total()
     assert outcomes["valid 2xx"] > total / 20 and outcomes["faulty 4xx"] > total / 5, outcomes
     assert outcomes["faulty 2xx"] > total / 20 and outcomes["valid 5xx"] > 0, outcomes
 
 
-def test_the_grammar_of_all_dialects(guarded: Guarded) -> None:
+def test_requests_of_the_grammar_are_answered_or_refused(guarded: Guarded) -> None:
     @GRAMMAR
     @given(st.lists(steps, min_size=1, max_size=6))
     def play(taken: list[Step]) -> None:
@@ -702,8 +706,8 @@ def test_the_grammar_of_all_dialects(guarded: Guarded) -> None:
 
 
 @pytest.mark.slow
-def test_the_grammar_of_all_dialects_for_long(guarded: Guarded) -> None:
-    """Other examples with another FUZZ_SEED."""
+def test_very_many_requests_of_the_grammar_are_answered_or_refused(guarded: Guarded) -> None:
+    """FUZZ_SEED selects other examples."""
 
     @LONG_GRAMMAR
     @seed(int(os.environ.get("FUZZ_SEED", "0")))

@@ -34,7 +34,7 @@ TWO_CALLS = tool_call(query="é") + "\n" + tool_call(query="Nice")
 
 
 def client_of(proxy: RunningProxy, episode: dict[str, Any] | None = None, **options: Any) -> genai.Client:
-    """The real client, on an episode's path or on the bare proxy."""
+    """Return the real client, with the path of an episode or of the proxy itself."""
     path = f"/e/{episode['key']}" if episode else ""
     http_options = types.HttpOptions(base_url=proxy.url + path, **options)
     return genai.Client(api_key=episode["key"] if episode else "any", http_options=http_options)
@@ -70,7 +70,7 @@ def finish_of(answer: types.GenerateContentResponse) -> str | None:
 
 
 def assert_continued(proxy: RunningProxy, turns: list[dict[str, Any]]) -> None:
-    """Every prompt begins with the exact tokens of the call before it."""
+    """Check that every prompt begins with the exact tokens of the call before it."""
     for before, after in zip(proxy.engine.calls, proxy.engine.calls[1:], strict=False):
         known = np.concatenate([before.input_ids, before.completion.token_ids])
         assert (after.input_ids[: len(known)] == known).all()
@@ -104,7 +104,7 @@ def test_a_reply_has_every_field(proxy: RunningProxy) -> None:
 def test_a_chat_that_calls_functions_continues_on_the_exact_tokens(
     proxy: RunningProxy, streamed: bool
 ) -> None:
-    """Automatic function calling: the SDK runs the functions, and sends neither thoughts nor ids back."""
+    """With automatic function calling, the SDK runs the functions, and sends back no thoughts and no ids."""
 
     def search(query: str) -> str:
         """Search the corpus."""
@@ -113,7 +113,7 @@ def test_a_chat_that_calls_functions_continues_on_the_exact_tokens(
     episode = proxy.open_episode()
     replies = iter([THOUGHT_AND_CALL, TWO_CALLS, "Both are in France.", "Yes: still."])
     proxy.engine.script = lambda call: next(replies)
-    client = client_of(proxy, episode)  # closes when it is collected
+    client = client_of(proxy, episode)  # a client that is garbage-collected is closed
     chat = client.chats.create(
         model="gemini-x", config=types.GenerateContentConfig(tools=[search], system_instruction="Be brief.")
     )
@@ -136,13 +136,13 @@ def test_a_chat_that_calls_functions_continues_on_the_exact_tokens(
     calls = [call["id"] for turn in turns for call in turn["reply"].get("tool_calls", ())]
     answered = [m["tool_call_id"] for turn in turns[1:] for m in turn["new_messages"]]
     assert answered == calls and len(calls) == 3
-    # The template drops earlier reasoning at a new question, which therefore begins a root.
+    # The template drops earlier reasoning at a new question, which therefore starts a new root.
     assert last["forked_from"]["reason"] == "template strips reasoning"
     del proxy.engine.calls[-1]
     assert_continued(proxy, turns)
 
 
-def test_thoughts_are_sent_if_they_are_asked_for(proxy: RunningProxy) -> None:
+def test_thoughts_are_sent_if_they_are_requested(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: THOUGHT_AND_CALL
     shown = types.ThinkingConfig(include_thoughts=True)
     for streamed in (False, True):
@@ -166,7 +166,7 @@ def test_thoughts_are_sent_if_they_are_asked_for(proxy: RunningProxy) -> None:
 
 
 def test_a_reply_is_recognised_by_its_signature_or_ids(proxy: RunningProxy) -> None:
-    """With its thoughts and ids; without ids; without signatures; cut into contents of one part each."""
+    """A reply comes back with or without ids and signatures, in one content or in one content per part."""
     proxy.engine.script = lambda call: "<think>\nHm.\n</think>\n\nTwo.\n" + TWO_CALLS
     shown = types.ThinkingConfig(include_thoughts=True)
 
@@ -208,7 +208,7 @@ def test_a_reply_is_recognised_by_its_signature_or_ids(proxy: RunningProxy) -> N
 
 
 @pytest.mark.parametrize("reply", ["In France.", THOUGHT_AND_CALL, "", TWO_CALLS, "a\u2028b\x85c\nd"])
-def test_a_stream_adds_up_to_the_whole_answer(proxy: RunningProxy, reply: str) -> None:
+def test_the_pieces_of_a_stream_add_up_to_the_whole_response(proxy: RunningProxy, reply: str) -> None:
     proxy.engine.script = lambda call: reply
     whole = ask(client_of(proxy, proxy.open_episode()), tools=[SEARCH])
     found = pieces(client_of(proxy, proxy.open_episode()), tools=[SEARCH])
@@ -225,7 +225,7 @@ def test_a_stream_adds_up_to_the_whole_answer(proxy: RunningProxy, reply: str) -
 
 
 def test_a_stream_without_sse_is_one_array(proxy: RunningProxy) -> None:
-    """Also if keep-alives are between its elements, and with the key in the query."""
+    """The key is in the query; with `alt=sse`, the stream has events instead."""
     proxy.engine.script = lambda call: "<think>\nA hidden thought.\n</think>\n\nIn France."
     episode = proxy.open_episode()
     path = "/v1beta/models/org/gemini-x:streamGenerateContent"
@@ -241,8 +241,8 @@ def test_a_stream_without_sse_is_one_array(proxy: RunningProxy) -> None:
     assert json.loads(lines[-1][6:])["modelVersion"] == "org/gemini-x"
 
 
-def test_the_key_may_be_anywhere(proxy: RunningProxy) -> None:
-    """In the path, in Google's header, in the query or as a bearer, with each version of the API."""
+def test_the_key_is_accepted_in_the_path_in_headers_and_in_the_query(proxy: RunningProxy) -> None:
+    """The key may be in the path, in Google's header, in the query or a bearer token, in each API version."""
     episode = proxy.open_episode()
     body = {"contents": QUESTION}
     for version in ("v1", "v1beta", "v1alpha"):
@@ -261,7 +261,7 @@ def test_the_key_may_be_anywhere(proxy: RunningProxy) -> None:
     assert len(proxy.tokens(episode)["turns"]) == 15
 
 
-async def test_the_async_client(proxy: RunningProxy) -> None:
+async def test_the_async_client_generates_streams_and_lists_models(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     async with client_of(proxy, episode, api_version="v1beta").aio as client:
         await client.models.generate_content(model="x", contents=QUESTION)
@@ -279,8 +279,8 @@ def test_models_are_listed_in_googles_form(proxy: RunningProxy) -> None:
     assert client.models.get(model="gemini-x").name == "models/gemini-x"
 
 
-def test_counting_tokens(proxy: RunningProxy) -> None:
-    """The length of the prompt that the call would have; a whole request may be given."""
+def test_counted_tokens_are_the_length_of_the_prompt(proxy: RunningProxy) -> None:
+    """A whole request may be sent instead of only its contents."""
     episode = proxy.open_episode()
     client = client_of(proxy, episode)
     count = client.models.count_tokens(model="x", contents=QUESTION)
@@ -298,7 +298,7 @@ def test_counting_tokens(proxy: RunningProxy) -> None:
     assert len(proxy.tokens(episode)["turns"]) == 2
 
 
-def test_sampling_and_several_candidates(proxy: RunningProxy) -> None:
+def test_sampling_parameters_and_several_candidates_are_supported(proxy: RunningProxy) -> None:
     config: dict[str, Any] = {
         "candidate_count": 2, "max_output_tokens": 50, "temperature": 0.5, "top_p": 0.9, "top_k": 40,
         "seed": 7, "stop_sequences": ["END"], "presence_penalty": 0.1, "frequency_penalty": 0.2,
@@ -331,7 +331,7 @@ def test_sampling_and_several_candidates(proxy: RunningProxy) -> None:
     assert set(proxy.tokens(training)["turns"][0]["overrides"]) == {"temperature", "top_k", "seed"}
 
 
-def test_a_reply_that_is_cut_off(proxy: RunningProxy) -> None:
+def test_the_finish_reason_distinguishes_cut_off_and_stopped_replies(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: "one two three four five six"
     client = client_of(proxy, proxy.open_episode())
     assert finish_of(ask(client, max_output_tokens=2)) == "MAX_TOKENS"
@@ -416,7 +416,7 @@ def test_an_engine_that_fails_is_reported(proxy: RunningProxy) -> None:
 
 
 def test_an_implicit_episode_is_continued(proxy: RunningProxy) -> None:
-    """By its signature, without a key of an episode."""
+    """The signature of the reply identifies the episode, without a key of the episode."""
     replies = iter(["It is far away.", "Yes."])
     proxy.engine.script = lambda call: next(replies)
     client = client_of(proxy)

@@ -1,4 +1,4 @@
-"""What the dialect of Google's API reads, and what it refuses by name."""
+"""How the dialect of Google's API reads requests, and that a refusal names the field."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "parts": list(parts)}
 
 
-def test_contents_become_messages_in_both_forms_of_names() -> None:
+def test_contents_with_either_spelling_of_names_become_messages() -> None:
     signed = {"thought_signature": signature_of(TURN)}
     request = read(
         USER,
@@ -73,7 +73,7 @@ def test_contents_become_messages_in_both_forms_of_names() -> None:
 
 
 def test_results_without_ids_answer_calls_by_name_and_order() -> None:
-    """Within the last reply that has such a call, which may be several contents; then before it."""
+    """A result is for the last reply with such a call, which may be several contents, then earlier ones."""
     request = read(
         USER,
         model(call("read", "r0")),
@@ -99,7 +99,7 @@ def test_results_of_calls_without_ids_have_none() -> None:
     [({"output": "plain"}, "plain"), ({"output": {"a": 1}}, '{"a": 1}'), ({"error": "é"}, '{"error": "é"}'),
      ({"output": "a", "error": "b"}, '{"output": "a", "error": "b"}'), ({}, "{}")],
 )  # fmt: skip
-def test_what_the_model_reads_of_a_result(response: Any, text: str) -> None:
+def test_a_tool_message_has_the_output_or_the_whole_response(response: Any, text: str) -> None:
     request = read(USER, model(call("search", "c")), user(result("search", "c", response)))
     assert request.messages[-1].content == text
 
@@ -116,12 +116,12 @@ def test_what_the_model_reads_of_a_result(response: Any, text: str) -> None:
         ({"mode": "ANY", "allowed_function_names": ["read", "search"]}, ("required", ())),
     ],
 )
-def test_the_modes_of_function_calling(config: Any, expected: Any) -> None:
+def test_all_modes_of_function_calling_are_read(config: Any, expected: Any) -> None:
     request = read(tools=[SEARCH], tool_config={"function_calling_config": config})
     assert (request.calls, request.callable_tools) == expected
 
 
-def test_any_may_be_limited_to_several_functions() -> None:
+def test_mode_any_may_be_limited_to_several_functions() -> None:
     config = {"mode": "ANY", "allowedFunctionNames": ["write", "search"]}
     request = read(tools=THREE, toolConfig={"functionCallingConfig": config})
     assert (request.calls, request.callable_tools) == ("required", ("search", "write"))
@@ -171,7 +171,7 @@ def test_any_may_be_limited_to_several_functions() -> None:
         ({"generationConfig": {"responseModalities": ["AUDIO"]}}, "generationConfig.responseModalities"),
     ],
 )
-def test_what_is_refused_names_its_field(fields: dict[str, Any], param: str) -> None:
+def test_a_refusal_names_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(**fields) if "contents" not in fields else DIALECT.read(fields, CONTEXT)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -201,14 +201,14 @@ def test_googles_schemas_become_json_schema() -> None:
 
 
 @pytest.mark.parametrize("count", ["9" * 5_000, "-1", "٣", "2.5", ""])
-def test_a_count_that_is_no_64_bit_integer_stays_as_it_is(count: str) -> None:
+def test_a_count_that_is_not_a_64_bit_integer_is_left_unchanged(count: str) -> None:
     schema = {"type": "ARRAY", "items": {}, "minItems": count}
     config = {"responseMimeType": "application/json", "responseSchema": schema}
     output = read(generationConfig=config).output
     assert output is not None and json.loads(output.text) == {**schema, "type": "array"}
 
 
-def test_a_signature_names_its_turn_in_either_alphabet() -> None:
+def test_a_signature_identifies_its_turn() -> None:
     assert turn_of_signature(signature_of(TURN)) == TURN
     for foreign in ("skip_thought_signature_validator", "", "é", None, 7, "A" * 10_000):
         assert turn_of_signature(foreign) is None

@@ -1,4 +1,4 @@
-"""Connections that workers pass to one another: which ones move, and what happens where they cannot."""
+"""Connections that workers pass to one another: which ones move, and what happens if they cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from areal_agents.sockets import listen
 
 
 def app_of(index: int) -> ASGIApp:
-    """Says which worker it is of, and how much it was sent."""
+    """Return an app that responds with the index of its worker and the size of the request's body."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -38,8 +38,9 @@ def app_of(index: int) -> ASGIApp:
 
 
 class Pair:
-    """Two workers in threads, each with a public listener of its own; /e/0…/ is of the first, /e/1…/ of the
-    second.
+    """Two workers in threads, each with its own public listener.
+
+    Paths that begin with /e/0 belong to the first worker, and paths that begin with /e/1 to the second.
     """
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
@@ -51,7 +52,7 @@ class Pair:
 
     @contextlib.contextmanager
     def serving(self, index: int) -> Iterator[None]:
-        """One of them lives and serves."""
+        """Run one of the workers within the with-block."""
         worker = WorkerSockets(self.workers[index], self.inboxes[index], tuple(self.outboxes))
         server = build_server(app_of(index), Handover(worker, lambda path: int(path[3])))
         listeners = [self.public[index].dup(), self.private[index].dup()]
@@ -67,19 +68,19 @@ class Pair:
                 assert not thread.is_alive()
 
     def connect(self, listener: socket.socket) -> HTTPConnection:
-        """A connection to one listener."""
+        """Return a connection to one listener."""
         return HTTPConnection("127.0.0.1", listener.getsockname()[1], timeout=20)
 
 
 def ask(connection: HTTPConnection, path: str, body: bytes = b"") -> str:
-    """What is answered; the connection must stay open."""
+    """Send a request, and return the response; the connection must stay open for the next request."""
     connection.request("POST", path, body)
     connection.auto_open = 0
     return connection.getresponse().read().decode()
 
 
 def has_arrival(inbox: socket.socket) -> bool:
-    """Whether something lies in an inbox."""
+    """Whether an inbox has data."""
     try:
         return bool(inbox.recv(1, socket.MSG_PEEK))
     except BlockingIOError:
@@ -92,27 +93,27 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         yield Pair(tmp_path / "workers", stack)
 
 
-def test_a_connection_goes_where_its_next_request_belongs(pair: Pair) -> None:
+def test_a_connection_moves_to_the_worker_of_its_next_request(pair: Pair) -> None:
     with pair.serving(0), pair.serving(1), contextlib.closing(pair.connect(pair.public[0])) as connection:
         body = b"x" * 50_000
         for path in ("/e/0a/v1", "/e/1a/v1", "/e/1b/v1", "/e/0a/v1", "/e/1a/v1"):
             assert ask(connection, path, body) == f"{path[3]} 50000"
-        assert ask(connection, "/episodes") == "1 0"  # no episode is named: it stays where it is
+        assert ask(connection, "/episodes") == "1 0"  # the path names no episode, so the connection stays
 
 
-def test_a_connection_of_a_sibling_stays(pair: Pair) -> None:
+def test_a_connection_to_a_private_listener_is_not_passed_on(pair: Pair) -> None:
     with pair.serving(0), pair.serving(1), contextlib.closing(pair.connect(pair.private[0])) as connection:
         assert ask(connection, "/e/1a/v1") == "0 0"
 
 
-def test_a_worker_that_is_down_is_passed_nothing(pair: Pair) -> None:
+def test_no_connection_is_passed_to_a_worker_that_is_down(pair: Pair) -> None:
     with pair.serving(0), contextlib.closing(pair.connect(pair.public[0])) as connection:
         assert ask(connection, "/e/1a/v1") == "0 0"
         with pair.serving(1):
             assert ask(connection, "/e/1a/v1") == "1 0"
 
 
-def test_a_full_inbox_takes_nothing(pair: Pair) -> None:
+def test_no_connection_is_passed_to_a_full_inbox(pair: Pair) -> None:
     with pair.serving(0), pair.workers[1].holding_lock():
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -121,9 +122,9 @@ def test_a_full_inbox_takes_nothing(pair: Pair) -> None:
             assert ask(connection, "/e/1a/v1", b"x" * 100_000) == "0 100000"
 
 
-def test_what_was_passed_to_a_worker_that_died_waits_for_its_next_start(pair: Pair) -> None:
+def test_a_connection_passed_to_a_worker_that_died_waits_for_its_restart(pair: Pair) -> None:
     with pair.serving(0), contextlib.closing(pair.connect(pair.public[0])) as connection:
-        with pair.workers[1].holding_lock():  # but does not serve
+        with pair.workers[1].holding_lock():  # it is running, but does not serve
             connection.request("POST", "/e/1a/v1", b"x" * 100)
             wait_for(lambda: has_arrival(pair.inboxes[1]))
         with pair.serving(1):

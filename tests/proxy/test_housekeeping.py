@@ -1,4 +1,4 @@
-"""The sweeps outlive whatever one of them meets. What they do is tested over HTTP in test_episodes."""
+"""Errors do not end the sweeps. What the sweeps do is tested over HTTP in test_episodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal_agents.store import EpisodeState, NewEpisode, SealedStatus, Store
 
 
 class FailingSessions(Sessions):
-    """A sweep's first look meets a bug, the second a lost store."""
+    """Sessions whose `last_used` raises each of `failures` once."""
 
     failures: list[Exception]
 
@@ -29,7 +29,7 @@ class FailingSessions(Sessions):
         return super().last_used()
 
 
-async def test_sweeps_continue_after_a_bug_and_say_so(
+async def test_sweeps_continue_after_errors_and_log_them(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = ProxyConfig(idle_timeout_s=0.02)
@@ -43,7 +43,7 @@ async def test_sweeps_continue_after_a_bug_and_say_so(
         async with asyncio.timeout(10):
             while session.status == "open" and not sweeping.done():
                 await asyncio.sleep(0.01)
-        assert session.status == "failed"  # for being idle, by a later sweep
+        assert session.status == "failed"  # as idle, by a later sweep
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)
     bug, lost = (record for record in caplog.records if record.name.endswith("housekeeping"))
@@ -52,7 +52,7 @@ async def test_sweeps_continue_after_a_bug_and_say_so(
 
 
 class OneBadSessions(Sessions):
-    """Meets a bug whenever the episode "bad" is to be sealed."""
+    """Sessions that raise an error whenever the episode "bad" is sealed."""
 
     async def seal(self, episode_id: str, status: SealedStatus, **how: Any) -> EpisodeState:
         if episode_id == "bad":
@@ -61,7 +61,7 @@ class OneBadSessions(Sessions):
 
 
 async def test_one_bad_episode_stops_no_sweep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither for the episodes after it, nor for what else a sweep does; and the log names it."""
+    """The sweep continues with the other episodes and its other parts, and the log names the bad episode."""
     config = ProxyConfig(idle_timeout_s=0.02, implicit_idle_s=0.02, reward_timeout_s=0.02)
     with Store.open(tmp_path / "store.db") as store:
         sessions = OneBadSessions(store)
@@ -73,7 +73,7 @@ async def test_one_bad_episode_stops_no_sweep(tmp_path: Path, caplog: pytest.Log
         ]
         await sessions.open(NewEpisode("unrewarded", "hash", Task("t", {}), "group", 1))
         store.seal("unrewarded", "finished").result()
-        await housekeeping.sweep()  # it meets the unrewarded one
+        await housekeeping.sweep()  # the timeout of the unrewarded episode begins
         await asyncio.sleep(0.03)
         for _ in range(2):
             await housekeeping.sweep()
@@ -97,15 +97,15 @@ async def test_the_time_for_a_reward_starts_when_the_group_has_ended(tmp_path: P
             await housekeeping.sweep()
             await asyncio.sleep(0.06)
         store.seal("slow", "finished").result()
-        await housekeeping.sweep()  # the first that finds them
+        await housekeeping.sweep()  # the first sweep that finds them
         assert store.unrewarded_episodes() == ["quick", "slow"]
         await asyncio.sleep(0.06)
         await housekeeping.sweep()
         assert store.unrewarded_episodes() == []
 
 
-async def test_a_group_that_its_owner_has_left_is_dropped(tmp_path: Path) -> None:
-    """The gate counts it, so a run would stand still for ever."""
+async def test_an_abandoned_group_is_dropped(tmp_path: Path) -> None:
+    """The gate counts incomplete groups, so an abandoned group would stop a run for ever."""
     config = ProxyConfig(idle_timeout_s=0.05)
     with Store.open(tmp_path / "store.db") as store:
         sessions = Sessions(store)
@@ -122,7 +122,7 @@ async def test_a_group_that_its_owner_has_left_is_dropped(tmp_path: Path) -> Non
         await begin("left")
         await begin("of our runner", metadata=OPENED_BY_RUNNER)
         await housekeeping.sweep()
-        assert store.group_counts()["dropped"] == 0  # others may yet be opened
+        assert store.group_counts()["dropped"] == 0  # other episodes may still be opened
         await asyncio.sleep(0.06)
         await begin("open", fails=False)
         await housekeeping.sweep()

@@ -1,4 +1,4 @@
-"""Connections that cost too much are answered and closed, and others are served meanwhile."""
+"""Connections that violate a limit are refused and closed, and other connections are still served."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def dial(proxy: RunningProxy) -> socket.socket:
 
 
 def received(connection: socket.socket) -> bytes:
-    """Everything until the server closes."""
+    """Return everything that arrives until the server closes the connection."""
     parts = []
     try:
         while part := connection.recv(65536):
@@ -57,7 +57,7 @@ def answer_of(data: bytes) -> tuple[int, dict[str, dict[str, str]]]:
 
 
 def segments_received(connection: socket.socket) -> int:
-    """The number of segments with data that arrived, which on loopback is the number of writes."""
+    """Return the number of data segments that arrived, which on loopback is the number of writes."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     counted: int = struct.unpack_from("I", info, 152)[0]  # tcpi_data_segs_in of Linux
     return counted
@@ -69,7 +69,7 @@ def is_served(proxy: RunningProxy) -> bool:
 
 
 def flood(connection: socket.socket, part: bytes, most: int) -> int:
-    """Send `part` again and again until the server has enough; the bytes that were sent."""
+    """Send `part` repeatedly until the server closes, and return the number of bytes that were sent."""
     sent = 0
     try:
         while sent < most:
@@ -90,7 +90,7 @@ def flood(connection: socket.socket, part: bytes, most: int) -> int:
     ],
     ids=["one header", "many headers", "path", "query"],
 )
-def test_a_large_head_is_refused_however_it_comes(proxy: RunningProxy, head: bytes) -> None:
+def test_a_large_head_is_refused_in_one_piece_and_in_several(proxy: RunningProxy, head: bytes) -> None:
     for size in (len(head), 5000):
         with dial(proxy) as connection:
             for start in range(0, len(head), size):
@@ -120,7 +120,7 @@ def test_the_refusal_has_the_form_of_its_api(proxy: RunningProxy) -> None:
     assert status == 431 and body["type"] == "error"
 
 
-def test_what_is_no_http_is_refused_in_json(proxy: RunningProxy) -> None:
+def test_data_that_is_not_http_is_refused_in_json(proxy: RunningProxy) -> None:
     with dial(proxy) as connection:
         connection.sendall(b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03")
         status, body = answer_of(received(connection))
@@ -128,7 +128,7 @@ def test_what_is_no_http_is_refused_in_json(proxy: RunningProxy) -> None:
 
 
 @pytest.mark.parametrize("begin", [b"", b"G", BEGIN, BEGIN + b"X-A: a"])
-def test_a_head_that_does_not_come_is_not_waited_for(hurried: RunningProxy, begin: bytes) -> None:
+def test_a_connection_whose_head_does_not_arrive_is_closed(hurried: RunningProxy, begin: bytes) -> None:
     with dial(hurried) as connection:
         connection.sendall(begin)
         data = received(connection)
@@ -139,7 +139,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(hurried: RunningProxy, begi
         assert data == b""
 
 
-def test_one_byte_at_a_time_is_no_progress(hurried: RunningProxy) -> None:
+def test_a_head_that_arrives_byte_by_byte_is_refused(hurried: RunningProxy) -> None:
     with dial(hurried) as connection:
         connection.sendall(BEGIN + b"X-A: ")
         connection.settimeout(0.05)
@@ -219,7 +219,7 @@ def talkative(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) 
         yield running
 
 
-def test_an_answer_that_is_not_read_is_given_up(
+def test_a_connection_whose_response_is_not_read_is_closed(
     talkative: RunningProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_limits, "UNREAD_S", SHORT_S)
@@ -241,7 +241,7 @@ def test_an_answer_that_is_not_read_is_given_up(
     assert talkative.http.get("/health").status_code == 200
 
 
-def test_requests_in_a_row_on_one_connection_are_served(proxy: RunningProxy) -> None:
+def test_pipelined_requests_on_one_connection_are_served(proxy: RunningProxy) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
     one = BEGIN + b"Content-Length: %d\r\n\r\n" % len(body) + body
     with dial(proxy) as connection:
@@ -251,10 +251,10 @@ def test_requests_in_a_row_on_one_connection_are_served(proxy: RunningProxy) -> 
 
 
 @pytest.mark.parametrize("headers", [b"Connection: close\r\n", b""], ids=["last answer", "kept alive"])
-def test_a_whole_answer_is_sent_to_a_slow_reader(
+def test_a_slow_reader_gets_the_whole_response(
     talkative: RunningProxy, monkeypatch: pytest.MonkeyPatch, headers: bytes
 ) -> None:
-    """The time limits pass several times while it reads; the kernel takes the answer in large pieces."""
+    """Reading takes longer than the time limits, and the kernel takes the response in large pieces."""
     connection_made = http_limits.LimitedProtocol.connection_made
 
     def hurried(protocol: http_limits.LimitedProtocol, transport: asyncio.Transport) -> None:
@@ -277,10 +277,10 @@ def test_a_whole_answer_is_sent_to_a_slow_reader(
 
 
 @pytest.mark.parametrize("cut", [0, 30, -10], ids=["before the head", "in the head", "in the body"])
-def test_a_request_behind_another_has_its_own_time(
+def test_a_pipelined_request_has_its_own_time_limits(
     proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    """The end of an answer begins no limit for the request that follows it on the connection."""
+    """The end of a response starts no time limit for the next request on the connection."""
     monkeypatch.setattr(http_limits, "LINGER_S", SHORT_S)
     proxy.engine.delay_s = 0.2
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
@@ -298,10 +298,10 @@ def test_a_request_behind_another_has_its_own_time(
 @pytest.mark.parametrize(
     "behind", [b"\0\r\n\r\n", BEGIN + b"X-A: " + b"a" * 70_000], ids=["no HTTP", "large"]
 )
-def test_what_is_refused_behind_a_request_leaves_its_answer_whole(
+def test_a_refused_pipelined_request_leaves_the_earlier_response_whole(
     talkative: RunningProxy, caplog: pytest.LogCaptureFixture, behind: bytes
 ) -> None:
-    """An answer is neither interrupted by the refusal nor taken for it; then the connection is closed."""
+    """The response is not interrupted, no refusal follows it, and the connection is closed after it."""
     body = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
     with dial(talkative) as connection:
         connection.sendall(BEGIN + b"Content-Length: %d\r\n\r\n" % len(body) + body)

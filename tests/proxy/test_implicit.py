@@ -1,4 +1,4 @@
-"""Implicit episodes: their retries are one sample, and calls that are refused leave none of them behind."""
+"""Implicit episodes: retries of a call get one sample, and calls that are refused leave no episode."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def finish(proxy: RunningProxy, episode_id: str) -> None:
     assert (done.status_code, done.json()["status"]) == (200, "finished"), done.text
 
 
-# -- ends
+# -- the end of an episode
 
 
 @pytest.mark.parametrize("named", [NAMED, {}])
@@ -63,15 +63,15 @@ def test_an_episode_with_retried_calls_can_be_finished(proxy: RunningProxy, name
         assert ask(proxy, named | headers, body).json()["id"] == first["id"]
     [episode] = episodes(proxy)
     finish(proxy, episode["id"])
-    # Nothing of it is found any more: the same name, and its conversation, open another episode.
+    # The finished episode is not continued: its session name and conversation open another one.
     message = first["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "r"}
     assert ask(proxy, named, {"messages": [USER, message, result], "tools": [SEARCH]}).status_code == 200
     assert [item["turns"] for item in episodes(proxy)] == [1, 1]
 
 
-def test_two_episodes_of_one_conversation_end_apart(proxy: RunningProxy) -> None:
-    """Both were told the same; the end of the later one does not hide the earlier one."""
+def test_two_episodes_with_equal_conversations_end_separately(proxy: RunningProxy) -> None:
+    """After the end of the later episode, the conversation continues the earlier one."""
     proxy.engine.script = lambda call: "ok"
     ask(proxy)
     ask(proxy)
@@ -128,10 +128,10 @@ def client_at(url: str, dialect: str, **options: Any) -> OpenAI | Anthropic:
 @pytest.mark.parametrize("named", [{}, NAMED])
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("dialect", sorted(ASKING))
-def test_a_first_answer_that_is_lost_on_the_way_is_not_sampled_again(
+def test_a_first_call_whose_response_is_lost_is_not_sampled_again(
     renderer: ChatRenderer, tmp_path: Path, dialect: str, restarted: bool, named: dict[str, str]
 ) -> None:
-    """The real clients send it again by themselves; the proxy may have been started again meanwhile."""
+    """The real clients retry the call by themselves; the proxy may have been restarted meanwhile."""
     samples = iter(range(9))
     engine = ObservedEngine(renderer, script=lambda call: f"sample {next(samples)}")
     with ExitStack() as lives:
@@ -155,8 +155,8 @@ def test_a_first_answer_that_is_lost_on_the_way_is_not_sampled_again(
 
 
 @pytest.mark.parametrize("named", [{}, NAMED])
-def test_an_idempotency_key_names_a_first_call(proxy: RunningProxy, named: dict[str, str]) -> None:
-    """Also while it is under way; and the same request without the key is another sample."""
+def test_an_idempotency_key_identifies_a_first_call(proxy: RunningProxy, named: dict[str, str]) -> None:
+    """The call may still be running. The same request without the key gets another sample."""
     key = {"idempotency-key": "k"} | named
     proxy.engine.delay_s = 30
     with ThreadPoolExecutor(2) as pool:
@@ -168,19 +168,19 @@ def test_an_idempotency_key_names_a_first_call(proxy: RunningProxy, named: dict[
     assert first == joined == again and len(proxy.engine.calls) == 1
     assert ask(proxy, named).json()["id"] != first
     other = ask(proxy, key, {"messages": [USER], "max_tokens": 9})
-    # A key names a request of one episode: without a session name this is one of another episode.
+    # A key identifies a request of one episode; without a session name, this call opens another one.
     assert other.status_code == (409 if named else 200)
     assert [item["turns"] for item in episodes(proxy)] == ([2] if named else [1, 1, 1])
 
 
 def test_a_retry_finds_its_own_first_call_among_equal_ones(proxy: RunningProxy) -> None:
-    """An agent that has gone on has its answer, so the retry is of the one that has not."""
+    """An agent that has continued has received its response, so the retry is of the other call."""
     lost, other = ask(proxy).json(), ask(proxy).json()
     assert ask(proxy, body=follow_up_of(other)).status_code == 200
     assert ask(proxy, RETRIED).json()["id"] == lost["id"]
     assert ask(proxy, body=follow_up_of(lost)).status_code == 200
     assert [item["turns"] for item in episodes(proxy)] == [2, 2]
-    # Now nobody can have missed an answer.
+    # Now no response can have been lost.
     assert ask(proxy, RETRIED).json()["id"] not in (lost["id"], other["id"])
     assert [item["turns"] for item in episodes(proxy)] == [2, 2, 1]
 
@@ -189,22 +189,22 @@ def follow_up_of(answer: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [USER, answer["choices"][0]["message"], {"role": "user", "content": "And Nice?"}]}
 
 
-def test_a_first_call_whose_client_hung_up_is_answered_to_the_next(proxy: RunningProxy) -> None:
-    """It was recorded when its client had gone; the same request, a retry or not, gets the sample."""
+def test_the_next_equal_request_gets_the_sample_of_a_disconnected_client(proxy: RunningProxy) -> None:
+    """The turn was recorded after its client had disconnected; an equal request, a retry or not, gets it."""
     first = ask(proxy).json()["id"]
     [episode] = episodes(proxy)
     proxy.store.discard_turn(first, "the client disconnected").result()
     path = Path(str(proxy.store.url).removeprefix("sqlite:///"))
     with running_proxy(path, proxy.engine) as again:
         assert ask(again).json()["id"] == first
-        assert ask(again).json()["id"] != first  # it has been delivered now
+        assert ask(again).json()["id"] != first  # the sample has been delivered now
         assert [item["turns"] for item in episodes(again)] == [1, 1]
 
 
-def test_the_retry_of_an_attempt_without_a_sample_does_not_take_the_one_of_another_agent(
+def test_a_retry_of_a_call_without_a_sample_does_not_get_another_agents_sample(
     proxy: RunningProxy,
 ) -> None:
-    """Two agents ask the same; the first attempt of one was refused, or its client gave up on it."""
+    """Of several equal first calls, one was refused, and the client of another one disconnected."""
     script = proxy.engine.script
     proxy.engine.script = lambda call: EngineUnavailable("away")
     assert ask(proxy).status_code == 503
@@ -218,7 +218,7 @@ def test_the_retry_of_an_attempt_without_a_sample_does_not_take_the_one_of_anoth
     assert [item["turns"] for item in episodes(proxy)] == [1, 1, 1]
 
 
-def test_other_callers_are_not_answered_with_it(proxy: RunningProxy) -> None:
+def test_a_retry_of_another_caller_gets_a_new_sample(proxy: RunningProxy) -> None:
     first = ask(proxy).json()["id"]
     somebody_else = {"authorization": "Bearer somebody else"}
     assert ask(proxy, RETRIED | somebody_else).json()["id"] != first
@@ -252,12 +252,12 @@ def test_a_first_call_that_is_refused_leaves_no_episode(
             assert ask(proxy, headers, body | {"stream": streamed}).status_code == status
             assert episodes(proxy) == [] and open_in_memory(proxy) == 0
         engine.reset()
-        assert ask(proxy, named).status_code == 200  # and the name is free
+        assert ask(proxy, named).status_code == 200  # and the session name is free
         assert [item["turns"] for item in episodes(proxy)] == [1] and open_in_memory(proxy) == 1
 
 
 def open_in_memory(proxy: RunningProxy) -> int:
-    """How many episodes the proxy holds, by its metrics."""
+    """Return the number of open episodes according to the proxy's metrics."""
     lines = proxy.http.get("/metrics").text.splitlines()
     [value] = [line.split()[1] for line in lines if line.startswith("areal_agents_open_episodes ")]
     return round(float(value))
@@ -278,7 +278,7 @@ def test_a_full_queue_leaves_no_episode(renderer: ChatRenderer, tmp_path: Path) 
         assert [item["turns"] for item in episodes(proxy)] == [1]
 
 
-def test_a_client_that_hangs_up_on_a_first_call_leaves_no_episode(proxy: RunningProxy) -> None:
+def test_a_client_that_disconnects_during_a_first_call_leaves_no_episode(proxy: RunningProxy) -> None:
     proxy.engine.delay_s = 30
     for headers in ({}, NAMED):
         with pytest.raises(httpx.ReadTimeout):
@@ -287,8 +287,8 @@ def test_a_client_that_hangs_up_on_a_first_call_leaves_no_episode(proxy: Running
     assert episodes(proxy) == []
 
 
-def test_a_refused_call_leaves_a_session_to_the_others_in_it(proxy: RunningProxy) -> None:
-    """The first call of a session is under way while another one is refused, and the other way round."""
+def test_a_refused_call_does_not_end_the_session_of_other_calls(proxy: RunningProxy) -> None:
+    """A call is refused while the first call of its session is running, and another one after that."""
     proxy.engine.delay_s = 30
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(ask, proxy, NAMED)
@@ -299,7 +299,7 @@ def test_a_refused_call_leaves_a_session_to_the_others_in_it(proxy: RunningProxy
     assert ask(proxy, NAMED, TOO_LONG).status_code == 400
     [episode] = episodes(proxy)
     assert episode["turns"] == 1 and episode["status"] == "open"
-    # The limit that the refused call ran into is known although the store had no episode yet.
+    # The limit that the refused call reached is known, although the store had no episode yet.
     assert proxy.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "truncated"
 
 

@@ -1,4 +1,4 @@
-"""Bare calls that are sent again, refused or forgotten: one sample each, and no episode without a turn."""
+"""Retried and refused calls without an episode key: one sample each, and no episode without a turn."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def fresh(renderer: ChatRenderer, tmp_path: Path) -> Iterator[RunningProxy]:
-    """A proxy whose every sample is another one."""
+    """A proxy whose samples are all different."""
     samples = iter(range(999))
     engine = ScriptedSampler(renderer, script=lambda call: f"sample {next(samples)}")
     with running_proxy(tmp_path / "s.db", engine) as proxy:
@@ -59,7 +59,7 @@ def test_a_repeated_first_call_gets_its_sample(
     assert len(fresh.engine.calls) == 1 and "sample 0" in first and "sample 0" in again
     (episode,) = implicit_episodes(fresh)
     assert episode["turns"] == 1
-    assert "sample 1" in ask(fresh, path)  # no retry: an agent of its own
+    assert "sample 1" in ask(fresh, path)  # not a retry, so it is a call of another agent
     assert len(implicit_episodes(fresh)) == 2
 
 
@@ -75,7 +75,7 @@ def test_a_repeated_first_call_gets_its_sample_after_a_restart(
     assert len(answers) == 1
 
 
-def test_a_key_tells_equal_first_calls_apart(fresh: RunningProxy) -> None:
+def test_idempotency_keys_distinguish_equal_first_calls(fresh: RunningProxy) -> None:
     answers = [ask(fresh, **{"idempotency-key": f"k{i}"}) for i in range(4)]
     again = [ask(fresh, **{"idempotency-key": f"k{i}", **RETRIED}) for i in range(4)]
     assert [f"sample {i}" in text for i, text in enumerate(answers)] == [True] * 4
@@ -83,7 +83,7 @@ def test_a_key_tells_equal_first_calls_apart(fresh: RunningProxy) -> None:
     assert len(fresh.engine.calls) == 4 == len(implicit_episodes(fresh))
 
 
-def test_a_retry_prefers_the_answer_that_nobody_went_on_from(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_a_retry_gets_the_reply_that_no_call_continues(renderer: ChatRenderer, tmp_path: Path) -> None:
     samples = iter(range(99))
     engine = ScriptedSampler(renderer, script=lambda call: tool_call(query=f"sample {next(samples)}"))
     with running_proxy(tmp_path / "s.db", engine) as proxy:
@@ -102,7 +102,7 @@ def test_a_retry_prefers_the_answer_that_nobody_went_on_from(renderer: ChatRende
 
 
 class CutOnce:
-    """A relay before a proxy that drops the first answer of a call, as a broken network does."""
+    """A relay in front of a proxy. The relay drops the first response, as a broken network does."""
 
     def __init__(self, url: str) -> None:
         self._target = httpx.URL(url)
@@ -136,7 +136,7 @@ class CutOnce:
 
 
 def _message(connection: socket.socket) -> bytes:
-    """One HTTP message with a Content-Length."""
+    """Read one HTTP message with a Content-Length."""
     data = b""
     while b"\r\n\r\n" not in data:
         data += connection.recv(65536)
@@ -150,7 +150,7 @@ def _message(connection: socket.socket) -> bytes:
     return data
 
 
-def test_the_openai_client_gets_the_sample_of_a_lost_answer(fresh: RunningProxy) -> None:
+def test_the_openai_client_gets_the_sample_of_a_lost_response(fresh: RunningProxy) -> None:
     with CutOnce(fresh.url) as relay:
         client = openai.OpenAI(base_url=f"{relay.url}/v1", api_key="any", max_retries=3)
         answer = client.chat.completions.create(model="p", messages=[USER])  # type: ignore[list-item]
@@ -158,7 +158,7 @@ def test_the_openai_client_gets_the_sample_of_a_lost_answer(fresh: RunningProxy)
     assert len(fresh.engine.calls) == 1 and len(implicit_episodes(fresh)) == 1
 
 
-def test_the_anthropic_client_gets_the_sample_of_a_lost_answer(fresh: RunningProxy) -> None:
+def test_the_anthropic_client_gets_the_sample_of_a_lost_response(fresh: RunningProxy) -> None:
     with CutOnce(fresh.url) as relay:
         client = anthropic.Anthropic(base_url=relay.url, api_key="any", max_retries=3)
         answer = client.messages.create(model="p", messages=[USER], max_tokens=64)  # type: ignore[list-item]
@@ -192,7 +192,9 @@ def test_a_refused_call_leaves_no_episode(
 
 
 @pytest.mark.parametrize("named", [{}, {"session-id": "s"}], ids=["unnamed", "named"])
-def test_a_call_that_the_engine_failed_leaves_no_episode(fresh: RunningProxy, named: dict[str, str]) -> None:
+def test_a_call_that_fails_in_the_engine_leaves_no_episode(
+    fresh: RunningProxy, named: dict[str, str]
+) -> None:
     sampled = fresh.engine.script
     fresh.engine.script = lambda call: EngineUnavailable("gone")
     assert (
@@ -207,10 +209,10 @@ def test_a_call_that_the_engine_failed_leaves_no_episode(fresh: RunningProxy, na
     (episode,) = implicit_episodes(fresh)
     assert episode["turns"] == 1
     done = fresh.http.post(f"/episodes/{episode['id']}/finish", json={}).json()
-    assert done["status"] == "finished"  # the lost call was answered
+    assert done["status"] == "finished"  # the failed call was answered in the end
 
 
-def test_an_episode_with_a_turn_outlives_a_refused_call(fresh: RunningProxy) -> None:
+def test_an_episode_with_a_turn_stays_open_after_a_refused_call(fresh: RunningProxy) -> None:
     ask(fresh, **{"session-id": "s"})
     body = {"messages": [{"role": "user", "content": "word " * 5000}]}
     assert fresh.http.post("/v1/chat/completions", json=body, headers={"session-id": "s"}).status_code == 400
@@ -228,5 +230,5 @@ def test_an_episode_with_a_retried_call_can_be_finished(fresh: RunningProxy, nam
     (episode,) = implicit_episodes(fresh)
     done = fresh.http.post(f"/episodes/{episode['id']}/finish", json={})
     assert done.status_code == 200 and done.json()["status"] == "finished"
-    ask(fresh, **named, **RETRIED)  # of an episode that has ended: a call of a new one
+    ask(fresh, **named, **RETRIED)  # a retry of a call of an ended episode opens a new one
     assert [e["status"] for e in implicit_episodes(fresh)] == ["finished", "open"]

@@ -32,7 +32,7 @@ class Reader:
         return self.known.parsed(bytearray(body), self.memo)
 
     def read(self, body: bytes) -> bool:
-        """Parse a body and read its messages as a dialect does; whether it began like an earlier one."""
+        """Parse a body, read its messages like a dialect, and return whether it began like an earlier one."""
         data = self.parse(body)
         assert orjson.dumps(data) == orjson.dumps(orjson.loads(body))
         items = data.get("messages") if isinstance(data, dict) else None
@@ -60,7 +60,7 @@ def test_each_call_of_a_conversation_begins_like_the_one_before() -> None:
     assert reader.read(body_of([*messages[:-2], {"role": "user", "content": "another branch"}]))
 
 
-def test_branches_are_known_by_the_longest_beginning() -> None:
+def test_the_longest_known_beginning_of_a_branch_is_used() -> None:
     reader = Reader()
     root = [FILL, {"role": "user", "content": "root"}]
     first, second = [*root, {"content": "a"}], [*root, {"content": "b" * 50}]
@@ -106,14 +106,14 @@ def test_other_lists_and_strings_of_that_name_are_not_mistaken_for_the_messages(
 
 
 @pytest.mark.parametrize("item", ["text", 1, None, [{"content": "in a list"}], True])
-def test_items_that_are_no_objects_are_read_from_whole_bodies(item: Any) -> None:
+def test_items_that_are_not_objects_are_read_from_whole_bodies(item: Any) -> None:
     reader = Reader()
     reader.read(body_of([FILL]))
     reader.read(body_of([FILL, item]))
     assert not reader.read(body_of([FILL, item, {"content": "2"}]))
 
 
-def test_a_broken_end_is_refused_at_its_place() -> None:
+def test_the_error_of_a_broken_end_has_its_position_in_the_whole_body() -> None:
     reader = Reader()
     reader.read(body_of([FILL]))
     broken = body_of([FILL, {"content": "2"}], after=", oops}")

@@ -1,4 +1,4 @@
-"""Who reaches what, and how much of it, in every dialect; other models are passed on and never recorded."""
+"""Access and limits in every dialect; calls of other models are passed on and never recorded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CALLS = [name for name in PATHS if name != "counting"]
 
 
 def refused(response: httpx.Response, dialect: str, status: int, kind: str) -> str:
-    """Check an error in the dialect's own form; its message. `kind` is OpenAI's code or Anthropic's type."""
+    """Check the form of an error, and return its message. `kind` is the code, or Anthropic's type."""
     assert response.status_code == status, response.text
     data = response.json()
     assert "Traceback" not in response.text and 'File "' not in response.text
@@ -72,7 +72,9 @@ def guarded(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("dialect", PATHS)
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-def test_a_key_reaches_its_episode_and_no_other(guarded: RunningProxy, dialect: str, header: str) -> None:
+def test_a_key_gives_access_to_its_episode_and_no_other(
+    guarded: RunningProxy, dialect: str, header: str
+) -> None:
     mine, other = guarded.open_episode(), guarded.open_episode()
     path, body = PATHS[dialect]
 
@@ -122,8 +124,8 @@ def test_the_real_clients_raise_their_authentication_error(guarded: RunningProxy
         client_of_other.messages.create(model="p", max_tokens=9, messages=[USER])
 
 
-def test_an_episode_reads_no_response_of_another(guarded: RunningProxy) -> None:
-    """Not by previous_response_id, nor by a reference to an item, nor by a handle."""
+def test_an_episode_cannot_read_responses_of_another(guarded: RunningProxy) -> None:
+    """Neither a previous_response_id nor a reference to an item nor a handle gives access."""
     mine, other = guarded.open_episode(), guarded.open_episode()
     secret = {"input": "the secret question"}
     theirs = guarded.http.post(f"/e/{other['key']}/v1/responses", json=secret).json()
@@ -140,8 +142,8 @@ def test_an_episode_reads_no_response_of_another(guarded: RunningProxy) -> None:
     assert turn["parent"] is None and "secret question" not in json.dumps(turn)
 
 
-def test_an_implicit_episode_is_its_own_keys_alone(guarded: RunningProxy) -> None:
-    """Two callers without an episode who say the same, or name the same session, share nothing."""
+def test_implicit_episodes_are_separate_for_each_key(guarded: RunningProxy) -> None:
+    """Callers with different keys share no episode, even with the same conversation and session name."""
     body = {"messages": [{"role": "user", "content": "the same words"}]}
     ids = []
     for key in ("project-secret", "admin-secret"):
@@ -179,7 +181,7 @@ TOO_MANY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("dialect", PATHS)
-def test_a_body_has_a_largest_size_and_form(limited: RunningProxy, dialect: str) -> None:
+def test_a_body_that_is_too_large_or_malformed_is_refused(limited: RunningProxy, dialect: str) -> None:
     path, body = PATHS[dialect]
     is_messages = dialect in ("messages", "counting")
     large = limited.http.post(path, json={**body, "padding": "x" * 20_000})
@@ -194,7 +196,7 @@ def test_a_body_has_a_largest_size_and_form(limited: RunningProxy, dialect: str)
 
 
 @pytest.mark.parametrize("dialect", TOO_MANY)
-def test_a_conversation_has_a_most_of_messages(limited: RunningProxy, dialect: str) -> None:
+def test_a_conversation_with_too_many_messages_is_refused(limited: RunningProxy, dialect: str) -> None:
     answer = limited.http.post(PATHS[dialect][0], json=TOO_MANY[dialect])
     kind = "invalid_request_error" if dialect in ("messages", "counting") else "invalid_value"
     assert "at most 3" in refused(answer, dialect, 400, kind)
@@ -202,7 +204,7 @@ def test_a_conversation_has_a_most_of_messages(limited: RunningProxy, dialect: s
 
 
 @pytest.mark.parametrize("dialect", CALLS)
-def test_a_completion_has_a_most_of_tokens(limited: RunningProxy, dialect: str) -> None:
+def test_a_completion_is_limited_to_max_completion_tokens(limited: RunningProxy, dialect: str) -> None:
     path, body = PATHS[dialect]
 
     def limited_to(tokens: int) -> dict[str, Any]:
@@ -215,14 +217,14 @@ def test_a_completion_has_a_most_of_tokens(limited: RunningProxy, dialect: str) 
     assert answer.status_code == 400 and "at most 20 tokens" in answer.text and not limited.engine.calls
     limited.engine.script = lambda call: "word " * 50
     assert limited.http.post(path, json=limited_to(20)).status_code == 200
-    if dialect != "messages":  # which must say how many
+    if dialect != "messages":  # where max_tokens is required
         assert limited.http.post(path, json=body).status_code == 200
     limits = [call.sampling.max_new_tokens for call in limited.engine.calls]
     assert limits[0] == 20 and all(limit <= 20 for limit in limits)
 
 
 @pytest.mark.parametrize("dialect", CALLS)
-def test_a_full_queue_says_when_to_come_back(limited: RunningProxy, dialect: str) -> None:
+def test_a_full_queue_is_answered_with_429_and_retry_after(limited: RunningProxy, dialect: str) -> None:
     path, body = PATHS[dialect]
     limited.engine.reset()
     limited.engine.delay_s = 30
@@ -255,7 +257,7 @@ def test_ids_outside_the_vocabulary_never_reach_the_engine(
 
 
 @pytest.mark.parametrize("prompt", [[-1], [10**6], [2**31 - 1], [2**63], [1, 2, 10**6]])
-def test_ids_that_a_client_makes_up_are_checked(limited: RunningProxy, prompt: list[int]) -> None:
+def test_prompt_ids_outside_the_vocabulary_are_refused(limited: RunningProxy, prompt: list[int]) -> None:
     limited.engine.reset()
     answer = limited.http.post("/v1/completions", json={"prompt": prompt})
     refused(answer, "completions", 400, answer.json()["error"]["code"])
@@ -264,7 +266,7 @@ def test_ids_that_a_client_makes_up_are_checked(limited: RunningProxy, prompt: l
 
 @pytest.mark.parametrize("dialect", sorted(AGENTS))
 @pytest.mark.parametrize("end", ["finish", "fail"])
-def test_a_sealed_episode_takes_no_calls(guarded: RunningProxy, dialect: str, end: str) -> None:
+def test_a_sealed_episode_accepts_no_calls(guarded: RunningProxy, dialect: str, end: str) -> None:
     guarded.engine.reset()
     episode = guarded.open_episode()
     agent = AGENTS[dialect](guarded, episode, "Where?")
@@ -283,7 +285,7 @@ def test_a_sealed_episode_takes_no_calls(guarded: RunningProxy, dialect: str, en
     assert len(guarded.engine.calls) == 1
 
 
-def test_a_sealed_episode_counts_and_embeds_nothing(guarded: RunningProxy) -> None:
+def test_a_sealed_episode_accepts_no_token_counts_or_embeddings(guarded: RunningProxy) -> None:
     episode = guarded.open_episode()
     guarded.http.post(f"/episodes/{episode['id']}/finish", json={})
     base = f"/e/{episode['key']}/v1"
@@ -296,7 +298,7 @@ def test_a_sealed_episode_counts_and_embeds_nothing(guarded: RunningProxy) -> No
 
 
 class Upstream:
-    """A small server with an API of its own; it keeps what it was sent."""
+    """A small API server for other models; `seen` has the requests that it received."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, dict[str, Any], dict[str, str]]] = []
@@ -336,7 +338,7 @@ class Upstream:
 
 @contextmanager
 def served(app: Starlette) -> Iterator[str]:
-    """The URL of an app on a real server."""
+    """Serve an app on a real server, and yield its URL."""
     with listen("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         thread = Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -398,7 +400,9 @@ def test_another_model_is_passed_on_and_not_recorded(passed: tuple[RunningProxy,
         assert [model.id for model in client.models.list()] == ["policy", "judge", "keyless", "away"]
 
 
-def test_the_agents_key_stays_here_where_the_upstream_has_none(passed: tuple[RunningProxy, Upstream]) -> None:
+def test_the_agents_key_is_not_sent_to_an_upstream_without_a_key(
+    passed: tuple[RunningProxy, Upstream],
+) -> None:
     proxy, upstream = passed
     episode = proxy.open_episode()
     with proxy.openai(episode) as client:
@@ -407,7 +411,7 @@ def test_the_agents_key_stays_here_where_the_upstream_has_none(passed: tuple[Run
     assert "authorization" not in headers and "x-api-key" not in headers
 
 
-def test_an_upstreams_error_is_the_clients(passed: tuple[RunningProxy, Upstream]) -> None:
+def test_an_error_of_an_upstream_is_passed_on_to_the_client(passed: tuple[RunningProxy, Upstream]) -> None:
     proxy, upstream = passed
     episode = proxy.open_episode()
     with proxy.openai(episode) as client, pytest.raises(openai.RateLimitError) as caught:
@@ -415,13 +419,15 @@ def test_an_upstreams_error_is_the_clients(passed: tuple[RunningProxy, Upstream]
         client.chat.completions.create(model="judge", messages=[USER], extra_body={"fail": True})
     assert caught.value.code == "busy" and caught.value.response.headers["retry-after"] == "7"
     assert "x-secret" not in caught.value.response.headers
-    # A judge that was busy is no failure of the policy.
+    # A busy judge is no failure of the policy.
     assert proxy.http.post(f"/episodes/{episode['id']}/finish", json={}).json()["status"] == "finished"
 
 
 @pytest.mark.parametrize("dialect", CALLS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_upstream_that_is_away(passed: tuple[RunningProxy, Upstream], dialect: str, stream: bool) -> None:
+def test_an_unreachable_upstream_is_reported_as_unavailable(
+    passed: tuple[RunningProxy, Upstream], dialect: str, stream: bool
+) -> None:
     proxy, _ = passed
     path, body = PATHS[dialect]
     episode = proxy.open_episode()
@@ -431,7 +437,9 @@ def test_an_upstream_that_is_away(passed: tuple[RunningProxy, Upstream], dialect
     assert proxy.tokens(episode)["turns"] == [] and proxy.engine.calls == []
 
 
-def test_another_model_needs_a_key_too(passed: tuple[RunningProxy, Upstream]) -> None:
+def test_calls_of_another_model_need_an_open_episode_and_its_key(
+    passed: tuple[RunningProxy, Upstream],
+) -> None:
     proxy, upstream = passed
     episode = proxy.open_episode()
     proxy.http.post(f"/episodes/{episode['id']}/finish", json={})
@@ -443,7 +451,9 @@ def test_another_model_needs_a_key_too(passed: tuple[RunningProxy, Upstream]) ->
     assert upstream.seen == []
 
 
-def test_a_client_that_leaves_an_upstreams_stream_ends_it(passed: tuple[RunningProxy, Upstream]) -> None:
+def test_a_client_that_disconnects_ends_the_stream_of_the_upstream(
+    passed: tuple[RunningProxy, Upstream],
+) -> None:
     proxy, upstream = passed
     body = {"model": "judge", "messages": [USER], "stream": True, "endless": True}
     with proxy.http.stream("POST", "/v1/chat/completions", json=body) as response:

@@ -1,4 +1,4 @@
-"""Agents that drop part of what they were told: over several turns, and across a root of the template."""
+"""Agents that drop parts of replies: over several turns, and across a root that the template starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THOUGHT = "<think>\nhm\n</think>\n\nLet me look. "
 
 
 def play(proxy: RunningProxy, base_url: str, *, keep: tuple[str, ...], questions: int = 2) -> None:
-    """A tool loop of five calls, with a second question in the middle; replies come back with `keep` only."""
+    """Play a tool loop of five calls with one or two questions; replies are sent back with `keep` only."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"first of {base_url}"}]
     for call in range(5):
         body = {"messages": messages, "tools": [SEARCH]}
@@ -32,7 +32,7 @@ def play(proxy: RunningProxy, base_url: str, *, keep: tuple[str, ...], questions
         ("tool_calls", "reasoning_content"),
     ],
 )
-def test_only_the_template_makes_a_new_root(proxy: RunningProxy, keep: tuple[str, ...]) -> None:
+def test_only_the_template_starts_a_new_root(proxy: RunningProxy, keep: tuple[str, ...]) -> None:
     proxy.engine.script = lambda call: THOUGHT + tool_call(query="a")
     episode = proxy.open_episode(split="eval")
     play(proxy, episode["base_url"], keep=keep)
@@ -41,7 +41,7 @@ def test_only_the_template_makes_a_new_root(proxy: RunningProxy, keep: tuple[str
     assert turns[2]["forked_from"]["reason"] == "template strips reasoning"
 
 
-def test_a_bare_agent_that_drops_its_text_stays_in_one_episode(proxy: RunningProxy) -> None:
+def test_an_agent_without_an_episode_key_that_drops_content_stays_in_one_episode(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: "Let me look. " + tool_call(query="a")
     before = {episode["id"] for episode in proxy.http.get("/episodes").json()["episodes"]}
     play(proxy, f"{proxy.url}/v1", keep=("tool_calls",), questions=1)
@@ -52,7 +52,7 @@ def test_a_bare_agent_that_drops_its_text_stays_in_one_episode(proxy: RunningPro
 def test_a_client_that_fills_in_the_defaults_of_a_tool_continues_the_recorded_call(
     proxy: RunningProxy,
 ) -> None:
-    """As Claude Code does, whose tool for edits has such an argument."""
+    """Claude Code does this: its tool for edits has such an argument."""
     proxy.engine.script = lambda call: tool_call(query="a")
     count = {"type": "integer", "default": 3}
     schema = {"type": "object", "properties": {"query": {"type": "string"}, "count": count}}
@@ -84,7 +84,7 @@ def test_a_client_that_fills_in_the_defaults_of_a_tool_continues_the_recorded_ca
 )
 @pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/responses"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_no_client_could_read_is_content(
+def test_a_tool_call_that_no_client_could_read_is_returned_as_content(
     proxy: RunningProxy, call: str, path: str, stream: bool
 ) -> None:
     proxy.engine.script = lambda _: call

@@ -1,4 +1,4 @@
-"""What a conversation has read before is taken over, and no more of it is kept than tells branches apart."""
+"""Parsed messages of a conversation are reused, and a conversation that only grows is kept once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal_agents.proxy.dialects.replayed import MessageMemo
 
 
 def read(memo: MessageMemo, items: list[Any]) -> int:
-    """Read a conversation as a dialect does; how many of its items were known."""
+    """Read a conversation as a dialect does, and return how many of its items were known."""
     history = memo.known(items)
     known = len(history.groups)
     for item in items[known:]:
@@ -27,12 +27,12 @@ def test_a_conversation_that_grows_is_kept_once() -> None:
     memo = MessageMemo(2)
     assert read(memo, said("other")) == 0
     assert [read(memo, said(*range(n))) for n in (1, 2, 5, 5)] == [0, 1, 2, 5]
-    # Its four readings beside each other would have left no place for the conversation before them.
+    # If the four readings had been kept separately, the first conversation would have been evicted.
     assert read(memo, said("other", "more")) == 1
     assert read(memo, said(*range(6))) == 5
 
 
-def test_branches_are_known_beside_each_other() -> None:
+def test_branches_of_a_conversation_are_kept_separately() -> None:
     memo = MessageMemo(3)
     for branch in "abc":
         read(memo, said("root", branch))

@@ -75,8 +75,8 @@ def test_a_reply_has_every_field(proxy: RunningProxy) -> None:
     ]
 
 
-async def test_the_async_client_and_the_key_alone(proxy: RunningProxy) -> None:
-    """The base_url need not name the episode if the key does, as x-api-key or as a bearer."""
+async def test_the_async_client_needs_only_the_key_of_the_episode(proxy: RunningProxy) -> None:
+    """The base_url need not name the episode if the key does, as x-api-key or as a bearer token."""
     for name in ("api_key", "auth_token"):
         episode = proxy.open_episode()
         async with AsyncAnthropic(base_url=proxy.url, max_retries=0, **{name: episode["key"]}) as client:
@@ -85,7 +85,7 @@ async def test_the_async_client_and_the_key_alone(proxy: RunningProxy) -> None:
         assert len(proxy.tokens(episode)["turns"]) == 2
 
 
-def test_thinking_and_tools_replayed_continue_on_the_exact_tokens(proxy: RunningProxy) -> None:
+def test_replayed_thinking_and_tool_calls_continue_on_the_exact_tokens(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     client = client_of(proxy, episode)
     proxy.engine.script = lambda call: THOUGHT_AND_CALL
@@ -110,8 +110,8 @@ def test_thinking_and_tools_replayed_continue_on_the_exact_tokens(proxy: Running
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_reply_re_serialised_is_recognised(proxy: RunningProxy, streamed: bool) -> None:
-    """Dumped to dicts, marked for a cache, without its thinking: still the recorded turn."""
+def test_a_re_serialised_reply_is_recognised(proxy: RunningProxy, streamed: bool) -> None:
+    """A reply without its thinking, dumped to dicts and marked for a cache, is still the recorded turn."""
     episode = proxy.open_episode()
     client = client_of(proxy, episode)
     proxy.engine.script = lambda call: THOUGHT_AND_CALL
@@ -147,7 +147,7 @@ def test_a_stream_accumulates_to_the_whole_answer(proxy: RunningProxy, reply: st
 
 
 def as_compared(message: anthropic.types.Message) -> dict[str, Any]:
-    """The message without what is new in every call."""
+    """Return the message without the fields that differ in every call."""
     out = message.model_dump(exclude={"id"})
     for block in out["content"]:
         block.pop("parsed_output", None)
@@ -173,7 +173,7 @@ def test_a_raw_stream_has_the_events_in_order(proxy: RunningProxy) -> None:
     assert events[-2].usage.output_tokens == len(proxy.engine.calls[0].completion)
 
 
-def test_counting_tokens(proxy: RunningProxy) -> None:
+def test_count_tokens_counts_the_prompt_and_records_no_turn(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     client = client_of(proxy, episode)
     count = client.messages.count_tokens(model="x", system="Be brief.", messages=[USER], tools=[SEARCH])
@@ -194,11 +194,11 @@ def test_a_stop_sequence_is_reported(proxy: RunningProxy) -> None:
 
 
 def completion_of(ids: list[int]) -> Completion:
-    """What an engine returns that met a stop string."""
+    """Return the completion of an engine that stopped at a stop string."""
     return Completion(ids, [-0.5] * len(ids), [0] * len(ids), "stop")
 
 
-def test_a_reply_that_is_cut_off(proxy: RunningProxy) -> None:
+def test_a_reply_that_is_cut_off_stops_with_max_tokens(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: "one two three four five six"
     answer = ask(client_of(proxy, proxy.open_episode()), max_tokens=2)
     assert answer.stop_reason == "max_tokens" and answer.usage.output_tokens == 2
@@ -274,7 +274,7 @@ def test_a_required_tool_and_a_schema_constrain_the_engine(proxy: RunningProxy) 
 
 
 def test_an_engine_that_fails_is_reported_in_the_stream(proxy: RunningProxy) -> None:
-    """Once the stream is open an error can only be an event; before that it is a status."""
+    """Once the stream is open, an error can only be sent as an event; before that, it is an HTTP status."""
     proxy.engine.script = lambda call: EngineUnavailable("gone")
     client = client_of(proxy, proxy.open_episode())
     with pytest.raises(anthropic.APIStatusError) as caught:
@@ -300,7 +300,7 @@ def test_a_tool_runner_that_uses_threads_sends_the_whole_conversation(proxy: Run
     assert_continued(proxy, episode)
 
 
-def test_a_thread_is_refused_in_the_words_that_the_sdk_knows(proxy: RunningProxy) -> None:
+def test_a_thread_is_refused_with_the_error_that_the_sdk_expects(proxy: RunningProxy) -> None:
     client = client_of(proxy, proxy.open_episode())
     thread = {"type": "continue", "previous_message_id": "msg_1"}
     with pytest.raises(anthropic.BadRequestError, match="send the whole conversation") as refused:

@@ -1,4 +1,4 @@
-"""The Messages dialect by itself: what a body means, and what a recorded turn looks like to the SDK."""
+"""The Messages dialect by itself: how it reads a body, and what the SDK makes of a recorded turn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from areal_agents.rendering import Tokenizer
 DIALECT = Messages()
 CONTEXT = ReadContext(max_messages=50, label="main", forest=Forest())
 TOKENIZER = Tokenizer.from_folder(MODEL)
-END = 3  # stands for the model's end of turn
+END = 3  # the token that ends the model's turn
 USER = {"role": "user", "content": "Where is Lyon?"}
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
@@ -54,7 +54,7 @@ def refusal(request: dict[str, Any]) -> RequestError:
 def recorded(
     reply: Message, *, sampled: list[int] | None = None, reason: Any = "stop", stop: tuple[str, ...] = ()
 ) -> CompletedTurn:
-    """A turn that answered 10 prompt tokens, 6 of which were known, with this reply."""
+    """Return a turn that answers 10 prompt tokens, 6 of which were known, with this reply."""
     ids = [5, 6, END] if sampled is None else sampled
     turn = Turn(
         id=new_turn_id(),
@@ -73,7 +73,7 @@ def answered(done: CompletedTurn) -> SdkMessage:
 
 
 def streamed(done: CompletedTurn, rng: random.Random) -> tuple[SdkMessage, list[Any]]:
-    """The message that the SDK accumulates of a stream in random pieces, and the events."""
+    """Return the message that the SDK accumulates from a stream in random pieces, and the events."""
     writer = DIALECT.stream(body(), read(), [done.turn.id], 1.8e9, TOKENIZER)
     reply = done.turn.reply
     out = writer.start()
@@ -179,7 +179,7 @@ def test_adjacent_assistant_messages_are_one_reply_unless_they_name_two_turns() 
     assert found == [("ac", "b", "1"), ("d", "", "2")]
 
 
-def test_a_result_is_named_by_the_call_that_stands_before_it() -> None:
+def test_a_tool_result_gets_its_name_from_the_call_before_it() -> None:
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "x"}]}
     names = []
     for name in ("search", "read"):
@@ -189,7 +189,7 @@ def test_a_result_is_named_by_the_call_that_stands_before_it() -> None:
     assert names == ["search", "read", None]
 
 
-def test_the_turn_that_a_body_names() -> None:
+def test_the_turn_that_a_body_refers_to_is_found() -> None:
     first, second = (f"areal-{digit * 24}" for digit in "12")
     replies = [
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "", "signature": s}]}
@@ -206,7 +206,7 @@ def test_the_turn_that_a_body_names() -> None:
         assert DIALECT.referenced_turn(broken) is None
 
 
-def test_tools_are_chat_function_tools_and_marks_do_not_change_them() -> None:
+def test_tools_become_chat_function_tools_whatever_their_cache_marks() -> None:
     schema = {"type": "object", "properties": {"q": {"type": "string"}}}
     plain = {"name": "search", "description": "Looks.", "input_schema": schema}
     marked = {
@@ -237,7 +237,7 @@ def test_tool_choice(choice: Any, expected: tuple[Any, ...]) -> None:
     assert (request.calls, request.callable_tools, request.parallel_calls) == expected
 
 
-def test_sampling_output_and_what_passes() -> None:
+def test_sampling_and_output_options_are_read_and_unknown_fields_ignored() -> None:
     schema = {"type": "object"}
     request = read(
         max_tokens=7, temperature=0.5, top_p=0.9, top_k=-1, stop_sequences=["END"],
@@ -302,11 +302,11 @@ def test_sampling_output_and_what_passes() -> None:
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
     ],
 )  # fmt: skip
-def test_what_is_refused_names_its_field(fields: dict[str, Any], param: str) -> None:
+def test_a_refusal_names_its_field(fields: dict[str, Any], param: str) -> None:
     assert refusal(body(**fields)).param == param
 
 
-def test_a_type_that_is_not_offered_is_named() -> None:
+def test_an_unsupported_type_is_named_in_the_refusal() -> None:
     error = refusal(body(tools=[{"type": "web_search_20250305", "name": "web_search"}]))
     assert "web_search_20250305" in error.message
     assert "'image'" in refusal(body({"role": "user", "content": [{"type": "image"}]})).message
@@ -316,7 +316,7 @@ def test_a_type_that_is_not_offered_is_named() -> None:
 
 
 def nested(depth: int) -> list[dict[str, Any]]:
-    """A conversation with a call whose input is this deep."""
+    """Return a conversation with a call whose input is nested `depth` levels deep."""
     value: Any = {}
     for _ in range(depth):
         value = {"a": value}
@@ -335,7 +335,7 @@ def test_counting_needs_no_max_tokens_and_may_end_with_a_reply() -> None:
 CALL = ToolCall("call_1", "search", '{"q": "Lyon",  "k": 2.0}')
 
 
-def test_a_whole_reply() -> None:
+def test_a_whole_reply_has_every_field() -> None:
     done = recorded(Message("assistant", "Look.", "Hm.", (CALL,)))
     hexes = done.turn.id.removeprefix("chatcmpl-")
     assert json.loads(DIALECT.answer(body(), [done], TOKENIZER)) == {
@@ -368,7 +368,7 @@ def test_a_whole_reply() -> None:
         (Message("assistant"), ["text"]),
     ],
 )
-def test_blocks_are_those_that_there_are_and_at_least_one(reply: Message, kinds: list[str]) -> None:
+def test_a_reply_has_a_block_for_each_part_and_at_least_one(reply: Message, kinds: list[str]) -> None:
     done = recorded(reply)
     message = answered(done)
     assert [block.type for block in message.content] == kinds
@@ -377,7 +377,7 @@ def test_blocks_are_those_that_there_are_and_at_least_one(reply: Message, kinds:
     assert again.model_dump() == message.model_dump()
 
 
-def test_why_a_reply_ended() -> None:
+def test_the_stop_reason_says_why_a_reply_ended() -> None:
     def why(**fields: Any) -> tuple[str | None, str | None]:
         message = answered(recorded(Message("assistant", "x"), **fields))
         return message.stop_reason, message.stop_sequence
@@ -399,7 +399,7 @@ def test_text_after_a_call_and_thinking_after_text_stay_in_order() -> None:
     writer = DIALECT.stream(body(), read(), [done.turn.id], 1.8e9, TOKENIZER)
     out = writer.start() + writer.content(0, "a") + writer.reasoning(0, "hm")
     called = writer.call(0, CALL)
-    assert called.endswith(b'data: {"type":"content_block_stop","index":2}\n\n')  # nobody waits for more
+    assert called.endswith(b'data: {"type":"content_block_stop","index":2}\n\n')  # the block ends at once
     message, events = accumulated(out + called + writer.content(0, "b") + writer.finish([done]))
     assert_well_formed(events)
     assert [block.type for block in message.content] == ["text", "thinking", "tool_use", "text"]
@@ -407,7 +407,7 @@ def test_text_after_a_call_and_thinking_after_text_stay_in_order() -> None:
     assert canonical_key(read(USER, replayed, USER).messages[1]) == canonical_key(done.turn.reply)
 
 
-def test_an_input_too_deep_to_write_is_refused() -> None:
+def test_a_tool_input_that_is_nested_too_deeply_is_refused() -> None:
     arguments = '{"a": ' + "[" * 300 + "]" * 300 + "}"
     done = recorded(Message("assistant", "", "", (ToolCall("c", "x", arguments),)))
     with pytest.raises(RequestError, match="cannot be written") as caught:
@@ -415,7 +415,7 @@ def test_an_input_too_deep_to_write_is_refused() -> None:
     assert caught.value.status == 502
 
 
-def test_errors() -> None:
+def test_errors_have_the_type_of_their_status() -> None:
     def told(error: RequestError) -> tuple[str, str]:
         form = json.loads(DIALECT.error(error))
         assert form.keys() == {"type", "error"} and form["type"] == "error"
@@ -479,7 +479,7 @@ def reserialised(value: Any, rng: random.Random) -> Any:
 
 
 def as_replayed(blocks: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """The blocks as a client sends them back, with its cache mark on any of them."""
+    """Return the blocks as a client sends them back, with a cache mark on one of them or none."""
     out = [reserialised(block, rng) for block in blocks]
     if out and rng.random() < 0.5:
         rng.choice(out)["cache_control"] = {"type": "ephemeral"}

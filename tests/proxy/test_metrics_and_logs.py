@@ -1,4 +1,4 @@
-"""What a running proxy tells its operator: GET /metrics, and its log; and what neither ever holds."""
+"""The metrics and the log of a running proxy, and what neither of them ever contains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def counted(renderer: ChatRenderer, tmp_path: Path) -> Iterator[RunningProxy]:
 
 
 def read(proxy: RunningProxy) -> dict[str, float]:
-    """Every sample but the buckets, by name and labels."""
+    """Return every sample except the buckets, by name and labels."""
     response = proxy.http.get("/metrics")
     assert response.status_code == 200 and response.headers["content-type"] == CONTENT_TYPE
     return {
@@ -74,7 +74,7 @@ def test_calls_and_tokens_are_counted(counted: RunningProxy) -> None:
     assert metrics["calls_waiting"] == metrics["calls_running"] == 0
 
 
-def test_what_is_not_trained_is_told_apart(counted: RunningProxy) -> None:
+def test_tokens_that_are_not_trained_are_counted_separately(counted: RunningProxy) -> None:
     counted.engine.script = lambda call: "{}"
     client = counted.openai(counted.open_episode())
     client.chat.completions.create(model="m", messages=HELLO, response_format={"type": "json_object"})
@@ -121,7 +121,7 @@ def test_a_retry_of_a_running_call_is_not_counted_twice(counted: RunningProxy) -
     assert metrics["sampled_tokens_total training"] == first.usage.completion_tokens
 
 
-def test_calls_of_another_model_are_counted_apart(
+def test_calls_of_another_model_are_counted_separately(
     counted: RunningProxy, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     models = {"judge": {"base_url": f"{counted.url}/v1"}}
@@ -133,7 +133,7 @@ def test_calls_of_another_model_are_counted_apart(
     assert not any(name.startswith("calls_total") for name in metrics)
 
 
-def test_calls_that_wait_and_run_are_seen(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_waiting_and_running_calls_are_counted(renderer: ChatRenderer, tmp_path: Path) -> None:
     engine = ScriptedSampler(renderer, delay_s=60)
     with (
         running_proxy(tmp_path / "store.db", engine, max_concurrent=1) as proxy,
@@ -158,7 +158,7 @@ def test_calls_that_wait_and_run_are_seen(renderer: ChatRenderer, tmp_path: Path
         assert metrics["open_episodes"] == 0 and metrics["refusals_total episode_sealed"] == 2
 
 
-def test_metrics_are_for_the_admin(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_metrics_need_the_admin_key(renderer: ChatRenderer, tmp_path: Path) -> None:
     settings = {"admin_key": "admin-key-of-the-test", "project_keys": ("project-key",)}
     with running_proxy(tmp_path / "store.db", ScriptedSampler(renderer), headers=ADMIN, **settings) as proxy:
         assert read(proxy)["open_episodes"] == 0
@@ -168,7 +168,7 @@ def test_metrics_are_for_the_admin(renderer: ChatRenderer, tmp_path: Path) -> No
         assert httpx.get(f"{proxy.url}/metrics").status_code == 401
 
 
-def test_a_call_is_one_json_line(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_a_call_is_logged_as_one_json_line(renderer: ChatRenderer, tmp_path: Path) -> None:
     stream = io.StringIO()
     with (
         logging_as("json", stream),
@@ -240,7 +240,7 @@ def test_no_key_is_ever_logged(renderer: ChatRenderer, tmp_path: Path, log_forma
         assert secret not in logged
 
 
-def test_the_log_is_as_it_was_afterwards() -> None:
+def test_logging_as_restores_the_logger() -> None:
     logger = logging.getLogger("areal_agents")
     before = (logger.level, logger.propagate, list(logger.handlers))
     stream = io.StringIO()
@@ -252,12 +252,12 @@ def test_the_log_is_as_it_was_afterwards() -> None:
     )
 
 
-def test_calls_are_not_logged_unless_asked() -> None:
+def test_calls_are_not_logged_by_default() -> None:
     assert ProxyConfig().log_calls is False and ProxyConfig().log_format == "text"
 
 
 def test_metrics_of_several_processes_are_added_up() -> None:
-    """But a version is the newest, and an engine serves if it serves all of them."""
+    """The version is the newest one instead, and an engine serves only if it serves all processes."""
 
     def exposition(version: int, serving: int, waiting: int, durations_s: list[float], created: int) -> bytes:
         metrics = Metrics(waiting=lambda: waiting, running=lambda: 0, open_episodes=lambda: 0)

@@ -1,4 +1,4 @@
-"""What the event loop is spared: long work goes to a thread, and none of it is done again and again."""
+"""Long work runs in threads instead of the event loop, and is not repeated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ USER = Message("user", "hi")
 
 
 class CountingTokenizer(Tokenizer):
-    """Counts what is decoded, and remembers in which threads texts are encoded."""
+    """Counts the decoded tokens, and records the threads in which strings are encoded."""
 
     decodes: int
     decoded: int
@@ -135,7 +135,7 @@ def test_a_long_raw_prompt_is_encoded_in_a_thread(prompts: Prompts, tokenizer: C
 def test_a_raw_reply_is_decoded_once_and_found_at_every_length(
     prompts: Prompts, tokenizer: CountingTokenizer
 ) -> None:
-    """Replies cut by a stop string: their whole text is not the recorded one."""
+    """With a stop string, the whole text of a reply must be decoded from its tokens."""
     forest, whole, ends = Forest(), "", []
     for index in range(20):
         parent = f"t{index - 1}" if index else None
@@ -151,7 +151,7 @@ def test_a_raw_reply_is_decoded_once_and_found_at_every_length(
     where = prompt_of(prompts, forest, asked(raw=whole + " more")).where
     assert where.parent is not None and where.parent.id == "t19" and where.new_messages[0].content == " more"
     assert tokenizer.decodes == 20
-    for index, end in enumerate(ends[:-1]):  # between two turns, and in the middle of the next one
+    for index, end in enumerate(ends[:-1]):  # just after a turn, and within the next question
         for cut in (end + 1, end + 5):
             found = prompt_of(prompts, forest, asked(raw=whole[:cut])).where
             assert found.parent is not None and found.parent.id == f"t{index}"
@@ -159,7 +159,7 @@ def test_a_raw_reply_is_decoded_once_and_found_at_every_length(
     assert tokenizer.decodes == 20
     by_ids = tuple(forest.path("t7").token_ids.tolist())
     assert prompt_of(prompts, forest, asked(raw=(*by_ids, 5))).where.parent is forest["t7"]
-    assert prompt_of(prompts, forest, asked(raw=by_ids)).where.parent is forest["t6"]  # all of it is recorded
+    assert prompt_of(prompts, forest, asked(raw=by_ids)).where.parent is forest["t6"]  # t7 leaves no prompt
     asked_again = asked(raw=whole[: ends[7]] + " question 8")
     assert [turn.id for turn in prompts.answers(forest, asked_again)] == ["t8"]
     ids = tuple(forest.prompt_ids("t8").tolist())
@@ -184,7 +184,7 @@ def test_candidates_of_a_second_search_are_found_in_one_pass(
 
 
 def plain_texts(raw: RawPrompts, ids: list[int], rng: random.Random) -> tuple[list[str], str]:
-    """The pieces of a completion that comes in chunks of random lengths, and the whole."""
+    """Return the pieces of a completion that arrives in chunks of random lengths, and its whole text."""
     stream, pieces, start = PlainStream(raw), [], 0
     while start < len(ids):
         end = start + rng.choice([1, 1, 2, 3, 9, 40])
@@ -194,7 +194,7 @@ def plain_texts(raw: RawPrompts, ids: list[int], rng: random.Random) -> tuple[li
     return pieces, stream.message.content
 
 
-def test_the_pieces_of_a_plain_reply_are_its_text(own_renderer: ChatRenderer) -> None:
+def test_the_pieces_of_a_plain_reply_add_up_to_its_text(own_renderer: ChatRenderer) -> None:
     tokenizer, raw = own_renderer.tokenizer, RawPrompts(own_renderer)
     parts = [i for i in range(tokenizer.vocab_size) if "\ufffd" in tokenizer.decode([i])]
     stops = list(own_renderer.stop_token_ids)
@@ -212,11 +212,11 @@ def test_the_pieces_of_a_plain_reply_are_its_text(own_renderer: ChatRenderer) ->
         pieces, whole = plain_texts(raw, ids, rng)
         assert "".join(pieces) == whole == raw.text_of(ids), (seed, ids)
     text_ids = tokenizer.encode("One two three, " * 10)
-    assert len(plain_texts(raw, text_ids, random.Random(0))[0]) > 5  # it does stream
+    assert len(plain_texts(raw, text_ids, random.Random(0))[0]) > 5  # it is streamed in pieces
 
 
-def test_decoders_that_treat_the_first_token_apart() -> None:
-    """Of Llama 2's kind: a leading space is dropped, and characters are made of tokens for bytes."""
+def test_decoders_that_treat_the_first_token_differently() -> None:
+    """A decoder like that of Llama 2 drops a leading space, and assembles characters from byte tokens."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "a": 257, "▁b": 258, "</s>": 259}
     backend = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     backend.normalizer = normalizers.Replace(" ", "▁")
@@ -236,7 +236,7 @@ def test_decoders_that_treat_the_first_token_apart() -> None:
 
 
 @pytest.mark.parametrize("garbage", [False, True])
-def test_a_plain_reply_costs_as_much_per_token_at_its_end_as_at_its_beginning(
+def test_the_cost_per_token_of_a_plain_reply_does_not_grow_with_its_length(
     own_renderer: ChatRenderer, tokenizer: CountingTokenizer, garbage: bool
 ) -> None:
     parts = [i for i in range(tokenizer.vocab_size) if "\ufffd" in tokenizer.decode([i])]
@@ -266,7 +266,7 @@ def test_a_token_of_an_answer_is_decoded_once(tokenizer: CountingTokenizer) -> N
     assert tokenizer.decodes == len({*ids, 7})
 
 
-def test_what_was_not_requested_in_the_longest_time_is_forgotten() -> None:
+def test_the_least_recently_used_entry_is_evicted() -> None:
     recent: LruCache[str, int] = LruCache(2)
     assert recent.put("a", 1) == 1 and recent.put("b", 2) == 2
     assert recent.get("a") == 1
@@ -274,8 +274,8 @@ def test_what_was_not_requested_in_the_longest_time_is_forgotten() -> None:
     assert [recent.get(key) for key in "abc"] == [1, None, 3]
 
 
-def test_more_template_options_than_are_kept_are_served(proxy: RunningProxy) -> None:
-    """Any number over the life of a server: the renderers that nobody asked for of late are made again."""
+def test_more_template_options_than_the_cache_holds_are_served(proxy: RunningProxy) -> None:
+    """A server accepts any number of them; a renderer that was evicted from the cache is created again."""
     spellings = ["".join(letters) for letters in itertools.product("tT", "rR", "uU", "eE")]
     spellings += ["".join(letters) for letters in itertools.product("yY", "eE", "sS")]
     prompts = set()

@@ -1,4 +1,4 @@
-"""`areal-agents online`: what the operator of a run sees, orders and deletes, while it runs and while not."""
+"""`areal-agents online`: what an operator can see, order and delete, whether or not the run is active."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ engine: {{replicas: 2}}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """The folder of a run whose candidate is better: 60 conversations on each side, 0.9 and 0.1 thumbs up."""
+    """A run whose candidate is better: of 60 conversations on each side, 90% and 10% got a thumbs-up."""
     file = tmp_path / "online.yaml"
     file.write_text(CONFIG)
     folder = RunFolder(tmp_path / "run")
@@ -112,7 +112,7 @@ def test_other_folders_are_refused(folder: RunFolder, tmp_path: Path) -> None:
         online("freeze", str(folder.root))
 
 
-def test_deleting_while_nothing_runs(folder: RunFolder) -> None:
+def test_conversations_are_deleted_while_nothing_runs(folder: RunFolder) -> None:
     assert "deleted 2 conversations" in online(
         "delete", str(folder.root), "--user", "implicit-0", "--episode", "implicit-1"
     )
@@ -122,7 +122,7 @@ def test_deleting_while_nothing_runs(folder: RunFolder) -> None:
     assert b"hello from implicit-2" in folder.store.read_bytes()
 
 
-def test_deleting_while_it_serves(folder: RunFolder, renderer: ChatRenderer) -> None:
+def test_conversations_are_deleted_while_the_proxy_serves(folder: RunFolder, renderer: ChatRenderer) -> None:
     with (
         folder.locked(),
         running_proxy(

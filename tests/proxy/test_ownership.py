@@ -1,4 +1,4 @@
-"""Which workers live, and what falls to whom."""
+"""Which workers are running, and which of them is responsible for an episode."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def worker(folder: Path, index: int, starts: int = 0, run: str = "run") -> Worke
 
 
 def owned_by(store: Store, workers: Workers) -> Ownership:
-    """What a worker with nothing in memory claims."""
+    """Return the ownership of a worker that has no episode in memory."""
     return Ownership(store, workers, Sessions(store, workers.owner).lose)
 
 
-def test_a_process_run_ends_with_its_process(tmp_path: Path) -> None:
+def test_the_lock_of_a_worker_is_released_when_its_process_is_killed(tmp_path: Path) -> None:
     first = worker(tmp_path, 0)
     assert not first.is_alive("run.1.0") and not first.is_up(1)
     process = subprocess.Popen(
@@ -71,14 +71,14 @@ def test_a_process_run_ends_with_its_process(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
-def test_a_process_run_removes_what_the_one_before_left(tmp_path: Path) -> None:
+def test_a_new_process_removes_the_lock_file_of_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "run.0.0.lock").touch()
     (tmp_path / "run.1.0.lock").touch()
     with worker(tmp_path, 0, starts=1).holding_lock():
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run.0.1.lock", "run.1.0.lock"]
 
 
-def test_an_episode_key_is_at_home_where_it_was_created(tmp_path: Path) -> None:
+def test_the_home_of_an_episode_key_is_the_worker_that_created_it(tmp_path: Path) -> None:
     workers = [worker(tmp_path, index) for index in range(3)]
     for item in workers:
         keys = [new_key(item) for _ in range(20)]
@@ -88,7 +88,7 @@ def test_an_episode_key_is_at_home_where_it_was_created(tmp_path: Path) -> None:
 
 @pytest.fixture
 def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A living worker of "run" in `tmp_path`, whose supervisor is nowhere to be seen."""
+    """A running worker of "run" in `tmp_path` that has no supervisor."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -104,7 +104,7 @@ def test_orphans_are_waited_for(tmp_path: Path, orphan: subprocess.Popen[bytes])
             waiting.result(0.3)
         orphan.kill()
         waiting.result(10)
-    assert not tmp_path.exists()  # nothing is left in the folder
+    assert not tmp_path.exists()  # the folder was empty
 
 
 def test_an_orphan_that_does_not_end_is_an_error(
@@ -115,13 +115,13 @@ def test_an_orphan_that_does_not_end_is_an_error(
         wait_for_orphans(tmp_path)
 
 
-def test_workers_with_a_supervisor_are_no_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+def test_workers_with_a_supervisor_are_not_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
     with supervising(tmp_path, "run"):
         wait_for_orphans(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1.0.lock", "run.supervisor.lock"]
 
 
-def test_a_port_is_waited_for_where_a_supervisor_was_killed(tmp_path: Path) -> None:
+def test_a_port_is_waited_for_after_a_supervisor_was_killed(tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as held, ThreadPoolExecutor(1) as pool:
         port = held.getsockname()[1]
         with pytest.raises(ConfigError, match="cannot listen"):
@@ -138,12 +138,12 @@ def test_a_port_is_waited_for_where_a_supervisor_was_killed(tmp_path: Path) -> N
 
 
 def swept(ownership: Ownership) -> list[str | None]:
-    """The owners whose episodes it looks after."""
+    """Return the owners whose episodes this worker sweeps."""
     owners = (None, "run.0.0", "run.1.0", "run.2.0")
     return [item.owner for item in ownership.swept(OpenEpisode("e", False, owner) for owner in owners)]
 
 
-def test_the_first_living_worker_takes_care_of_what_nobody_owns(tmp_path: Path) -> None:
+def test_the_first_running_worker_sweeps_episodes_without_a_running_owner(tmp_path: Path) -> None:
     workers = [worker(tmp_path / "locks", index) for index in range(3)]
     with Store.open(tmp_path / "s.db") as store:
         owned = [owned_by(store, item) for item in workers]
@@ -153,7 +153,7 @@ def test_the_first_living_worker_takes_care_of_what_nobody_owns(tmp_path: Path) 
                 assert [swept(item) for item in owned] == [[None, "run.0.0"], ["run.1.0"], ["run.2.0"]]
 
 
-async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path: Path) -> None:
+async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first_worker(tmp_path: Path) -> None:
     first, second = worker(tmp_path, 0), worker(tmp_path, 1)
     config = ProxyConfig(idle_timeout_s=0.01)
     with Store.open(tmp_path / "s.db") as store, first.holding_lock(), second.holding_lock():
@@ -167,7 +167,7 @@ async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path:
             housekeeping = Housekeeping(
                 store=store, sessions=sessions, implicit=implicit, config=config, ownership=ownership
             )
-            await housekeeping.sweep()  # meets them for the first time
+            await housekeeping.sweep()  # sees the episodes for the first time
             await asyncio.sleep(0.02)
             await housekeeping.sweep()
             return [episode.id for episode in store.open_episodes()]
@@ -176,7 +176,7 @@ async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path:
         assert await sweep(first) == []
 
 
-async def test_an_episode_belongs_to_one_process_run(tmp_path: Path) -> None:
+async def test_an_episode_belongs_to_one_process_of_a_worker(tmp_path: Path) -> None:
     old, new, other = worker(tmp_path, 0), worker(tmp_path, 0, starts=1), worker(tmp_path, 1)
     stranger = worker(tmp_path, 0, run="another")
     with Store.open(tmp_path / "s.db") as store, other.holding_lock():
@@ -208,7 +208,7 @@ async def test_an_episode_that_is_claimed_back_is_no_longer_in_memory(tmp_path: 
         assert await ownership.claim("e", other.owner) and sessions.get("e") is None
 
 
-def test_what_falls_to_whom_is_shared() -> None:
+def test_keys_are_spread_evenly_over_the_workers() -> None:
     keys = [str(number).encode() for number in range(300)]
     orders = [homes(key, 3) for key in keys]
     assert all(sorted(order) == [0, 1, 2] for order in orders)

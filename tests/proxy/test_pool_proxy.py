@@ -1,4 +1,4 @@
-"""The proxy before several engines: what clients see of a death, and what its operator sees."""
+"""The proxy in front of several engines: what clients and the operator see when an engine dies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXT = "The harbour opens at six, and the ferry leaves for the island when the t
 
 
 def says(text: str, **arrival: Any) -> Any:
-    """Answers every request with `text`; a request that contains a part of it gets the rest."""
+    """Return a script that answers with `text`; a request that contains a part of it gets the rest."""
 
     def script(call: ScriptedCall) -> ScriptedReply:
         said = call.prompt_text.rpartition("<|im_start|>assistant\n")[2]
@@ -49,7 +49,7 @@ def says(text: str, **arrival: Any) -> Any:
 def proxy_of(
     urls: list[str], renderer: ChatRenderer, path: Path, *, wait_s: float = 120.0, all_serve: bool = True
 ) -> Iterator[tuple[str, EnginePool]]:
-    """A served proxy over a pool with quick looks, all of whose engines serve, if they are to."""
+    """Serve a proxy over a pool that probes often; with `all_serve`, wait until all engines serve."""
     with Store.open(path / "store.db") as store, listen("127.0.0.1", 0) as listener:
         made: list[EnginePool] = []
 
@@ -101,7 +101,7 @@ def open_episode(url: str, **body: Any) -> dict[str, Any]:
 
 
 def metrics_of(url: str) -> dict[str, float]:
-    """What /metrics says of the engines, by name and label."""
+    """Return the samples of the engines in /metrics, by name and label."""
     text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer admin"}).raise_for_status().text
     rows = re.findall(r"^(areal_agents_engine_\w+?)(?:_total)?(\{.*\})? ([-\d.e+]+)$", text, re.MULTILINE)
     return {name + label: float(value) for name, label, value in rows}
@@ -138,8 +138,10 @@ def test_an_episode_stays_on_its_engine_and_the_metrics_show_each(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_client_notices_nothing_of_a_death(streamed: bool, renderer: ChatRenderer, tmp_path: Path) -> None:
-    """One engine breaks its streams off after one token; every reply is whole and recorded as sampled."""
+def test_a_client_does_not_notice_a_dead_engine(
+    streamed: bool, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """One engine breaks off each stream after one token; every reply is whole and recorded as sampled."""
     apps = [scripted(), scripted()]
 
     async def dying(scope: Any, receive: Any, send: Any) -> None:
@@ -183,14 +185,14 @@ def test_a_client_notices_nothing_of_a_death(streamed: bool, renderer: ChatRende
             assert len(turn["logprobs"]) == len(turn["token_ids"]) == len(turn["versions"])
 
 
-def test_a_request_that_engines_die_of_fails_and_its_episode_with_it(
+def test_a_request_that_kills_engines_fails_and_so_does_its_episode(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    """The client repeats what it takes for a failure of the moment, and no further engine dies of that."""
+    """The client retries what looks like a transient failure, and its retries kill no further engine."""
     app, is_dead, deaths = scripted(), False, 0
 
     async def dying(scope: Any, receive: Any, send: Any) -> None:
-        """It is there again as soon as the pool has found it dead."""
+        """The engine runs again as soon as the pool has noticed its death."""
         nonlocal is_dead, deaths
         if scope["path"] == "/generate":
             is_dead, deaths = True, deaths + 1
@@ -221,7 +223,7 @@ def test_a_request_that_engines_die_of_fails_and_its_episode_with_it(
 async def test_the_pool_knows_whether_a_trainer_runs(
     trains: bool, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    """One that lives swaps, however long that takes; where none does, the pool finishes what it began."""
+    """A running trainer may be swapping weights; without one, the pool finishes the swap itself."""
     with Store.open(tmp_path / "store.db") as store, running(scripted()) as one:
         limits = PoolLimits(probe_every_s=0.05)
         pool = make_pool(
@@ -237,26 +239,26 @@ async def test_the_pool_knows_whether_a_trainer_runs(
             store.publish_version(1, step=1, path="v1")
             await until(lambda: replica.due == 1)
             if trains:
-                await asyncio.sleep(0.2)  # four looks
+                await asyncio.sleep(0.2)  # four probes
                 assert replica.is_serving and pool.counts.catch_ups == 0
-                with pytest.raises(Conflict):  # nobody took it away
+                with pytest.raises(Conflict):  # the trainer still holds the lock
                     TrainerLock.of(store.path).take()
             else:
                 store._trainer.release()
                 await until(lambda: replica.version == 1 and not replica.may_be_paused)
-                TrainerLock.of(store.path).take()  # it was given back
+                TrainerLock.of(store.path).take()  # the pool does not hold the lock
         finally:
             await pool.aclose()
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait for something that is to become true."""
+    """Wait until a condition is true."""
     async with asyncio.timeout(30):
         while not holds():
             await asyncio.sleep(0.005)
 
 
-def test_without_an_engine_it_is_not_ready_and_says_why(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_without_an_engine_the_proxy_says_why_it_is_not_ready(renderer: ChatRenderer, tmp_path: Path) -> None:
     with running(scripted()) as one:
         pass
     with proxy_of([one], renderer, tmp_path, wait_s=0.2, all_serve=False) as (url, _):
@@ -278,7 +280,7 @@ def test_engines_of_different_models_are_refused_before_anything_is_served(tmp_p
         check_models([one])
 
 
-def test_what_a_worker_is_told_of_the_engines_arrives(tmp_path: Path) -> None:
+def test_an_order_to_a_worker_is_read_as_it_was_written(tmp_path: Path) -> None:
     engines = EngineUrls(("http://a:1", "http://b:2"), "http://r:3", adapters=True)
     spec = WorkerSpec(tmp_path, "run", 0, 0, (1, 2), "secret")
     page = Page("module:function", "store", "model", "run")
@@ -301,10 +303,10 @@ DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_request_that_is_always_answered_with_lies_is_a_502_and_is_not_recorded(
+def test_a_request_that_gets_only_invalid_responses_is_a_502_and_is_not_recorded(
     renderer: ChatRenderer, tmp_path: Path, dialect: str
 ) -> None:
-    """In the caller's form; a stream that has begun ends with an error. The same call is served later."""
+    """The error has the dialect's form, and ends a stream that has begun. A later call is served."""
     lies = ["versions that go back", "tokens after the stop token", "a length short of the limit"]
     app = ScriptedApp.from_folder(MODEL, lambda call: TEXT)
     path, body = DIALECTS[dialect]

@@ -44,7 +44,7 @@ class ProxyProcess:
         self.url = self.line.partition(" at ")[2].partition("/v1")[0]
 
     def end(self, number: signal.Signals) -> str:
-        """Send a signal and wait; the rest of the output."""
+        """Send a signal, wait, and return the rest of the output."""
         self.process.send_signal(number)
         return self.process.communicate(timeout=30)[0]
 
@@ -84,7 +84,7 @@ def test_kill_9_and_a_restart_lose_nothing(engine_url: str, tmp_path: Path) -> N
 
 
 def check_logprobs(engine_url: str, ids: Any, sampled: Any, logprobs: Any) -> None:
-    """The engine, asked for the logprobs of the whole trajectory at once, agrees with the record."""
+    """Check the recorded logprobs against those that the engine computes for the whole trajectory at once."""
     body = {
         "input_ids": ids.tolist(),
         "return_logprob": True,

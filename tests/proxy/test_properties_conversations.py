@@ -1,4 +1,4 @@
-"""Random conversations in every dialect, several at a time in one episode: the record is exact."""
+"""Random conversations in every dialect, several at a time in one episode, are recorded exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from record_support import ObservedEngine, check_invariant, replies_by_prompt
 
 from areal_agents.rendering import ChatRenderer
 
-# The same examples in every run: a failure is a change of the code, never of the dice.
+# The same examples in every run, so that a test fails only because of a change of the code.
 STEADY = settings(
     derandomize=True,
     database=None,
@@ -31,13 +31,13 @@ LONG = settings(STEADY, max_examples=400)
 
 @dataclass(frozen=True)
 class Step:
-    """One call of an agent, and what it does next."""
+    """One call of an agent, and what the agent does next."""
 
     streamed: bool
     max_tokens: int | None
     stop: Any
     n: int
-    again: str  # how the request is sent another time, if it is
+    again: str  # how the request is repeated; "" if it is not
     follow: str
     mutation: Mutation
     label: str
@@ -97,7 +97,7 @@ def converse(agent: Agent, plan: list[Step]) -> None:
         if step.again in ("count", "idempotency"):
             headers["x-stainless-retry-count"] = "1"
             repeated = agent.ask(streamed=not step.streamed, headers=headers, **options)
-            # A sample that nobody had got may have come out of turn: then it is one of those that are known.
+            # After a hang-up, a retry by count may get the sample that the client never received.
             assert repeated == replies or (has_hung_up and step.again == "count")
         reply = replies[-1]
         if step.follow == "resample":

@@ -1,4 +1,4 @@
-"""A reply cut to what was asked: the pieces of it joined are the whole, however it is cut into pieces."""
+"""A reply is cut to what the request allows, in the same way whole and in pieces of any length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_pieces(text: str, cuts: list[int]) -> list[str]:
 @given(
     words, words, st.integers(0, 3), stops, policies, st.lists(st.integers(0, 99), max_size=6), st.booleans()
 )
-def test_the_pieces_joined_are_the_whole(
+def test_the_joined_pieces_are_the_whole_reply(
     reasoning: str,
     content: str,
     calls: int,
@@ -62,13 +62,13 @@ def test_the_pieces_joined_are_the_whole(
     assert "".join(delta.text for delta in out if delta.kind == "content") == expected.content
     assert tuple(delta.call for delta in out if delta.call) == expected.tool_calls
     assert all(delta.text or delta.call for delta in out)
-    assert delivered_reply(expected, asked) == expected  # asked twice is asked once
+    assert delivered_reply(expected, asked) == expected  # a second time, nothing changes
 
 
 @STEADY
 @given(words, stops)
 def test_the_cut_is_before_the_stop_string_that_is_complete_first(text: str, stop: tuple[str, ...]) -> None:
-    """What an engine does that looks after each character."""
+    """The expected cut is that of an engine that looks for stop strings after each character."""
     expected = text
     for end in range(len(text) + 1):
         met = [word for word in stop if text[:end].endswith(word)]
@@ -102,7 +102,7 @@ def test_a_stop_string_in_the_reasoning_leaves_no_content() -> None:
     assert (cut.reasoning, cut.content, len(cut.tool_calls)) == ("one ", "", 1)
 
 
-def test_what_may_become_a_stop_string_waits_and_all_else_leaves_at_once() -> None:
+def test_text_that_may_begin_a_stop_string_is_held_back_and_other_text_is_not() -> None:
     stream = DeliveredStream(request(("STOP", "\n\nQ")))
 
     def feed(text: str) -> list[str]:
@@ -115,6 +115,6 @@ def test_what_may_become_a_stop_string_waits_and_all_else_leaves_at_once() -> No
 @pytest.mark.parametrize(
     ("policy", "expected"), [({}, 3), ({"calls": "none"}, 0), ({"parallel_calls": False}, 1)]
 )
-def test_the_calls_that_a_client_takes(policy: dict[str, Any], expected: int) -> None:
+def test_only_the_calls_that_a_client_accepts_are_delivered(policy: dict[str, Any], expected: int) -> None:
     whole = reply("", "text", 3)
     assert delivered_reply(whole, request(**policy)).tool_calls == whole.tool_calls[:expected]

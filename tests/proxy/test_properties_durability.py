@@ -1,4 +1,4 @@
-"""kill -9 of the proxy in the middle of episodes: every dialect continues from its exact tokens."""
+"""After kill -9 of the proxy in the middle of episodes, every dialect continues from its exact tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def proxy_process(**options: Any) -> Iterator[RunningProxy]:
 
 
 def wait_for_turns(path: Path, count: int) -> None:
-    """Look into the file itself until it has so many turns."""
+    """Read the database file until it has `count` turns."""
     deadline = time.monotonic() + 30
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         while database.execute("SELECT count(*) FROM turns").fetchone()[0] < count:
@@ -75,7 +75,7 @@ def moved(agent: Agent, proxy: RunningProxy) -> None:
 
 
 def step(agent: Agent, *, streamed: bool) -> None:
-    """One call and what follows it."""
+    """Make one call, and add its reply and the results of its tools."""
     [reply] = agent.ask(streamed=streamed)
     agent.take(reply)
     agent.results(reply, "result")
@@ -83,7 +83,7 @@ def step(agent: Agent, *, streamed: bool) -> None:
 
 @contextmanager
 def half_an_answer(proxy: RunningProxy, agent: Agent) -> Iterator[None]:
-    """A streamed call whose first piece has come; its client waits for more."""
+    """Make a streamed call, and run the block after its first piece, while the client waits for more."""
     path = PATHS.get(agent.dialect, "/v1/responses")
     body = {**agent.body({}), "stream": True}
     with httpx.stream(
@@ -99,7 +99,7 @@ def half_an_answer(proxy: RunningProxy, agent: Agent) -> Iterator[None]:
 
 
 def as_call(exchange: ServedCall) -> EngineCall:
-    """What the engine says that it was sent and returned."""
+    """Return what the engine received and returned, according to the engine."""
     finish = exchange.finish["type"]
     versions = [int(version) if version.isdigit() else 0 for version in exchange.versions]
     completion = Completion(exchange.token_ids, exchange.logprobs, versions, finish)
@@ -107,7 +107,7 @@ def as_call(exchange: ServedCall) -> EngineCall:
 
 
 def check_record(store: Store, agent: Agent, exchanges: list[ServedCall]) -> None:
-    """One path of all calls of an agent, exactly as the engine saw it."""
+    """Check that all calls of an agent are one path, exactly as the engine saw it."""
     episode = store.load_episode(agent.episode["id"])
     assert [turn.id for turn in episode.turns] == agent.received
     assert [turn.parent for turn in episode.turns] == [None, *agent.received[:-1]]
@@ -136,7 +136,7 @@ def test_every_dialect_continues_after_a_kill(tmp_path: Path, durability: str) -
                 for name, kind in AGENTS.items()
             ]
             for agent in agents:
-                agent.limit = 8  # of text completions: a text goes on only from a reply that was cut off
+                agent.limit = 8  # of text completions: such a prompt continues only a reply that was cut off
             for index in range(2):
                 for agent in agents:
                     step(agent, streamed=index == 1)
@@ -146,7 +146,7 @@ def test_every_dialect_continues_after_a_kill(tmp_path: Path, durability: str) -
                 app.script,
                 lambda call: ScriptedReply("one two three", chunk_delay_s=60, chunk_tokens=3),
             )
-            for agent in agents:  # one more call each, in the middle of whose answer the proxy dies
+            for agent in agents:  # one more call each; the proxy is killed in the middle of the replies
                 streams.enter_context(half_an_answer(proxy, agent))
         streams.close()
         app.script = script
@@ -164,7 +164,7 @@ def test_every_dialect_continues_after_a_kill(tmp_path: Path, durability: str) -
 
 
 def test_siblings_are_told_apart_by_their_signature_after_a_kill(tmp_path: Path) -> None:
-    """Two samples that read the same, call ids of the client's own: only the signature says which it was."""
+    """With two equal samples and the client's own call ids, only the signature identifies the sample."""
     app = ScriptedApp.from_folder(MODEL, lambda call: "<think>\nhm\n</think>\n\n" + tool_call(query="Lyon"))
     options = {"store": str(tmp_path / "s.db"), "config": {}}
     with running(app) as engine_url:

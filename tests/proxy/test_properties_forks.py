@@ -1,4 +1,4 @@
-"""Why a conversation starts anew, an example of each reason through the real clients; why it does not."""
+"""Examples of each reason for a fork, through the real clients, and of changes that cause none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def proxy(running: RunningProxy) -> RunningProxy:
 
 
 def after_a_loop(proxy: RunningProxy, dialect: str, calls: int = 3) -> tuple[Agent, dict[str, Any]]:
-    """An agent whose `calls` tool calls are one path: units question, reply, result, reply, result, …"""
+    """Return an agent whose `calls` tool calls are one path. Its units: question, reply, result, reply, …"""
     counter = iter(range(99))
     proxy.engine.script = lambda call: tool_call(query=f"query {next(counter)}")
     episode = proxy.open_episode()
@@ -45,7 +45,7 @@ def after_a_loop(proxy: RunningProxy, dialect: str, calls: int = 3) -> tuple[Age
 
 
 def forked(proxy: RunningProxy, agent: Agent, episode: dict[str, Any]) -> tuple[str | None, str, int]:
-    """Ask once more; the place and the reason of the fork."""
+    """Make one more call; return the turn that it forked from, the reason, and where it diverged."""
     turns = proxy.tokens(episode)["turns"]
     agent.ask()
     agent.close()
@@ -58,14 +58,14 @@ def forked(proxy: RunningProxy, agent: Agent, episode: dict[str, Any]) -> tuple[
 
 
 def parents(proxy: RunningProxy, episode: dict[str, Any]) -> list[int | None]:
-    """The index of each turn's parent."""
+    """Return the index of each turn's parent."""
     turns = proxy.tokens(episode)["turns"]
     places: dict[str | None, int | None] = {turn["id"]: index for index, turn in enumerate(turns)}
     return [places.get(turn["parent"]) for turn in turns]
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_a_new_conversation(proxy: RunningProxy, dialect: str) -> None:
+def test_an_unrelated_question_is_a_new_conversation(proxy: RunningProxy, dialect: str) -> None:
     agent, episode = after_a_loop(proxy, dialect)
     agent.history = []
     agent.say("What is the capital of Spain?")
@@ -73,7 +73,7 @@ def test_a_new_conversation(proxy: RunningProxy, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_a_second_sample(proxy: RunningProxy, dialect: str) -> None:
+def test_a_second_sample_of_the_first_turn_is_a_fork(proxy: RunningProxy, dialect: str) -> None:
     agent, episode = after_a_loop(proxy, dialect, 1)
     agent.history = agent.history[:1]
     assert forked(proxy, agent, episode) == ("turn 0", "resampled", 2)
@@ -89,7 +89,7 @@ def test_a_second_sample_in_mid_conversation_is_a_branch(proxy: RunningProxy, di
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_an_edited_reply(proxy: RunningProxy, dialect: str) -> None:
+def test_an_edited_reply_is_a_fork(proxy: RunningProxy, dialect: str) -> None:
     agent, episode = after_a_loop(proxy, dialect, 1)
     agent.history[1:] = [
         [{"role": "assistant", "content": "It is in Spain."}],
@@ -99,7 +99,7 @@ def test_an_edited_reply(proxy: RunningProxy, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_an_edited_question(proxy: RunningProxy, dialect: str) -> None:
+def test_an_edited_question_is_a_fork(proxy: RunningProxy, dialect: str) -> None:
     agent, episode = after_a_loop(proxy, dialect)
     agent.edit(0, "Where is Nice?")
     where, reason, diverged = forked(proxy, agent, episode)
@@ -107,8 +107,10 @@ def test_an_edited_question(proxy: RunningProxy, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_an_edit_in_the_middle_continues_from_what_stands(proxy: RunningProxy, dialect: str) -> None:
-    """A tool's result that reads otherwise is a branch from the call that it answers."""
+def test_an_edit_in_the_middle_continues_from_the_unchanged_beginning(
+    proxy: RunningProxy, dialect: str
+) -> None:
+    """A different tool result is a branch from the call that it answers."""
     agent, episode = after_a_loop(proxy, dialect)
     proxy.engine.script = lambda call: tool_call(query="query 1")
     other = json.loads(json.dumps(agent.history[2]).replace("result of 0", "another result"))
@@ -118,7 +120,7 @@ def test_an_edit_in_the_middle_continues_from_what_stands(proxy: RunningProxy, d
     assert parents(proxy, episode) == [None, 0, 1, 0]
 
 
-def test_a_reordered_history(proxy: RunningProxy) -> None:
+def test_a_reordered_history_is_a_fork(proxy: RunningProxy) -> None:
     agent, episode = after_a_loop(proxy, "chat", 2)
     question, *rest = agent.history
     agent.history = [rest[0], question, *rest[1:]]
@@ -138,7 +140,7 @@ def test_an_answer_before_the_calls_that_led_to_it_is_reordered(proxy: RunningPr
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_a_template_that_strips_reasoning(proxy: RunningProxy, dialect: str) -> None:
+def test_a_template_that_strips_reasoning_causes_a_fork(proxy: RunningProxy, dialect: str) -> None:
     agent, episode = after_a_loop(proxy, dialect, 1)
     proxy.engine.script = lambda call: "<think>\nhm\n</think>\n\nIn France."
     [reply] = agent.ask()
@@ -148,7 +150,7 @@ def test_a_template_that_strips_reasoning(proxy: RunningProxy, dialect: str) -> 
     assert (where, reason, diverged) == ("turn 1", "template strips reasoning", 5)
 
 
-def test_tools_that_change(proxy: RunningProxy) -> None:
+def test_changed_tools_cause_a_fork(proxy: RunningProxy) -> None:
     agent, episode = after_a_loop(proxy, "chat", 2)
     other = {"type": "function", "function": {**SEARCH["function"], "name": "find"}}
     body = {**agent.body({}), "tools": [SEARCH, other]}
@@ -160,21 +162,23 @@ def test_tools_that_change(proxy: RunningProxy) -> None:
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_a_compacted_context(proxy: RunningProxy, dialect: str) -> None:
+def test_a_compacted_context_is_a_fork(proxy: RunningProxy, dialect: str) -> None:
     agent, episode = after_a_loop(proxy, dialect)
     agent.history[1:5] = []  # the two older calls
     assert forked(proxy, agent, episode)[1] == "context compacted"
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_a_summary_in_place_of_the_past(proxy: RunningProxy, dialect: str) -> None:
+def test_a_summary_in_place_of_earlier_messages_is_a_compacted_context(
+    proxy: RunningProxy, dialect: str
+) -> None:
     agent, episode = after_a_loop(proxy, dialect)
     agent.history[:5] = [[{"role": "user", "content": "Summary: it is in France."}]]
     assert forked(proxy, agent, episode)[1] == "context compacted"
 
 
-def test_what_the_template_does_not_show_starts_nothing_new(proxy: RunningProxy) -> None:
-    """The second look: replies whose reasoning the client sends otherwise, where no reasoning is shown."""
+def test_a_change_that_the_template_does_not_render_causes_no_fork(proxy: RunningProxy) -> None:
+    """The client changes the reasoning of a reply whose reasoning the template leaves out."""
     thought = "<think>\nLyon is a city.\n</think>\n\n"
     proxy.engine.script = lambda call: thought + "In France."
     episode = proxy.open_episode()
@@ -186,7 +190,7 @@ def test_what_the_template_does_not_show_starts_nothing_new(proxy: RunningProxy)
     [second] = agent.ask()  # a new root: the template strips the reasoning of the first reply
     agent.take(second)
     agent.results(second, "France")
-    # Another framework keeps its own words for the reasoning that the model is not shown any more.
+    # A framework may rewrite the reasoning that the model is no longer shown.
     agent.history[1][0]["reasoning_content"] = "Something else entirely."
     agent.ask()
     agent.close()
@@ -194,8 +198,8 @@ def test_what_the_template_does_not_show_starts_nothing_new(proxy: RunningProxy)
     assert check_invariant(proxy.store, episode["id"], proxy.engine.calls, agent.received) == 1
 
 
-def test_what_the_template_shows_is_never_passed_over(proxy: RunningProxy) -> None:
-    """The same difference in the reasoning of a reply that is shown: the model must see what is sent."""
+def test_a_change_that_the_template_renders_is_never_ignored(proxy: RunningProxy) -> None:
+    """The same change where the reasoning is rendered: the model must see what the client sent."""
     proxy.engine.script = lambda call: "<think>\nLyon is a city.\n</think>\n\n" + tool_call(query="Lyon")
     episode = proxy.open_episode()
     agent = ChatAgent(proxy, episode, "Where is Lyon?")
@@ -208,7 +212,7 @@ def test_what_the_template_shows_is_never_passed_over(proxy: RunningProxy) -> No
     assert "Something else entirely." in text and "Lyon is a city." not in text
 
 
-def test_a_fork_is_prompted_with_what_a_plain_server_renders(proxy: RunningProxy) -> None:
+def test_the_prompt_of_a_fork_is_what_a_plain_server_renders(proxy: RunningProxy) -> None:
     agent, episode = after_a_loop(proxy, "chat", 1)
     agent.history[1:] = [
         [{"role": "assistant", "content": "It is in Spain."}],
@@ -225,8 +229,8 @@ def test_a_fork_is_prompted_with_what_a_plain_server_renders(proxy: RunningProxy
     assert proxy.engine.calls[-1].input_ids.tolist() == list(expected)
 
 
-def test_several_choices_are_branches_of_their_own(proxy: RunningProxy) -> None:
-    """Whichever of n replies a client takes up, its tokens are the ones that are continued."""
+def test_each_of_several_choices_is_a_branch(proxy: RunningProxy) -> None:
+    """Whichever of the n replies a client continues, the exact tokens of that reply are continued."""
     counter = iter(range(99))
     proxy.engine.script = lambda call: tool_call(query=f"query {next(counter)}")
     episode = proxy.open_episode()

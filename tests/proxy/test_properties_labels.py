@@ -19,8 +19,8 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_the_calls_of_an_episode_are_told_apart(proxy: RunningProxy, path: str) -> None:
-    """A session other than the first is a sub-agent's; its id, and a label of ours before it, say so too."""
+def test_the_calls_of_an_episode_are_labelled_by_their_headers(proxy: RunningProxy, path: str) -> None:
+    """A session after the first is a sub-agent; an agent id overrides it, and x-episode-label both."""
     episode = proxy.open_episode()
     sent: list[dict[str, str]] = [
         {},

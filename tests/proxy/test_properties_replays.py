@@ -47,7 +47,7 @@ spaces = st.sampled_from([(", ", ": "), (",", ":"), (" , ", " : ")])
 
 
 def markup(call: tuple[dict[str, Any], tuple[str, str], bool]) -> str:
-    """A tool call in a JSON style of the model's own."""
+    """Return a tool call in a JSON style of the model's own."""
     value, separators, ascii_only = call
     text = json.dumps({"name": "search", "arguments": value}, separators=separators, ensure_ascii=ascii_only)
     return f"<tool_call>\n{text}\n</tool_call>"
@@ -80,7 +80,7 @@ def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def loop(proxy: RunningProxy, dialect: str, plan: list[tuple[str, Mutation, bool]]) -> None:
-    """A tool loop: every call continues the one before, whatever becomes of the replies on the way."""
+    """Run a tool loop; every call continues the one before, however the replies are re-serialised."""
     proxy.engine.reset()
     episode = proxy.open_episode()
     agent = TOOL_AGENTS[dialect](proxy, episode, "Where?", "Answer.")
@@ -89,7 +89,6 @@ def loop(proxy: RunningProxy, dialect: str, plan: list[tuple[str, Mutation, bool
             proxy.engine.script = lambda call, text=text: text
             [reply] = agent.ask(streamed=streamed)
             assert reply.calls
-            # A mutation of an earlier reply may change between calls: a framework may compact its history.
             agent.take(reply, mutation)
             agent.results(reply, "result")
         agent.ask()
@@ -102,7 +101,7 @@ def loop(proxy: RunningProxy, dialect: str, plan: list[tuple[str, Mutation, bool
 
 @STEADY
 @given(dialect=st.sampled_from(sorted(TOOL_AGENTS)), plan=loops)
-def test_a_tool_loop_is_continued_whatever_its_framework_does(
+def test_a_tool_loop_continues_however_its_framework_re_serialises_replies(
     running: RunningProxy, dialect: str, plan: list[tuple[str, Mutation, bool]]
 ) -> None:
     loop(running, dialect, plan)
@@ -111,14 +110,14 @@ def test_a_tool_loop_is_continued_whatever_its_framework_does(
 @pytest.mark.slow
 @LONG
 @given(dialect=st.sampled_from(sorted(TOOL_AGENTS)), plan=loops)
-def test_very_many_tool_loops(
+def test_very_many_tool_loops_continue(
     running: RunningProxy, dialect: str, plan: list[tuple[str, Mutation, bool]]
 ) -> None:
     loop(running, dialect, plan)
 
 
 def other_value(value: Any) -> Any:
-    """A value that no re-serialisation of `value` can be."""
+    """Return a value that cannot be a re-serialisation of `value`."""
     if isinstance(value, dict) and value:
         key = sorted(value)[0]
         return {**value, key: other_value(value[key])}
@@ -128,7 +127,7 @@ def other_value(value: Any) -> Any:
 
 
 def rewrite(dialect: str, unit: list[Any], change: str) -> list[Any]:
-    """The wire form of a reply with another meaning, its ids, handles and signatures as they were."""
+    """Return a reply in its wire form with another meaning, but the same ids, handles and signatures."""
     unit = json.loads(json.dumps(unit))
     if dialect == "chat":
         [message] = unit
@@ -167,7 +166,7 @@ def rewrite(dialect: str, unit: list[Any], change: str) -> list[Any]:
     mutation=mutations.filter(lambda mutation: mutation.content != "dropped"),
     change=st.sampled_from(["text", "arguments", "name"]),
 )
-def test_another_meaning_under_the_same_ids_is_never_spliced(
+def test_a_reply_with_the_same_ids_and_another_meaning_starts_a_new_root(
     running: RunningProxy, kind: type[ChatAgent], reply: str, mutation: Mutation, change: str
 ) -> None:
     running.engine.reset()
@@ -189,8 +188,10 @@ def test_another_meaning_under_the_same_ids_is_never_spliced(
 
 
 @pytest.mark.parametrize("dialect", sorted(TOOL_AGENTS))
-def test_a_reply_without_calls_is_known_by_its_text_or_handle(running: RunningProxy, dialect: str) -> None:
-    """A reply that a cut-off or a plain answer left, taken up by a tool's result or by nobody."""
+def test_a_reply_without_calls_is_recognised_by_its_text_or_handle(
+    running: RunningProxy, dialect: str
+) -> None:
+    """Although the template starts a new root at each question, the fork names the turn before."""
     running.engine.reset()
     running.engine.script = lambda call: "<think>\nhm\n</think>\n\nIn France."
     episode = running.open_episode()
@@ -204,7 +205,7 @@ def test_a_reply_without_calls_is_known_by_its_text_or_handle(running: RunningPr
     finally:
         agent.close()
     turns = running.tokens(episode)["turns"]
-    # This template strips the reasoning of earlier turns: a root each, and the reason is known.
+    # This template strips the reasoning of earlier turns, so each turn is a root with that reason.
     reasons = [turn["forked_from"] and turn["forked_from"]["reason"] for turn in turns]
     assert reasons == [None, "template strips reasoning", "template strips reasoning"]
     assert [turn["forked_from"]["turn"] for turn in turns[1:]] == [turn["id"] for turn in turns[:2]]

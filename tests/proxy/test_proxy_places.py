@@ -1,4 +1,4 @@
-"""Which proxies of a run on several machines a proxy takes to be running."""
+"""How a proxy of a run on several machines determines which other proxies are running."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reading is a new one, and only those that a test asks for."""
+    """The table is read only when a test requests it, and each time anew."""
     monkeypatch.setattr(places, "_SOONEST_S", 0.0)
     monkeypatch.setattr(places, "_READ_S", 60.0)
 
 
 def claim(store: Store, index: int) -> int:
-    """A process of a place starts; its epoch."""
+    """Claim a place for a new process, and return its epoch."""
     earlier = next((row.epoch for row in store.role_rows("proxy") if row.index == index), None)
     epoch = store.claim_role("proxy", index, host="h", pid=1, gone=earlier).epoch
     assert store.beat_role("proxy", index, epoch, url=f"http://h:{index}")
@@ -88,7 +88,7 @@ async def test_an_episode_of_a_proxy_that_has_just_started_is_not_taken_over(sto
         assert lost == ["first"]
 
 
-async def test_after_a_time_without_the_database_nobody_is_taken_for_dead_at_once(
+async def test_no_proxy_counts_as_dead_directly_after_a_time_without_the_database(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = claim(store, 0), claim(store, 1)

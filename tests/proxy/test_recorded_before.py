@@ -30,7 +30,7 @@ from areal_agents.store import NewEpisode, Store
 
 @dataclass
 class GatedEngine(ScriptedSampler):
-    """Holds each generation until it is let go: `gates` by the order in which they began."""
+    """Holds each generation until its gate is set. `gates` are in the order in which generations began."""
 
     gates: list[threading.Event] = field(default_factory=list)
 
@@ -69,7 +69,7 @@ class Conductor:
     threads: ThreadPoolExecutor
 
     def begin(self, ask: Callable[[], Any], choices: int = 1) -> tuple[Future[Any], list[threading.Event]]:
-        """Send a request; returns when the engine generates for it."""
+        """Send a request, and return when the engine has begun to generate for it."""
         before = len(self.engine.gates)
         future = self.threads.submit(ask)
         until(lambda: len(self.engine.gates) == before + choices)
@@ -77,7 +77,7 @@ class Conductor:
 
     @staticmethod
     def end(begun: tuple[Future[Any], list[threading.Event]]) -> Any:
-        """Let a request be answered; what it returned."""
+        """Let the engine answer a request, and return the result."""
         future, gates = begun
         for gate in gates:
             gate.set()
@@ -88,10 +88,10 @@ _KINDS = [(dialect, streamed, "turn") for dialect in sorted(AGENTS) for streamed
 
 
 @pytest.mark.parametrize(("dialect", "streamed", "durability"), [*_KINDS, ("chat", False, "batched")])
-def test_overlapping_calls(
+def test_overlapping_calls_count_the_turns_recorded_before_they_began(
     renderer: ChatRenderer, tmp_path: Path, dialect: str, streamed: bool, durability: str
 ) -> None:
-    """Two calls in flight, of which the later one is recorded first; another begins between the two."""
+    """Of two calls in flight, the later one is recorded first; a third one begins between the two."""
     with gated(tmp_path / "s.db", renderer, durability=durability) as (proxy, conductor):
         episode = proxy.open_episode()
 
@@ -122,9 +122,9 @@ def test_overlapping_calls(
         turns = store.load_episode(episode["id"]).turns
         expected = [plan, after_b, after_a, *late_replies, after_c, last]
         for turn, reply in zip(turns, expected, strict=True):
-            assert reply.turn_id in (turn.id, "")  # of further choices, the id is not on the wire
+            assert reply.turn_id in (turn.id, "")  # the ids of further choices are not on the wire
         assert [turn.recorded_before for turn in turns] == [0, 1, 1, *[3] * choices, 2, 4 + choices]
-        if dialect != "completions":  # a text does not show the token that ended a reply, so none goes on
+        if dialect != "completions":  # its prompts lack the token that ended a reply, so none continues one
             assert turns[3 + choices].parent == after_b.turn_id and turns[-1].parent == plan.turn_id
         shown = proxy.tokens(episode)["turns"]
         assert [turn["recorded_before"] for turn in shown] == [turn.recorded_before for turn in turns]
@@ -153,7 +153,7 @@ def test_retries_add_no_turn_and_a_restart_continues_counting(renderer: ChatRend
         key = episode["key"]
         slow = conductor.begin(lambda: chat(proxy.url, key, "slow", idempotency_key="k"))
         quick = conductor.end(conductor.begin(lambda: chat(proxy.url, key, "quick")))
-        # A retry joins the call that began before `quick` was recorded; another one finds its turn.
+        # This retry joins the call that began before `quick` was recorded; later ones find recorded turns.
         joined = conductor.threads.submit(chat, proxy.url, key, "slow", idempotency_key="k")
         slow_id = conductor.end(slow)
         assert joined.result(30) == slow_id
@@ -167,10 +167,10 @@ def test_retries_add_no_turn_and_a_restart_continues_counting(renderer: ChatRend
         assert [(turn.id, turn.recorded_before) for turn in turns] == [(quick, 0), (slow_id, 0), (third, 2)]
 
 
-def test_a_parent_that_is_recorded_while_the_request_is_prepared_counts(
+def test_a_turn_that_is_recorded_while_a_request_is_prepared_counts(
     renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request may arrive before the turn that it continues is recorded; its prompt is decided after."""
+    """The turns are counted when the prompt is determined, which may be after the request has arrived."""
 
     async def scenario(store: Store) -> None:
         session = await Sessions(store).open(NewEpisode("e", "hash"))
@@ -204,8 +204,8 @@ def test_a_parent_that_is_recorded_while_the_request_is_prepared_counts(
         asyncio.run(scenario(store))
 
 
-def test_turns_are_remembered_in_the_order_of_the_store(renderer: ChatRenderer, tmp_path: Path) -> None:
-    """Also where one commit has several, and the client of one of them has hung up."""
+def test_turns_are_in_memory_in_the_order_of_the_store(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """This holds even if one commit has several turns, and the clients of some of them have hung up."""
 
     async def scenario(store: Store) -> None:
         session = await Sessions(store).open(NewEpisode("e", "hash"))
@@ -240,7 +240,7 @@ def test_turns_are_remembered_in_the_order_of_the_store(renderer: ChatRenderer, 
         assert [turn.id for turn in session.forest.turns] == order
         assert session.pending_writes == 0
         await asyncio.wait([call.task for call in calls], timeout=30)
-        async with asyncio.timeout(30):  # a turn is marked after it is recorded, by a callback of its own
+        async with asyncio.timeout(30):  # a separate callback marks a turn after it is recorded
             while len(session.ledger.undelivered) < 2:
                 await asyncio.sleep(0.002)
         assert session.ledger.undelivered == {order[1], order[3]}
@@ -256,7 +256,7 @@ def test_turns_are_remembered_in_the_order_of_the_store(renderer: ChatRenderer, 
 def test_a_session_whose_turn_is_being_written_stays_in_memory(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    """Read from the store again, it would lack that turn and count one too few from then on."""
+    """If it were read from the store again, it would lack that turn and count one too few from then on."""
 
     async def scenario(store: Store) -> None:
         sessions = Sessions(store)

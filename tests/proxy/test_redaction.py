@@ -1,4 +1,4 @@
-"""What must not be stored is replaced before the model reads it; users can be listed and deleted."""
+"""Text that must not be stored is replaced before the model reads it, and users can be deleted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def files_with(proxy: RunningProxy, text: str) -> list[str]:
 
 
 def test_the_model_reads_what_is_stored(redacting: RunningProxy, renderer: ChatRenderer) -> None:
-    """Also in the second turn, which continues the first token by token though the client sends the text."""
+    """The second turn continues the first on its exact tokens, although the client sends unredacted text."""
     client = redacting.openai(default_headers={"X-Episode-User": "jane"})
     redacting.engine.script = lambda call: tool_call(query="the address")
     messages: list[Any] = [{"role": "user", "content": f"I am {SECRET}, about ORD-1234."}]
@@ -62,7 +62,7 @@ def test_the_model_reads_what_is_stored(redacting: RunningProxy, renderer: ChatR
     assert not files_with(redacting, SECRET) and not files_with(redacting, "ORD-1234")
 
 
-def test_raw_prompts(redacting: RunningProxy) -> None:
+def test_raw_prompts_are_redacted_and_token_ids_refused(redacting: RunningProxy) -> None:
     client = redacting.openai()
     client.completions.create(model="p", prompt=f"{SECRET} wrote:", max_tokens=4)
     assert not files_with(redacting, SECRET)
@@ -70,7 +70,7 @@ def test_raw_prompts(redacting: RunningProxy) -> None:
         client.completions.create(model="p", prompt=[5, 6, 7], max_tokens=4)
 
 
-def test_a_user_is_deleted_with_everything(redacting: RunningProxy) -> None:
+def test_nothing_of_a_deleted_user_remains(redacting: RunningProxy) -> None:
     http, started = redacting.http, "My word is xylograph."
     for user in ("bob", "alice"):
         client = redacting.openai(default_headers={"X-Episode-User": user})
@@ -86,7 +86,7 @@ def test_a_user_is_deleted_with_everything(redacting: RunningProxy) -> None:
     assert http.delete(f"/episodes/{rewarded}").status_code == 404
     assert not files_with(redacting, "bob")
     assert files_with(redacting, "xylograph"), "alice's are still there"
-    # The conversation of a deleted episode goes on in a new one.
+    # The conversation of a deleted episode continues in a new one.
     client = redacting.openai(default_headers={"X-Episode-User": "bob"})
     client.chat.completions.create(model="p", messages=[{"role": "user", "content": started}])
     assert len(http.get("/episodes", params={"user": "bob"}).json()["episodes"]) == 1
@@ -114,7 +114,7 @@ def test_every_text_of_a_message_is_redacted() -> None:
 
 
 def test_arguments_of_calls_are_redacted_by_value_and_stay_json() -> None:
-    """In JSON a line end is the letters \\ and n, behind which a word boundary would be missing."""
+    """In JSON a line end is written as \\ and n, and there is no word boundary after the n."""
     given = {"body": "Hi\nbob@x.de", "to": ["ann@x.de"], "n": 3, "ok": True, "deep": {"a": None}}
     message = Message("assistant", "", tool_calls=(ToolCall("c", "mail", json.dumps(given)),))
     (redacted,) = Redaction({"email": "default"}).redacted(request_of(message)).messages
@@ -126,7 +126,7 @@ def test_arguments_of_calls_are_redacted_by_value_and_stay_json() -> None:
     assert redacted.tool_calls[0].arguments == '{"to": "[email]"'
 
 
-def test_a_hostile_text_takes_no_time_and_a_bad_pattern_has_a_limit() -> None:
+def test_the_known_patterns_are_fast_on_hostile_text_and_a_slow_one_is_stopped() -> None:
     known = Redaction(dict.fromkeys(("email", "phone", "card", "ip"), "default"))
     began = time.process_time()
     for text in ("a" * 10**6, "a." * 500_000, "+1 " * 300_000, "1234 " * 200_000, "1." * 500_000):

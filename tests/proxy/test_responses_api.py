@@ -37,7 +37,7 @@ def outputs_for(response: Response) -> list[Any]:
 
 
 def assert_continues(proxy: RunningProxy, episode: dict[str, Any], responses: list[Response]) -> None:
-    """Each response is a turn on the exact tokens of the one before."""
+    """Check that each response is a turn on the exact tokens of the one before."""
     turns = proxy.tokens(episode)["turns"]
     ids = [turn_of(response) for response in responses]
     assert [turn["id"] for turn in turns] == ids
@@ -151,7 +151,7 @@ def test_a_cut_response_is_incomplete(proxy: RunningProxy) -> None:
         assert [event.type for event in events][-1] == "response.incomplete"
 
 
-def test_logprobs_of_the_text(proxy: RunningProxy) -> None:
+def test_the_logprobs_of_the_text_are_those_of_the_engine(proxy: RunningProxy) -> None:
     client = proxy.openai(proxy.open_episode())
     answer = client.responses.create(model="policy", input=QUESTION, include=["message.output_text.logprobs"])
     found = answer.output[0].content[0].logprobs
@@ -174,7 +174,7 @@ def test_a_schema_reaches_the_engine_as_a_grammar(proxy: RunningProxy) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_refusals_are_openais_errors(proxy: RunningProxy, stream: bool) -> None:
+def test_refusals_have_the_form_of_openais_errors(proxy: RunningProxy, stream: bool) -> None:
     client = proxy.openai(proxy.open_episode())
 
     def refused(**body: Any) -> Any:
@@ -191,7 +191,7 @@ def test_refusals_are_openais_errors(proxy: RunningProxy, stream: bool) -> None:
     assert refused(input="Lyon " * 5000).code == "context_length_exceeded"
 
 
-def test_an_episode_reaches_only_its_own_responses(proxy: RunningProxy) -> None:
+def test_an_episode_cannot_refer_to_a_response_of_another_episode(proxy: RunningProxy) -> None:
     first = proxy.openai(proxy.open_episode()).responses.create(model="policy", input=QUESTION)
     with pytest.raises(openai.BadRequestError) as caught:
         proxy.openai(proxy.open_episode()).responses.create(
@@ -214,7 +214,7 @@ def test_a_call_without_a_key_finds_the_episode_of_the_response_that_it_names(pr
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_custom_tool_gets_text_and_gives_text(proxy: RunningProxy, stream: bool) -> None:
+def test_a_custom_tool_takes_and_returns_text(proxy: RunningProxy, stream: bool) -> None:
     episode = proxy.open_episode()
     client = proxy.openai(episode)
     body: dict[str, Any] = {"model": "policy", "tools": [{"type": "custom", "name": "search"}]}
@@ -236,7 +236,7 @@ def test_a_custom_tool_gets_text_and_gives_text(proxy: RunningProxy, stream: boo
     assert_continues(proxy, episode, [first, second])
 
 
-def test_an_engine_that_fails_in_the_middle_is_a_failed_response(proxy: RunningProxy) -> None:
+def test_an_engine_failure_in_mid_stream_is_a_failed_response(proxy: RunningProxy) -> None:
     ids = proxy.engine.renderer.tokenizer.encode("In France, in the")
     aborted = Completion(ids, [-0.5] * len(ids), [0] * len(ids), "abort")
     proxy.engine.script = lambda call: aborted

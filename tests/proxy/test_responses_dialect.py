@@ -1,4 +1,4 @@
-"""The Responses dialect alone: dicts in, messages out; turns in, objects and events of `openai.types` out."""
+"""The Responses dialect by itself: bodies are read into messages, and turns written as `openai.types`."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def answered(call_id: str, output: Any = "found") -> dict[str, Any]:
 # Reading
 
 
-def test_a_text_is_a_user_message_after_the_instructions() -> None:
+def test_a_string_input_is_a_user_message_after_the_instructions() -> None:
     request = read({"input": "hello", "instructions": "Be brief."})
     assert request.messages == (Message("system", "Be brief."), Message("user", "hello"))
     assert request.has_instructions
     assert not read({"input": "hello", "instructions": ""}).has_instructions
 
 
-def test_messages_come_in_both_forms_and_with_parts() -> None:
+def test_messages_are_read_in_both_forms_and_with_parts() -> None:
     given = [
         {"role": "developer", "content": [{"type": "input_text", "text": "a"}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": t} for t in "bc"]},
@@ -124,7 +124,7 @@ def test_the_items_of_one_reply_are_one_message() -> None:
     assert last == Message("assistant", "done")
 
 
-def test_two_texts_are_two_replies_unless_their_ids_say_otherwise() -> None:
+def test_two_texts_are_two_replies_unless_their_ids_name_the_same_turn() -> None:
     def texts(*ids: str) -> list[Any]:
         return [{"type": "message", "role": "assistant", "content": "x", "id": i} for i in ids]
 
@@ -135,7 +135,7 @@ def test_two_texts_are_two_replies_unless_their_ids_say_otherwise() -> None:
     assert read_back("", "") == [("x", ""), ("x", "")]
     assert read_back(f"msg_{a}", f"msg_{a}_1") == [("xx", A)]
     assert read_back(f"msg_{a}", f"msg_{b}") == [("x", A), ("x", B)]
-    assert read_back("msg_" + "a" * 48) == [("x", "")]  # of another server
+    assert read_back("msg_" + "a" * 48) == [("x", "")]  # an id of another server
 
 
 def test_calls_of_different_turns_are_different_messages() -> None:
@@ -160,7 +160,7 @@ def test_a_call_between_outputs_joins_the_turn_that_its_id_names() -> None:
     assert [m.role for m in without] == ["assistant", "tool", "assistant", "tool"]
 
 
-def test_a_user_ends_a_reply_even_with_calls_open() -> None:
+def test_a_user_message_ends_a_reply_even_with_open_calls() -> None:
     given = [called("1"), user("never mind"), {"role": "assistant", "content": "fine"}]
     assert [m.role for m in messages_of(given)] == ["assistant", "user", "assistant"]
 
@@ -173,7 +173,7 @@ def test_the_handle_is_read_from_the_encrypted_content_alone() -> None:
     assert messages_of([user("q"), foreign, {"role": "assistant", "content": "x"}])[1].handle == ""
 
 
-def test_the_content_of_reasoning_goes_before_its_summary() -> None:
+def test_the_content_of_reasoning_takes_precedence_over_its_summary() -> None:
     item = {
         "type": "reasoning",
         "summary": [{"type": "summary_text", "text": t} for t in ("short", "shorter")],
@@ -222,7 +222,7 @@ def test_tool_choice(choice: Any, expected: tuple[str, tuple[str, ...]]) -> None
     assert (request.calls, request.callable_tools) == expected
 
 
-def test_sampling_and_output_form() -> None:
+def test_sampling_and_output_options_are_read() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     request = read(
         {
@@ -283,7 +283,7 @@ def test_sampling_and_output_form() -> None:
         ({"input": "q", "previous_response_id": 7}, "previous_response_id"),
     ],
 )
-def test_what_is_refused_names_its_field(body: dict[str, Any], param: str) -> None:
+def test_a_refusal_names_its_field(body: dict[str, Any], param: str) -> None:
     assert refusal(body).param == param
 
 
@@ -301,7 +301,7 @@ def test_tools_of_namespaces_are_functions_and_hosted_tools_are_left_out() -> No
     assert read({**body, "tool_choice": chosen}).callable_tools == ("atlas__lookup",)
 
 
-def test_what_the_answer_cannot_repeat_is_refused() -> None:
+def test_a_request_that_the_response_cannot_repeat_is_refused() -> None:
     deep: dict[str, Any] = {}
     for _ in range(300):
         deep = {"k": deep}
@@ -313,7 +313,7 @@ def test_the_number_of_items_is_bounded() -> None:
     assert refusal({"input": [user("q")] * 4}, max_messages=3).param == "input"
 
 
-def test_unknown_references_are_refused_in_openais_words() -> None:
+def test_unknown_references_are_refused_with_openais_messages() -> None:
     missing = refusal({"input": "q", "previous_response_id": wire_id(A, "resp_")})
     assert missing.code == "previous_response_not_found"
     assert missing.message == f"Previous response with id 'resp_{'a' * 24}' not found."
@@ -323,7 +323,7 @@ def test_unknown_references_are_refused_in_openais_words() -> None:
         assert refusal({"input": [item]}, forest).param == "input[0].id"
 
 
-def test_the_turn_that_a_body_names() -> None:
+def test_the_turn_that_a_body_refers_to_is_found() -> None:
     item = called("1", id=f"fc_{'b' * 24}_0")
     assert DIALECT.referenced_turn({"input": [user("q"), item]}) == B
     assert DIALECT.referenced_turn({"input": [item], "previous_response_id": wire_id(A, "resp_")}) == A
@@ -374,7 +374,7 @@ def streamed(body: dict[str, Any], recorded: Turn, renderer: ChatRenderer) -> li
 
 
 def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a client that trusts the items alone ends with; each delta must lead to its done event."""
+    """Return the items that a client assembles from a stream; deltas must add up to their done events."""
     items: dict[int, dict[str, Any]] = {}
     texts: dict[str, str] = {}
     for event in events:
@@ -482,8 +482,8 @@ def test_a_stream_ends_with_the_answer_that_its_events_make(
     assert put_together(events) == last["response"]["output"]
 
 
-def test_the_events_of_a_text() -> None:
-    renderer = None  # nothing of it is needed here
+def test_the_events_of_a_text_are_in_order() -> None:
+    renderer = None  # not needed here
     stream = DIALECT.stream({"input": "q"}, None, [A], 0.0, renderer)  # type: ignore[arg-type]
     data = stream.start() + stream.content(0, "a") + stream.content(0, "b")
     done = completed(turn(A, [Message("user", "q")], Message("assistant", "ab")))
@@ -527,7 +527,7 @@ def test_text_after_a_call_is_another_item_of_the_same_message(renderer: ChatRen
         (503, "engine_unavailable", "server_error"),
     ],
 )
-def test_a_failure_after_the_opening_is_an_event(
+def test_a_failure_after_the_stream_has_begun_is_an_event(
     status: int, code: str, sent: str, renderer: ChatRenderer
 ) -> None:
     stream = writer({"input": "q"}, turn(A, [Message("user", "q")], FULL), renderer)
@@ -647,7 +647,7 @@ def news_after(reply: Message, texts: list[str]) -> list[dict[str, Any]]:
 def test_a_replayed_conversation_reads_as_it_was_recorded(
     recorded: list[Message], texts: list[str], style: str, instructions: str | None, renderer: ChatRenderer
 ) -> None:
-    """In every style in which clients carry a conversation, each call reads as history + reply + news."""
+    """However a client sends a conversation back, it is read as the history, the reply and the new items."""
     forest = Forest()
     body: dict[str, Any] = {"instructions": instructions, "tools": [SEARCH, PATCH]}
     given: list[dict[str, Any]] = [user(texts[0])]

@@ -71,7 +71,7 @@ def joined(deltas: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def converse(send: Any) -> list[Any]:
-    """A call, its output after previous_response_id, and all items with a new question."""
+    """Send a question, then a tool output by previous_response_id, then all items with a new question."""
     first = send(**ASK, input="Where is Lyon?")
     [call] = [item for item in first.output if item.type == "function_call"]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "France"}
@@ -84,7 +84,7 @@ def converse(send: Any) -> list[Any]:
 
 
 def recorded(proxy: RunningProxy, episode: dict[str, Any]) -> list[dict[str, Any]]:
-    """The turns of an episode, with ids by position, and without what is random."""
+    """Return the turns of an episode, with ids replaced by positions and without random fields."""
     turns = proxy.tokens(episode)["turns"]
     text = json.dumps(turns)
     for position, turn in enumerate(turns):
@@ -120,7 +120,7 @@ def test_a_conversation_is_recorded_as_over_http(proxy: RunningProxy) -> None:
     assert recorded(proxy, by_path) == expected == recorded(proxy, by_key)
 
 
-def test_the_events_are_those_of_a_stream(proxy: RunningProxy) -> None:
+def test_the_events_are_those_of_an_http_stream(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: THOUGHT + "In France."
     episode = proxy.open_episode()
     client = proxy.openai(episode)
@@ -130,7 +130,7 @@ def test_the_events_are_those_of_a_stream(proxy: RunningProxy) -> None:
         connection.response.create(model="policy", input="Where is Lyon?", stream_id="lane-7")
         named = events_of(connection)
     over_http = list(client.responses.create(model="policy", input="Where is Lyon?", stream=True))
-    # The engine decides how many pieces a text comes in.
+    # The number of pieces of a text depends on the engine.
     kinds = [[kind for kind, _ in groupby(e.type for e in events)] for events in (over_socket, over_http)]
     assert kinds[0] == kinds[1]
     assert [event.sequence_number for event in over_socket] == list(range(len(over_socket)))
@@ -143,7 +143,7 @@ def test_the_events_are_those_of_a_stream(proxy: RunningProxy) -> None:
     assert {getattr(event, "stream_id", None) for event in over_socket} == {None}
 
 
-def test_events_are_answered_in_their_order(proxy: RunningProxy) -> None:
+def test_requests_on_one_connection_are_answered_in_order(proxy: RunningProxy) -> None:
     proxy.engine.delay_s = 0.2
     with proxy.openai(proxy.open_episode()).responses.connect() as connection:
         for number in range(3):
@@ -195,7 +195,7 @@ def test_errors_are_those_of_http(proxy: RunningProxy) -> None:
         assert (error.status, error.error.code) == (400, "context_length_exceeded")
         assert (
             ask(connection, model="gpt-unknown", input="hi").model == "gpt-unknown"
-        )  # the policy's name too
+        )  # any name is the policy's
 
 
 def test_input_that_is_sent_ahead_is_read_with_the_response_that_continues_it(proxy: RunningProxy) -> None:
@@ -216,7 +216,7 @@ def test_input_that_is_sent_ahead_is_read_with_the_response_that_continues_it(pr
         assert {event.stream_id for event in events} == {"lane-7"}
         warm = events[-1].response
         assert (warm.output, warm.usage.total_tokens, warm.status) == ([], 0, "completed")
-        assert len(proxy.engine.calls) == 2  # of the other episode
+        assert len(proxy.engine.calls) == 2  # those of the other episode
         first = ask(connection, **ASK, input=questions[1:2], previous_response_id=warm.id)
         second = ask(connection, **ASK, previous_response_id=first.id, input=[], generate=False)
         third = ask(connection, **ASK, previous_response_id=second.id, input=[], generate=False)
@@ -235,7 +235,7 @@ def test_input_that_is_sent_ahead_is_kept_up_to_the_size_of_a_body(proxy: Runnin
         assert error.error.code == "previous_response_not_found"
         error = error_of(connection, model="policy", input="hi", previous_response_id=second.id)
         assert error.error.code == "context_length_exceeded"
-        # One that continues another takes as much as both: many short ones must not fill the memory.
+        # A continuation counts as both inputs, so that many short ones cannot fill the memory.
         third = ask(connection, model="policy", input=[], previous_response_id=second.id, generate=False)
         for gone, code in ((second, "previous_response_not_found"), (third, "context_length_exceeded")):
             error = error_of(connection, model="policy", input="hi", previous_response_id=gone.id)
@@ -247,7 +247,7 @@ def test_input_that_is_sent_ahead_in_parts_counts_as_a_whole(proxy: RunningProxy
     with proxy.openai(proxy.open_episode()).responses.connect() as connection:
         first = ask(connection, **quarter)
         second = ask(connection, **quarter, previous_response_id=first.id)
-        third = ask(connection, **quarter, previous_response_id=second.id)  # of three quarters: alone it fits
+        third = ask(connection, **quarter, previous_response_id=second.id)  # three quarters: alone it fits
         error = error_of(connection, model="policy", input="hi", previous_response_id=second.id)
         assert error.error.code == "previous_response_not_found"
         error = error_of(connection, **quarter, previous_response_id=third.id)
@@ -263,7 +263,9 @@ def test_steering_is_refused(proxy: RunningProxy) -> None:
         assert (event.steer.input, event.steer.previous_response_id) == ("wait", first.id)
 
 
-def test_callers_without_access_open_nothing(proxy: RunningProxy, caplog: pytest.LogCaptureFixture) -> None:
+def test_callers_without_access_cannot_open_a_websocket(
+    proxy: RunningProxy, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     ended, other = proxy.open_episode(), proxy.open_episode()
     proxy.http.post(f"/episodes/{ended['id']}/finish").raise_for_status()
@@ -288,7 +290,7 @@ def test_callers_without_access_open_nothing(proxy: RunningProxy, caplog: pytest
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-def test_an_episode_that_ends_meanwhile_answers_no_more(proxy: RunningProxy) -> None:
+def test_a_request_after_the_end_of_its_episode_is_refused(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     with proxy.openai(episode).responses.connect() as connection:
         ask(connection, model="policy", input="hi")
@@ -297,7 +299,9 @@ def test_an_episode_that_ends_meanwhile_answers_no_more(proxy: RunningProxy) -> 
         assert (error.status, error.error.code, error.stream_id) == (409, "episode_sealed", "a")
 
 
-def test_a_message_as_large_as_a_body_is_read_and_a_larger_one_closes(proxy: RunningProxy) -> None:
+def test_a_message_may_be_as_large_as_a_body_and_a_larger_one_closes_the_connection(
+    proxy: RunningProxy,
+) -> None:
     with proxy.openai(proxy.open_episode()).responses.connect() as connection:
         head = '{"type": "response.create", "input": "'
         connection.send_raw(head + "x" * (MAX_BODY_BYTES - len(head) - 2) + '"}')
@@ -325,7 +329,7 @@ def test_too_many_waiting_events_close_the_connection(proxy: RunningProxy) -> No
 
 
 @pytest.mark.parametrize("politely", [True, False])
-def test_a_client_that_closes_leaves_its_response(proxy: RunningProxy, politely: bool) -> None:
+def test_the_response_of_a_client_that_closes_is_cancelled(proxy: RunningProxy, politely: bool) -> None:
     proxy.engine.delay_s = 30.0
     episode = proxy.open_episode()
     connection = proxy.openai(episode).responses.connect().enter()

@@ -1,4 +1,4 @@
-"""The same request again: the same sample where it is a retry, another one where it is not."""
+"""A repeated request gets the same sample if it is a retry, and another sample if it is not."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def chat_path(episode: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("dialect", ALL)
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_retry_gets_the_sample_that_was_sampled(proxy: RunningProxy, dialect: str, streamed: bool) -> None:
-    """By the count of the SDKs or an Idempotency-Key, streamed or not, in mid-conversation too."""
+def test_a_retry_gets_the_sample_of_the_first_attempt(
+    proxy: RunningProxy, dialect: str, streamed: bool
+) -> None:
+    """Retries are known by the SDKs' retry count or an Idempotency-Key, also in mid-conversation."""
     samples = iter(range(99))
     proxy.engine.script = lambda call: tool_call(query=f"sample {next(samples)}")
     episode = proxy.open_episode()
@@ -85,8 +87,8 @@ def test_a_client_that_hangs_up_in_mid_stream_leaves_no_trained_turn(
     assert turn.id == reply.turn_id == proxy.engine.calls[1].rid and TrainedTurns().includes(turn)
 
 
-def test_a_client_that_hangs_up_before_the_first_piece(proxy: RunningProxy) -> None:
-    """While nothing was said, and while only signs of life were sent."""
+def test_a_hang_up_before_the_first_piece_cancels_the_generation(proxy: RunningProxy) -> None:
+    """The generation is cancelled before anything was sent, and also after keep-alive events alone."""
     for is_alive in (False, True):
         proxy.engine.reset()
         proxy.engine.delay_s = 30
@@ -110,7 +112,7 @@ async def test_a_retry_of_a_call_under_way_joins_it_from_its_first_piece(proxy: 
         first = await create(model="p", messages=[USER], stream=True)
         retry = await create(model="p", messages=[USER], stream=True, extra_headers=RETRIED)
         await asyncio.to_thread(until, lambda: proxy.engine.calls)
-        await first.close()  # the retry still wants the sample
+        await first.close()  # the retry still waits for the sample
         proxy.engine.go_on.set()
         chunks = [chunk async for chunk in retry]
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == (
@@ -123,7 +125,7 @@ async def test_a_retry_of_a_call_under_way_joins_it_from_its_first_piece(proxy: 
 
 
 def test_the_sdk_retries_until_the_engine_is_back(proxy: RunningProxy) -> None:
-    """A first turn that is sent again and again is one turn, and the episode has not failed."""
+    """A first turn that is sent repeatedly is recorded once, and the episode does not fail."""
     answers: list[Any] = [EngineUnavailable("away"), EngineUnavailable("away"), "ok"]
     proxy.engine.script = lambda call: answers.pop(0)
     episode = proxy.open_episode()
@@ -145,10 +147,10 @@ def test_the_sdk_retries_until_the_engine_is_back(proxy: RunningProxy) -> None:
         {"tools": []},
     ],
 )
-def test_what_nobody_got_answers_no_request_that_asks_otherwise(
+def test_a_retry_of_a_different_request_gets_another_sample(
     proxy: RunningProxy, change: dict[str, Any]
 ) -> None:
-    """A client hung up; what it asks next is like it, but its reply must keep to what is asked now."""
+    """A retry that differs from the first request in any option is not answered with its sample."""
     proxy.engine.script = lambda call: "Let me look. " + tool_call(query="Lyon")
     episode = proxy.open_episode()
     first = proxy.http.post(chat_path(episode), json=BODY).json()
@@ -165,7 +167,7 @@ def test_an_idempotency_key_of_another_request_is_refused(proxy: RunningProxy) -
     assert proxy.http.post(chat_path(episode), json=BODY, headers=headers).json()["id"] == first.json()["id"]
     refused = proxy.http.post(chat_path(episode), json=BODY | {"max_tokens": 3}, headers=headers)
     assert refused.status_code == 409 and refused.json()["error"]["code"] == "idempotency_key_reused"
-    # It names a request of one episode only.
+    # A key names a request of one episode only.
     elsewhere = proxy.http.post(chat_path(other), json=BODY, headers=headers)
     assert elsewhere.status_code == 200 and elsewhere.json()["id"] != first.json()["id"]
     long = proxy.http.post(chat_path(episode), json=BODY, headers={"idempotency-key": "k" * 256})
@@ -173,7 +175,7 @@ def test_an_idempotency_key_of_another_request_is_refused(proxy: RunningProxy) -
 
 
 @pytest.mark.parametrize("count", ["", "0", "-1", "x", "²", "9" * 30, "1.5"])
-def test_a_retry_count_that_says_nothing_is_no_retry(proxy: RunningProxy, count: str) -> None:
+def test_a_retry_count_that_is_zero_or_invalid_is_no_retry(proxy: RunningProxy, count: str) -> None:
     episode = proxy.open_episode()
     headers = {"x-stainless-retry-count": count.encode()}
     ids = {
@@ -196,7 +198,7 @@ def test_a_retry_of_several_choices_gets_them_all(proxy: RunningProxy) -> None:
 
 
 def test_a_retry_under_a_grammar_gets_its_sample(proxy: RunningProxy) -> None:
-    """With template options of its own too: what the reply is held to is the same, and so is the reply."""
+    """This also holds for a request with its own template options."""
     episode = proxy.open_episode()
     schema = {"name": "city", "schema": {"type": "object"}}
     for change in (
@@ -210,8 +212,8 @@ def test_a_retry_under_a_grammar_gets_its_sample(proxy: RunningProxy) -> None:
     assert len(proxy.engine.calls) == 2
 
 
-def test_raw_text_continues_behind_the_whole_of_what_was_sampled(proxy: RunningProxy) -> None:
-    """A client gets a text up to its stop string; the tokens of that string were sampled nevertheless."""
+def test_a_raw_prompt_continues_after_all_sampled_tokens(proxy: RunningProxy) -> None:
+    """A client gets the text up to its stop string, although the tokens of that string were sampled too."""
     text = "look up Lyon\nObservation:"
     proxy.engine.script = lambda call: proxy.engine.renderer.tokenizer.encode(text)
     episode = proxy.open_episode()
@@ -225,7 +227,7 @@ def test_raw_text_continues_behind_the_whole_of_what_was_sampled(proxy: RunningP
     decode = proxy.engine.renderer.tokenizer.decode
     assert decode(proxy.engine.calls[1].input_ids.tolist()) == "".join(agent.items)
     assert check_invariant(proxy.store, episode["id"], proxy.engine.calls, agent.received) == 1
-    # Without the string the conversation is another one than the tokens tell.
+    # Without the stop string, the prompt does not continue the sampled tokens.
     agent.history[-1] = ["But no."]
     agent.client = proxy.openai(episode)
     agent.ask(stop=["Observation:"])
@@ -234,8 +236,7 @@ def test_raw_text_continues_behind_the_whole_of_what_was_sampled(proxy: RunningP
     assert check_invariant(proxy.store, episode["id"], proxy.engine.calls, agent.received) == 1
 
 
-def test_a_sdk_that_gives_up_says_so(proxy: RunningProxy) -> None:
-    """An error that another attempt cannot change is not tried again."""
+def test_an_error_that_another_attempt_cannot_change_is_not_retried(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: RuntimeError("a bug")
     with (
         proxy.openai(proxy.open_episode(), max_retries=3) as client,

@@ -1,4 +1,4 @@
-"""Rewards name a turn by the id that any API gave it."""
+"""A reward may name its turn by the id that any API gave it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from proxy_support import RunningProxy
 
 
 def say(proxy: RunningProxy, opened: dict[str, Any]) -> str:
-    """One call; the digits of its id."""
+    """Make one call, and return the digits of its id."""
     answer = proxy.openai(opened).chat.completions.create(
         model="p", messages=[{"role": "user", "content": "hello"}]
     )
@@ -31,7 +31,9 @@ def test_a_turn_is_rewarded_by_its_id_in_any_form(proxy: RunningProxy, prefix: s
     assert given == [("turn", f"chatcmpl-{digits}", "return"), ("turn", f"chatcmpl-{digits}", "other")]
 
 
-def test_a_dict_by_ids_of_any_form_is_by_turn_and_one_by_names_is_of_the_episode(proxy: RunningProxy) -> None:
+def test_a_reward_dict_is_by_turn_if_its_keys_are_ids_and_of_the_episode_if_they_are_names(
+    proxy: RunningProxy,
+) -> None:
     opened = proxy.open_episode()
     first, second = say(proxy, opened), say(proxy, opened)
     mixed = {f"msg_{first}": 2.0, "style": 3.0}

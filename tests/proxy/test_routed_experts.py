@@ -1,4 +1,4 @@
-"""Which experts the engine sent each token through: from SGLang's answer to a training sample."""
+"""The experts that processed each token, from SGLang's response to a training sample."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TOKENIZER = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 
 
 def experts_of(tokens: np.ndarray) -> np.ndarray:
-    """Experts that tell position and token: [N, LAYERS, PER_TOKEN]."""
+    """Return experts that encode position and token: [N, LAYERS, PER_TOKEN]."""
     positions = np.arange(len(tokens))
     rows = np.stack([positions, np.asarray(tokens) % 1000], axis=1)
     return np.repeat(rows[:, None], LAYERS, axis=1) + np.arange(LAYERS)[:, None]
 
 
 def completion(count: int, rows: int | None, first: int = 0, version: int = 0) -> Completion:
-    """`count` tokens with the experts of `rows` tokens, numbered from `first` on."""
+    """Return `count` tokens with the experts of `rows` tokens, numbered from `first` on."""
     routing = None
     if rows is not None:
         routing = np.arange(first, first + rows, dtype=np.int16)[:, None, None].repeat(2, axis=2)
@@ -54,7 +54,7 @@ def numbers(routing: np.ndarray | None) -> list[int]:
     return routing[:, 0, 0].tolist()
 
 
-# -- what an answer says ----------------------------------------------------------------------
+# -- reading a response -----------------------------------------------------------------------
 
 
 def meta(rows: np.ndarray, **fields: Any) -> dict[str, Any]:
@@ -64,25 +64,25 @@ def meta(rows: np.ndarray, **fields: Any) -> dict[str, Any]:
 
 ASKED = RequestedRouting(
     ExpertLayout(2, 1), start=1, prompt_tokens=3
-)  # two rows, and one per token but the last
+)  # two rows for the prompt, and one per sampled token but the last
 ROWS = np.arange(5 * 2).reshape(5, 2, 1)
 
 
-def test_an_answer_covers_every_token_but_the_last_from_where_it_was_asked() -> None:
+def test_a_response_has_the_experts_of_the_requested_tokens_but_the_last() -> None:
     routing = routing_from_wire(meta(ROWS), ASKED, [4] * 4)
     assert routing is not None and routing.dtype == np.int16
     np.testing.assert_array_equal(routing, ROWS)
 
 
-def test_what_an_earlier_version_sampled_before_a_retraction_is_unknown() -> None:
+def test_experts_of_an_earlier_version_are_unknown_after_a_retraction() -> None:
     routing = routing_from_wire(meta(ROWS, num_retractions=1), ASKED, [4, 4, 5, 5])
-    # Row 0 is a prompt token's; rows 1 and 2 are of the tokens before the two that version 4 sampled.
+    # Row 0 belongs to a prompt token; rows 1 and 2 to the tokens before the two that version 4 sampled.
     assert routing is not None and routing[:, 0, 0].tolist() == [0, -1, -1, 6, 8]
     frozen = routing_from_wire(
         meta(ROWS), ASKED, [4, 4, 5, 5]
-    )  # swapped in place: nothing was computed again
+    )  # swapped in place, so nothing was computed again
     np.testing.assert_array_equal(frozen, ROWS)
-    same = routing_from_wire(meta(ROWS, num_retractions=1), ASKED, [4] * 4)  # retracted for want of memory
+    same = routing_from_wire(meta(ROWS, num_retractions=1), ASKED, [4] * 4)  # retracted to free memory
     np.testing.assert_array_equal(same, ROWS)
 
 
@@ -95,30 +95,30 @@ def test_what_an_earlier_version_sampled_before_a_retraction_is_unknown() -> Non
         (meta(ROWS + 40_000), "routed experts from"),
     ],
 )
-def test_an_answer_that_cannot_be_trusted(answer: dict[str, Any], message: str) -> None:
+def test_an_invalid_response_is_an_error(answer: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         routing_from_wire(answer, ASKED, [0] * 4)
 
 
-def test_an_abort_may_come_without() -> None:
+def test_an_aborted_response_may_have_no_experts() -> None:
     aborted = {"finish_reason": {"type": "abort"}}
     assert routing_from_wire(aborted, ASKED, []) is None
     assert routing_from_wire(aborted, ASKED, [0, 0]) is None
 
 
-def test_the_layout_is_read_from_the_model_s_config() -> None:
+def test_the_layout_is_read_from_the_config_of_the_model() -> None:
     text = {"num_hidden_layers": 5, "num_experts_per_tok": 2}
     assert expert_layout(text) == expert_layout({"text_config": text}) == ExpertLayout(5, 2)
     assert expert_layout({"num_hidden_layers": 5}) is None
 
 
-# -- in two parts, and in many turns -----------------------------------------------------------
+# -- completions in two parts, and trajectories of several turns -------------------------------
 
 
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [
-        # A prompt of 3, asked from 0: 2 sampled, then 2 more, the second part asked from 0 or its boundary.
+        # A prompt of 3 tokens, then 2 and 2 sampled ones; the second part has rows from 0 or its boundary.
         (completion(2, 4), completion(2, 6, first=100), [0, 1, 2, 3, 104, 105]),
         (completion(2, 4), completion(2, 2, first=100), [0, 1, 2, 3, 100, 101]),
         (completion(2, None), completion(2, 6, first=100), [100, 101, -1, -1, 104, 105]),
@@ -126,11 +126,13 @@ def test_the_layout_is_read_from_the_model_s_config() -> None:
         (completion(2, 4), completion(0, None), [0, 1, 2, 3]),
     ],
 )
-def test_a_completion_in_two_parts(first: Completion, second: Completion, expected: list[int]) -> None:
+def test_the_experts_of_two_parts_of_a_completion_are_joined(
+    first: Completion, second: Completion, expected: list[int]
+) -> None:
     assert numbers(joined_routing(first, second)) == expected
 
 
-def test_parts_of_which_nothing_is_known() -> None:
+def test_the_joined_experts_are_none_if_the_second_part_has_none() -> None:
     assert joined_routing(completion(2, None), completion(2, None)) is None
     assert joined_routing(completion(2, 4), completion(2, None)) is None
 
@@ -147,7 +149,7 @@ def turn(turn_id: str, parent: str | None, drawn: Completion) -> Turn:
     )
 
 
-def test_a_path_knows_the_experts_of_all_its_tokens_but_the_last() -> None:
+def test_a_trajectory_has_the_experts_of_all_its_tokens_but_the_last() -> None:
     root, child = turn("a", None, completion(2, 4)), turn("b", "a", completion(2, 5, first=4))
     assert numbers(Trajectory((root, child)).routed_experts) == [*range(9), -1]
     silent = turn("b", "a", completion(2, None))
@@ -160,7 +162,7 @@ def test_a_path_knows_the_experts_of_all_its_tokens_but_the_last() -> None:
         _ = Trajectory((root, other)).routed_experts
 
 
-# -- the whole way -----------------------------------------------------------------------------
+# -- from the proxy to a training sample -------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +172,7 @@ def app() -> ScriptedApp:
 
 @pytest.fixture(scope="module")
 def engine_url(app: ScriptedApp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A scripted engine that says it serves a model with experts."""
+    """A scripted engine that reports a model with experts."""
     folder = tmp_path_factory.mktemp("moe")
     (folder / "config.json").write_text(
         f'{{"num_hidden_layers": {LAYERS}, "num_experts_per_tok": {PER_TOKEN}}}'
@@ -188,7 +190,7 @@ def proxy(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def converse(proxy: RunningProxy, turns: int, *, stream: bool) -> dict[str, Any]:
-    """An episode of so many turns, each of which calls a tool."""
+    """Play an episode of `turns` turns, each of which calls a tool."""
     episode = proxy.open_episode(split="train")
     client, messages = proxy.openai(episode), [{"role": "user", "content": "question"}]
     for _ in range(turns):
@@ -205,7 +207,9 @@ def converse(proxy: RunningProxy, turns: int, *, stream: bool) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_turn_asks_for_what_it_adds_and_the_sample_has_all(proxy: RunningProxy, stream: bool) -> None:
+def test_every_turn_requests_the_experts_of_what_it_adds_and_the_sample_has_all(
+    proxy: RunningProxy, stream: bool
+) -> None:
     proxy.engine.calls.clear()
     loaded = proxy.store.load_episode(converse(proxy, 3, stream=stream)["id"])
     assert [turn.parent is None for turn in loaded.turns] == [True, False, False]
@@ -225,7 +229,7 @@ def test_every_turn_asks_for_what_it_adds_and_the_sample_has_all(proxy: RunningP
     assert fitted.routed_experts is None
 
 
-def test_nothing_is_requested_or_stored_where_it_is_off(
+def test_no_experts_are_requested_or_stored_without_the_setting(
     engine_url: str, tmp_path: Path, app: ScriptedApp
 ) -> None:
     engine = RecordingEngine(engine_url, ChatRenderer.from_folder(TOKENIZER))
@@ -235,7 +239,7 @@ def test_nothing_is_requested_or_stored_where_it_is_off(
     assert loaded.turns[0].completion.routed_experts is None
 
 
-def test_an_engine_that_was_not_told_to_keep_them_is_an_error(engine_url: str, app: ScriptedApp) -> None:
+def test_an_engine_that_returns_no_experts_is_an_error(engine_url: str, app: ScriptedApp) -> None:
     async def ask() -> Completion:
         async with SGLangEngine(engine_url) as engine:
             return await engine.generate("r", as_token_ids([5, 6]), SamplingParams(4, routed_experts_from=0))
@@ -249,7 +253,7 @@ def test_an_engine_that_was_not_told_to_keep_them_is_an_error(engine_url: str, a
         app._experts_of = kept
 
 
-def test_a_dense_model_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     async def ask(url: str) -> None:
         async with SGLangEngine(url) as engine:
             await engine.generate("r", as_token_ids([5, 6]), SamplingParams(4, routed_experts_from=0))
@@ -257,6 +261,3 @@ def test_a_dense_model_is_refused_by_name(tmp_path: Path) -> None:
     app = ScriptedApp.from_folder(TOKENIZER, lambda call: ScriptedReply("x"))
     with running(app) as url, pytest.raises(EngineError, match="the model that .* serves has none"):
         asyncio.run(ask(url))
-
-
-# -- the store ---------------------------------------------------------------------------------

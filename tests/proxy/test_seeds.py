@@ -1,4 +1,4 @@
-"""The seeds of samples depend on the episode's seed and the tokens before, and no random number repeats."""
+"""The seeds of samples depend on the episode's seed and the tokens before the sample, and none repeats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASK = [{"role": "user", "content": "question"}]
 
 
 def seeds(proxy: RunningProxy, episode: dict[str, Any]) -> list[int | None]:
-    """Of its turns, in the order of recording."""
+    """Return the seeds of an episode's turns, in the order of recording."""
     return [turn.sampling.seed for turn in proxy.store.load_episode(episode["id"]).turns]
 
 
@@ -32,7 +32,7 @@ def say(proxy: RunningProxy, episode: dict[str, Any], messages: list[Any] = ASK,
 def converse(
     proxy: RunningProxy, order: Callable[[list[str]], list[str]] = list, **opening: Any
 ) -> dict[str, int]:
-    """The seeds, by what was asked, of two calls of a tool and of two other conversations beside them."""
+    """Play a tool loop of two calls and two other conversations; return their seeds by name."""
     proxy.engine.script = lambda call: tool_call(query="x")
     episode = proxy.open_episode(**opening)
     first = say(proxy, episode, tools=[SEARCH])
@@ -54,7 +54,7 @@ def converse(
     return given  # type: ignore[return-value]
 
 
-def test_they_follow_from_the_episode_s_and_from_the_conversation_alone(proxy: RunningProxy) -> None:
+def test_seeds_depend_only_on_the_seed_of_the_episode_and_the_conversation(proxy: RunningProxy) -> None:
     sampling = {"base_seed": 7}
     given = converse(proxy, sampling=sampling)
     assert converse(proxy, lambda names: names[::-1], sampling=sampling) == given
@@ -64,7 +64,7 @@ def test_they_follow_from_the_episode_s_and_from_the_conversation_alone(proxy: R
     assert evaluated == given
 
 
-def test_a_second_sample_after_the_same_tokens_gets_another_one(proxy: RunningProxy) -> None:
+def test_a_second_sample_after_the_same_tokens_gets_another_seed(proxy: RunningProxy) -> None:
     drawn = []
     for _ in range(2):
         episode = proxy.open_episode(sampling={"base_seed": 7})
@@ -74,13 +74,13 @@ def test_a_second_sample_after_the_same_tokens_gets_another_one(proxy: RunningPr
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
 
 
-def test_several_choices_get_one_each(proxy: RunningProxy) -> None:
+def test_each_of_several_choices_has_its_own_seed(proxy: RunningProxy) -> None:
     episode = proxy.open_episode(sampling={"base_seed": 7})
     say(proxy, episode, n=3)
     assert len(set(seeds(proxy, episode))) == 3
 
 
-def test_equal_answers_to_two_samples_of_one_turn_are_followed_by_other_samples(proxy: RunningProxy) -> None:
+def test_turns_after_two_equal_samples_have_different_seeds(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: tool_call(query="x")
     episode = proxy.open_episode(sampling={"base_seed": 7})
     for sample in [say(proxy, episode, tools=[SEARCH]) for _ in range(2)]:
@@ -92,7 +92,7 @@ def test_equal_answers_to_two_samples_of_one_turn_are_followed_by_other_samples(
     assert len(set(seeds(proxy, episode))) == 4
 
 
-def test_a_restarted_proxy_continues_counting(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_a_restarted_proxy_does_not_repeat_seeds(renderer: ChatRenderer, tmp_path: Path) -> None:
     drawn = []
     for _ in range(2):
         with running_proxy(tmp_path / "store.db", ScriptedSampler(renderer)) as proxy:
@@ -104,24 +104,24 @@ def test_a_restarted_proxy_continues_counting(renderer: ChatRenderer, tmp_path: 
     assert len(set(drawn)) == 2
 
 
-def test_without_one_the_engine_samples_as_it_likes_and_an_agent_s_own_seed_stands(
+def test_the_seed_of_an_agent_is_ignored_in_training_and_used_in_evaluation(
     proxy: RunningProxy,
 ) -> None:
     episode = proxy.open_episode()
     say(proxy, episode, seed=5)
-    assert seeds(proxy, episode) == [None]  # pinned in training episodes
+    assert seeds(proxy, episode) == [None]  # training ignores the agent's seed
     episode = proxy.open_episode(split="eval", sampling={"base_seed": 7})
     say(proxy, episode, seed=5)
     assert seeds(proxy, episode) == [5]
 
 
 @pytest.mark.parametrize("value", ["7", 1.5, True])
-def test_it_is_a_whole_number(proxy: RunningProxy, value: Any) -> None:
+def test_the_seed_of_an_episode_must_be_a_whole_number(proxy: RunningProxy, value: Any) -> None:
     answer: httpx.Response = proxy.http.post("/episodes", json={"sampling": {"base_seed": value}})
     assert answer.status_code == 400 and "base_seed" in answer.text
 
 
-def test_an_episode_s_seed_differs_by_everything_that_it_is() -> None:
+def test_the_seed_of_an_episode_depends_on_every_part_of_its_name() -> None:
     named = [
         (0, "g", 0, 0),
         (1, "g", 0, 0),
@@ -135,7 +135,7 @@ def test_an_episode_s_seed_differs_by_everything_that_it_is() -> None:
     assert episode_seed(0, "g", 0, 0) == episode_seed(0, "g", 0, 0)
 
 
-def test_seeds_fit_what_engines_take() -> None:
+def test_seeds_are_in_the_range_that_engines_accept() -> None:
     draws = SampleSeeds([])
     drawn = [draws.next_seed(base, None, as_token_ids([1, 2])) for base in range(64)]
     assert all(0 <= seed < 2**63 for seed in drawn) and len(set(drawn)) == 64

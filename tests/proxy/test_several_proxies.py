@@ -1,4 +1,4 @@
-"""Proxies of a run on several machines: any of them answers any call, however many of them are lost."""
+"""Proxies of a run on several machines: any proxy answers any call, also after others are lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLOW = "take your time"
 
 
 class Script:
-    """Answers at once; a slow call waits until it is `released`."""
+    """Answers at once; the chunks of a slow call take 2 s each, unless `released` is set when it begins."""
 
     def __init__(self) -> None:
         self.slow_calls = 0
@@ -59,7 +59,7 @@ def engine_url(script: Script) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def proxies(engine_url: str) -> Iterator[Proxies]:
-    """Three proxies on one server of PostgreSQL, and a balancer before them."""
+    """Three proxies on one PostgreSQL server, behind a load balancer."""
     if (missing := PostgresServer.missing()) is not None:
         pytest.skip(missing)
     with PostgresServer() as server:
@@ -76,13 +76,13 @@ def open_episode(url: str, **body: Any) -> dict[str, Any]:
 
 
 def client_of(url: str, key: str, retries: int = 8) -> OpenAI:
-    """A client that opens a connection for each call, so that a balancer decides about each."""
+    """Return a client that opens a connection for each call, so that the balancer routes each separately."""
     connections = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
     return OpenAI(base_url=f"{url}/e/{key}/v1", api_key=key, max_retries=retries, http_client=connections)
 
 
 class Talk:
-    """A conversation in an episode, by a client of OpenAI."""
+    """A conversation in an episode, through OpenAI's client."""
 
     def __init__(self, url: str, key: str, retries: int = 8) -> None:
         self.client = client_of(url, key, retries)
@@ -90,7 +90,7 @@ class Talk:
         self.ids: list[str] = []
 
     def say(self) -> None:
-        """One more turn."""
+        """Add one more turn."""
         answer = self.client.chat.completions.create(
             model="policy",
             messages=self.messages,
@@ -102,12 +102,12 @@ class Talk:
 
 
 def _result(number: int) -> dict[str, str]:
-    """A message after which the template keeps what is before it."""
+    """Return a message after which the template keeps the earlier messages unchanged."""
     return {"role": "tool", "content": f"result {number}"}
 
 
 def check_exact(proxies: Proxies, episode_id: str, ids: Sequence[str]) -> None:
-    """The episode has the turns that were answered and no others, each on the exact tokens of the last."""
+    """Check that the episode has exactly the turns that were answered, each of which continues the last."""
     with Store.open(proxies.store_url) as store:
         turns = store.load_episode(episode_id).turns
     assert [turn.id for turn in turns] == list(ids)
@@ -160,7 +160,7 @@ def test_conversations_without_an_episode_continue_through_any_proxy(proxies: Pr
 def test_a_foreign_proxy_is_refused(proxies: Proxies) -> None:
     opened = open_episode(proxies.urls[0])
     body = {"messages": [{"role": "user", "content": "hello"}]}
-    for url in proxies.urls:  # the owner, and others that would forward it
+    for url in proxies.urls:  # the owner, and others that would forward the request
         for headers in ({"x-areal-agents-hop": "guess"}, {"x-areal-agents-address": "evil.example 80"}):
             answer = httpx.post(
                 f"{url}/e/{opened['key']}/v1/chat/completions", json=body, headers=headers, timeout=30
@@ -180,10 +180,10 @@ def test_the_metrics_are_those_of_all_proxies(proxies: Proxies) -> None:
     assert len(opens) == 1 and float(opens.pop().split()[1]) >= 2
 
 
-def test_a_proxy_that_was_cut_off_writes_nothing_to_what_another_took_over(
+def test_a_proxy_that_was_cut_off_writes_nothing_to_an_episode_that_was_taken_over(
     proxies: Proxies, script: Script
 ) -> None:
-    """A call is running in it when it is cut off. When it is back, it sends calls to the new owner."""
+    """A call runs in the proxy when it is cut off. When it is back, it forwards calls to the new owner."""
     opened = open_episode(proxies.urls[0])
     talk = Talk(proxies.urls[1], opened["key"], retries=0)
     talk.say()
@@ -210,15 +210,15 @@ def test_a_proxy_that_was_cut_off_writes_nothing_to_what_another_took_over(
 
 
 def takes_over(talk: Talk) -> bool:
-    """Say one more turn, unless the owner's silence has not been noticed yet."""
+    """Add one more turn; return False if the owner's silence has not been noticed yet."""
     with contextlib.suppress(InternalServerError):
         talk.say()
         return True
     return False
 
 
-def test_kill_9_of_the_owner_during_calls(proxies: Proxies, script: Script) -> None:
-    """One call comes through another proxy, and one directly, whose client tries again by itself."""
+def test_calls_survive_kill_9_of_the_owner(proxies: Proxies, script: Script) -> None:
+    """One call is forwarded by another proxy; the other is sent by a client that retries by itself."""
     opened = [open_episode(proxies.urls[0]) for _ in range(2)]
     talks = [Talk(proxies.urls[2], opened[0]["key"], retries=0), Talk(proxies.balancer.url, opened[1]["key"])]
     for talk in talks:
@@ -246,8 +246,8 @@ def test_kill_9_of_the_owner_during_calls(proxies: Proxies, script: Script) -> N
 
 
 @pytest.mark.slow
-def test_a_lost_machine_during_a_long_call(proxies: Proxies, script: Script) -> None:
-    """The proxy that waits for it continues the call itself, however long it has waited."""
+def test_a_long_call_survives_the_loss_of_its_machine(proxies: Proxies, script: Script) -> None:
+    """The proxy that forwarded the call takes it over, however long it has waited."""
     opened = open_episode(proxies.urls[0])
     talk = Talk(proxies.urls[1], opened["key"], retries=0)
     talk.say()
@@ -301,9 +301,7 @@ def test_a_rolling_restart_under_load_loses_nothing(proxies: Proxies) -> None:
 
 
 def test_a_restart_at_another_address_loses_nothing(proxies: Proxies) -> None:
-    """What a rollout process and its agents do, through the forwarder beside them: the calls of all of them
-    go to the proxy that ends.
-    """
+    """A rollout process and its agents call through a local forwarder, which prefers the proxy that ends."""
     ended = threading.Event()
     episodes: list[tuple[str, list[str]]] = []
 
@@ -312,7 +310,7 @@ def test_a_restart_at_another_address_loses_nothing(proxies: Proxies) -> None:
             while not ended.is_set():
                 try:
                     opened = await client.open_episode()
-                except RequestError as error:  # the answer is lost; nothing was played yet
+                except RequestError as error:  # the response was lost before anything was played
                     assert error.code == "unreachable"
                     continue
                 assert opened.base_url.startswith(url)
@@ -348,7 +346,7 @@ def test_a_restart_at_another_address_loses_nothing(proxies: Proxies) -> None:
 
 
 def opening(url: str) -> dict[str, Any]:
-    """Open an episode; a connection that a proxy closed as it ended is tried again, as balancers do."""
+    """Open an episode; retry if a proxy that ended has closed the connection, as balancers do."""
     for _ in range(20):
         with contextlib.suppress(httpx.TransportError):
             return open_episode(url)

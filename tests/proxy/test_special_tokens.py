@@ -1,4 +1,4 @@
-"""Special tokens that a client spells out, through the proxy: text by default and counted, or parsed."""
+"""Special tokens in the content of a request: by default they are text and are counted, or else parsed."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_a_web_page_cannot_forge_a_turn_unless_content_is_parsed(
         metrics = proxy.http.get("/metrics").text
         total = sum(turn["special_tokens_as_text"] for turn in turns)
         assert f"areal_agents_special_tokens_as_text_total {float(total)}" in metrics
-        # A raw prompt is a rendered template.
+        # A raw prompt is a rendered template, so its special tokens are parsed.
         client.completions.create(model="p", prompt="<|im_start|>user\nhi", max_tokens=4)
         assert engine.calls[-1].input_ids.tolist().count(start) == 1

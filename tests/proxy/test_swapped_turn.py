@@ -1,4 +1,4 @@
-"""Exact tokens with nothing in between replaced: agent, proxy, embedded engine, and a swap by the trainer."""
+"""A turn during which weights are swapped, with a real client, proxy and engine: its tokens are exact."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ CONTEXT = 16_384
 
 
 def endless_model(folder: Path, renderer: ChatRenderer, *, seed: int) -> Path:
-    """Random weights that never end a turn, so that a generation is as long as it is asked to be.
+    """Write random weights that never end a turn, so that each generation has its maximum length.
 
-    The first number of every embedding is 1 and no layer adds to it; the rows of the stop tokens in
-    the head look at it alone, and dislike it.
+    The first component of every embedding is 1, and no layer adds to it. In the head, the rows of the stop
+    tokens read only this component, with a large negative weight.
     """
     like = folder / "like"
     like.mkdir(parents=True)
@@ -58,7 +58,7 @@ def endless_model(folder: Path, renderer: ChatRenderer, *, seed: int) -> Path:
 
 @pytest.fixture(scope="module")
 def renderer() -> ChatRenderer:
-    """Earlier thoughts stay in the prompt, so that a conversation with several questions is one path."""
+    """Earlier reasoning stays in the prompt, so that a conversation with several questions is one path."""
     return ChatRenderer.from_folder(MODEL, options={"thinking_retention": "all"})
 
 
@@ -75,14 +75,14 @@ def embedded(models: list[Path]) -> Iterator[str]:
 
 
 class Conversation:
-    """An agent that repeats what it hears as untidily as frameworks do."""
+    """An agent that re-serialises replies before it sends them back, as frameworks do."""
 
     def __init__(self, client: AsyncOpenAI, rng: random.Random) -> None:
         self.client, self.rng = client, rng
         self.messages: list[Any] = [{"role": "user", "content": f"question {rng.randrange(99)}"}]
 
     async def turn(self, max_tokens: int) -> str:
-        """One model call and what follows: results of its tool calls, or a question; the completion's id."""
+        """Make one call, add results of its tool calls or a question, and return the completion's id."""
         answer = await self.client.chat.completions.create(
             model="p", messages=self.messages, tools=[SEARCH], max_tokens=max_tokens
         )
@@ -97,7 +97,7 @@ class Conversation:
 
 
 async def until_sampling(trainer: SGLangEngine, calling: asyncio.Task[str]) -> None:
-    """Wait until the call's request runs: its prompt took one step, so it has sampled its first token."""
+    """Wait until the call's request runs. Its prompt took one step, so it has sampled its first token."""
     while not calling.done() and not (await trainer._call("GET", "/server_info"))["running"]:
         await asyncio.sleep(0.001)
 
@@ -105,9 +105,9 @@ async def until_sampling(trainer: SGLangEngine, calling: asyncio.Task[str]) -> N
 async def turn_with_a_swap(
     agent: Conversation, engine: RecordingEngine, trainer: SGLangEngine, models: list[Path]
 ) -> str:
-    """Swap to the next version while a turn is generated; the id of the turn that it fell into.
+    """Swap to the next version while a turn is generated, and return the id of that turn.
 
-    A machine that stalls may let a generation end first; then a longer one follows.
+    If the machine stalls, a generation may end before the swap; then a longer one is made.
     """
     version = (await trainer.model_info()).version
     for length in (1000, 2000, 4000):
@@ -123,7 +123,7 @@ async def turn_with_a_swap(
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_turn_that_a_swap_fell_into_is_recorded_exactly(
+async def test_a_turn_during_which_weights_are_swapped_is_recorded_exactly(
     renderer: ChatRenderer, models: list[Path], embedded: str, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -143,7 +143,7 @@ async def test_a_turn_that_a_swap_fell_into_is_recorded_exactly(
                 await agent.turn(rng.randrange(1, 60))
         recorded = proxy.store.load_episode(episode["id"])
         continued = check_invariant(proxy.store, episode["id"], engine.calls)
-    # One conversation, one path: what the engine was sent and returned is what the trainer will see.
+    # The conversation is one path, so the trainer sees exactly what the engine received and returned.
     (trajectory,) = recorded.forest.trajectories()
     assert len(trajectory.turns) == len(recorded.turns) == continued + 1
     (swapped,) = (turn for turn in recorded.turns if turn.id == swapped_id)

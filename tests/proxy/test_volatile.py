@@ -1,4 +1,4 @@
-"""Text that a client changes at every call (`proxy.volatile`) costs no branch, and is read as first seen."""
+"""Text that a client changes at every call (`proxy.volatile`) causes no branch, and is read as first seen."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def billing(call: int) -> str:
 
 
 class ClaudeCode:
-    """claude-code 2.1 as it calls: streamed, with tools, reminders, and a cache_control that moves."""
+    """Calls like claude-code 2.1: streamed, with tools, reminders, and a cache_control that moves."""
 
     def __init__(self, episode: dict[str, Any], client: str = CLAUDE_CODE) -> None:
         self.key = episode["key"]
@@ -57,7 +57,7 @@ class ClaudeCode:
         self.messages: list[Any] = [{"role": "user", "content": question}]
 
     def call(self, proxy: RunningProxy, *calls: int) -> None:
-        """Calls with the hashes of the given numbers; each takes the reply and answers its tool calls."""
+        """Make calls with the hashes of the given numbers; add each reply and the results of its tools."""
         with Anthropic(
             base_url=f"{proxy.url}/e/{self.key}",
             api_key=self.key,
@@ -97,7 +97,7 @@ def system_blocks(call: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def timed(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
-    """A proxy with a rule for the time of day, besides the known ones."""
+    """A proxy with a rule for the time of day, besides the built-in ones."""
     path = tmp_path_factory.mktemp("timed") / "store.db"
     with running_proxy(path, ScriptedSampler(renderer), volatile=TIME) as proxy:
         yield proxy
@@ -109,7 +109,7 @@ def reset(proxy: RunningProxy, script: Any = lambda call: CALL) -> None:
 
 
 def turns_of(proxy: RunningProxy, episode: dict[str, Any]) -> list[dict[str, Any]]:
-    """The recorded turns, of which each has exactly the prompt and the completion that the engine had."""
+    """Return the recorded turns; each must have exactly the prompt and the completion of the engine."""
     turns = proxy.tokens(episode)["turns"]
     for turn, call in zip(turns, proxy.engine.calls, strict=True):
         assert turn["prompt_ids"] == call.input_ids.tolist()
@@ -118,7 +118,7 @@ def turns_of(proxy: RunningProxy, episode: dict[str, Any]) -> list[dict[str, Any
 
 
 def reused_share(turns: list[dict[str, Any]]) -> float:
-    """The share of the prompt tokens known from the turn before that were its recorded ids."""
+    """Return the share of tokens known from the turn before that the prompt reused as recorded."""
     known = reused = 0
     for before, turn in itertools.pairwise(turns):
         context = before["prompt_ids"] + before["token_ids"]
@@ -133,7 +133,7 @@ def told(proxy: RunningProxy, call: EngineCall) -> str:
     return proxy.engine.renderer.tokenizer.decode(call.input_ids.tolist())
 
 
-def test_the_hash_of_claude_code_costs_no_branch(timed: RunningProxy) -> None:
+def test_the_hash_of_claude_code_causes_no_branch(timed: RunningProxy) -> None:
     reset(timed)
     episode = timed.open_episode()
     ClaudeCode(episode).call(timed, *range(8))
@@ -172,7 +172,7 @@ def clock(call: int) -> str:
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_a_rule_of_the_configuration_in_every_dialect(
+def test_a_configured_rule_applies_in_every_dialect(
     timed: RunningProxy, dialect: str, streamed: bool
 ) -> None:
     reset(timed, lambda call: tool_call(query="Lyon"))
@@ -190,7 +190,7 @@ def test_a_rule_of_the_configuration_in_every_dialect(
     assert timed.store.load_episode(episode["id"]).turns[0].new_messages[0].content == clock(0)
 
 
-def test_all_but_the_volatile_text_still_counts(timed: RunningProxy) -> None:
+def test_a_change_outside_the_volatile_text_is_a_fork(timed: RunningProxy) -> None:
     reset(timed, lambda call: tool_call(query="Lyon"))
     episode = timed.open_episode()
     agent = AGENTS["chat"](timed, episode, "Where is Lyon?", clock(0))
@@ -207,8 +207,8 @@ def test_all_but_the_volatile_text_still_counts(timed: RunningProxy) -> None:
     assert [turn["volatile_as_first_seen"] for turn in turns] == [0, 1, 0, 0]
 
 
-def test_a_new_message_has_its_own_text(renderer: ChatRenderer, tmp_path: Path) -> None:
-    """A message that reads like an earlier one but is at another place is read as it was sent."""
+def test_a_new_message_keeps_its_own_text(renderer: ChatRenderer, tmp_path: Path) -> None:
+    """A message that is like an earlier one, but at another index, is read as it was sent."""
     rule = {"time": {"pattern": r"The time is [0-9:]{8}", "roles": ["tool"]}}
     engine = ScriptedSampler(renderer, lambda call: tool_call(query="Lyon"))
     with running_proxy(tmp_path / "store.db", engine, volatile=rule) as proxy:
@@ -265,7 +265,7 @@ def test_the_first_text_is_known_after_a_restart(renderer: ChatRenderer, tmp_pat
         before = turns_of(proxy, episode)
     with running_proxy(store, ScriptedSampler(renderer, lambda call: CALL)) as proxy:
         agent.call(proxy, 2)
-        ClaudeCode(episode).call(proxy, 3)  # begins again, so that its prompt is rendered anew
+        ClaudeCode(episode).call(proxy, 3)  # starts over, so its prompt is rendered anew
         turns = proxy.tokens(episode)["turns"]
         sent = [call.input_ids.tolist() for call in proxy.engine.calls]
     assert sent == [turn["prompt_ids"] for turn in turns[2:]]
@@ -275,11 +275,11 @@ def test_the_first_text_is_known_after_a_restart(renderer: ChatRenderer, tmp_pat
 
 
 def test_an_implicit_episode_is_found_by_any_worker(tmp_path: Path) -> None:
-    """Without a key and a session name, a conversation is found by its messages, also by their worker."""
+    """Without a key or a session name, a conversation is found by its messages, in whichever worker."""
     app = ScriptedApp.from_folder(MODEL, lambda call: "ok")
     store, rule = tmp_path / "store.db", "{time: {pattern: 'The time is [0-9:]{8}'}}"
     with running(app) as engine_url, workers_of(engine_url, store, volatile=rule) as (serving, _):
-        for first in range(6):  # conversations with different questions have different workers
+        for first in range(6):  # different questions lead to different workers
             messages: list[Any] = [{"role": "user", "content": f"question {first}"}]
             for call in range(3):
                 body = {"model": "p", "messages": [{"role": "system", "content": clock(call)}, *messages]}
@@ -297,7 +297,7 @@ def test_an_implicit_episode_is_found_by_any_worker(tmp_path: Path) -> None:
         assert each[0].new_messages[0].content == clock(0)
 
 
-def test_a_retry_with_another_hash_gets_the_sample_that_it_missed(timed: RunningProxy) -> None:
+def test_a_retry_with_another_hash_gets_the_same_sample(timed: RunningProxy) -> None:
     reset(timed)
     episode = timed.open_episode()
     first, again = ClaudeCode(episode), ClaudeCode(episode)
@@ -325,8 +325,8 @@ def test_a_rule_that_matches_nothing_changes_nothing(renderer: ChatRenderer, tmp
     assert rows[0] == rows[1]
 
 
-def test_tokens_are_counted_as_they_are_sent(timed: RunningProxy) -> None:
-    """count_tokens has the first text, too: one that is much longer does not count."""
+def test_tokens_are_counted_with_the_text_as_first_seen(timed: RunningProxy) -> None:
+    """count_tokens uses the first text as well, so that a much longer one is not counted."""
     reset(timed)
     episode = timed.open_episode()
     agent = ClaudeCode(episode)

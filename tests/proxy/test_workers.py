@@ -36,7 +36,7 @@ SLOW = "take your time"
 
 
 class Script:
-    """Begins to answer a slow call and continues after a minute, or at once if it `hurries`; counts them."""
+    """Sends the chunks of a slow call a minute apart, or at once if it `hurries`; counts slow calls."""
 
     def __init__(self) -> None:
         self.slow_calls = 0
@@ -80,7 +80,7 @@ def open_episode(url: str, **body: Any) -> dict[str, Any]:
 
 
 def open_on(serving: Serving, index: int) -> dict[str, Any]:
-    """An episode of a certain worker."""
+    """Open an episode that a given worker owns."""
     for _ in range(20):
         opened = open_episode(serving.url)
         if worker_of(serving, opened) == index:
@@ -89,18 +89,18 @@ def open_on(serving: Serving, index: int) -> dict[str, Any]:
 
 
 def worker_of(serving: Serving, opened: dict[str, Any]) -> int:
-    """The index of the worker that has an episode."""
+    """Return the index of the worker that owns an episode."""
     with Store.open(serving.store) as store:
         return int(str(store.episode_row(opened["id"]).owner).split(".")[1])
 
 
 def user(text: str) -> dict[str, str]:
-    """A user's message."""
+    """Return a user's message."""
     return {"role": "user", "content": text}
 
 
 class Talk:
-    """A conversation that is sent wherever one likes; its replies are appended."""
+    """A conversation that can be sent to any URL; the replies are appended to it."""
 
     def __init__(self, key: str = "", headers: dict[str, str] | None = None, first: str = "hello") -> None:
         self.path = f"/e/{key}/v1" if key else "/v1"
@@ -109,7 +109,7 @@ class Talk:
         self.ids: list[str] = []
 
     def say(self, url: str) -> None:
-        """One more turn; each on a connection of its own."""
+        """Add one more turn, on a connection of its own."""
         answer = httpx.post(
             f"{url}{self.path}/chat/completions",
             json={"model": "p", "messages": self.messages, "tools": [SEARCH]},
@@ -122,12 +122,12 @@ class Talk:
         result = {
             "role": "tool",
             "content": f"result {len(self.ids)}",
-        }  # the template keeps what is before it
+        }  # after it, the template keeps the earlier messages
         self.messages += [body["choices"][0]["message"], result]
 
 
 def check_exact(serving: Serving, episode_id: str, ids: Sequence[str]) -> None:
-    """The turns are one trajectory: each prompt begins with all that was read and sampled before."""
+    """Check that the turns are one trajectory: each prompt begins with the earlier prompt and reply."""
     shown = httpx.get(f"{serving.url}/episodes/{episode_id}", params={"tokens": 1}, timeout=30).json()
     assert [turn["id"] for turn in shown["turns"]] == list(ids)
     assert [turn["parent"] for turn in shown["turns"]] == [None, *ids[:-1]]
@@ -137,8 +137,8 @@ def check_exact(serving: Serving, episode_id: str, ids: Sequence[str]) -> None:
         assert later["prompt_ids"][: len(context)] == context
 
 
-def test_no_worker_reads_the_body_of_a_page_of_another_origin(serving: Serving) -> None:
-    """Whichever worker is asked answers at once, and does not wait for a body that never comes."""
+def test_no_worker_reads_the_body_of_a_cross_origin_request(serving: Serving) -> None:
+    """Whichever worker accepts the connection answers at once, without waiting for the body."""
     address = urlsplit(serving.url)
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
@@ -162,7 +162,7 @@ def test_the_workers_share_the_episodes(serving: Serving) -> None:
         assert item["base_urls"] == {"openai": f"{root}/v1", "anthropic": root, "google": root}
 
 
-def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:
+def test_a_call_reaches_the_owner_of_its_episode_through_any_worker(serving: Serving) -> None:
     opened = open_on(serving, 0)
     talk = Talk(opened["key"])
     with Store.open(serving.store) as store:
@@ -176,8 +176,7 @@ def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:
 
 
 def metrics_of(url: str) -> dict[str, float]:
-    """The samples of /metrics, by name and labels; asked for again, as the answer says, while a worker is too
-    slow."""
+    """Return the samples of /metrics, by name and labels. A 503, because a worker is too slow, is retried."""
     answers: list[httpx.Response] = []
 
     def is_whole() -> bool:
@@ -193,7 +192,7 @@ def metrics_of(url: str) -> dict[str, float]:
     }
 
 
-def test_the_metrics_are_those_of_all_workers_whichever_is_asked(serving: Serving) -> None:
+def test_every_worker_returns_the_metrics_of_all_workers(serving: Serving) -> None:
     before = metrics_of(serving.url)
     talks = [Talk(open_on(serving, index)["key"]) for index in (0, 1, 1)]
     for talk in talks:
@@ -214,13 +213,13 @@ def test_the_metrics_are_those_of_all_workers_whichever_is_asked(serving: Servin
 
 
 def sampled(serving: Serving, turn_id: str) -> int:
-    """The number of tokens that were sampled in a turn."""
+    """Return the number of tokens that were sampled in a turn."""
     with Store.open(serving.store) as store:
         turns = store.turns_of(store.episode_of_turn(turn_id).id)
     return next(len(turn.completion) for turn in turns if turn.id == turn_id)
 
 
-def test_the_metrics_of_some_workers_are_not_said_to_be_those_of_all(serving: Serving) -> None:
+def test_metrics_that_lack_those_of_a_worker_are_not_returned(serving: Serving) -> None:
     pid = serving.pid(1)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -235,7 +234,7 @@ def test_the_metrics_of_some_workers_are_not_said_to_be_those_of_all(serving: Se
 
 
 def connect(serving: Serving) -> HTTPConnection:
-    """A connection to the public port, which is not opened again once it is closed."""
+    """Open a connection to the public port, which is not reopened once it is closed."""
     connection = HTTPConnection(urlsplit(serving.url).netloc, timeout=30)
     connection.connect()
     connection.auto_open = 0
@@ -243,7 +242,7 @@ def connect(serving: Serving) -> HTTPConnection:
 
 
 def ask(connection: HTTPConnection, opened: dict[str, Any], text: str = "hello") -> str:
-    """One call over a connection; the completion's id."""
+    """Make one call over a connection, and return the completion's id."""
     body = json.dumps({"messages": [user(text)]})
     connection.request("POST", f"/e/{opened['key']}/v1/chat/completions", body)
     answer = connection.getresponse()
@@ -253,7 +252,7 @@ def ask(connection: HTTPConnection, opened: dict[str, Any], text: str = "hello")
 
 
 def test_a_connection_is_passed_to_the_worker_of_its_episode(serving: Serving) -> None:
-    """While the other worker is stopped, every connection of this one's episodes is served."""
+    """While one worker is stopped, every connection for an episode of the other one is served."""
     opened = [open_on(serving, 0), open_on(serving, 1)]
     with contextlib.ExitStack() as stack:
         held = [[stack.enter_context(contextlib.closing(connect(serving))) for _ in range(8)] for _ in opened]
@@ -282,7 +281,7 @@ def test_one_connection_carries_calls_of_several_episodes(serving: Serving) -> N
 @pytest.mark.parametrize("how", ["split in the key", "split in the head", "large", "chunked", "pipelined"])
 def test_every_form_of_a_request_arrives_whole(serving: Serving, how: str) -> None:
     opened = [open_on(serving, 0), open_on(serving, 1)]
-    for item in opened * 3:  # whichever worker accepts, one of the two episodes is the other's
+    for item in opened * 3:  # whichever worker accepts, one of the two episodes belongs to the other
         text = "sea " * (2**17 if how == "large" else 4)
         body = json.dumps({"messages": [user(text)], "max_tokens": 4}).encode()
         close = b"Connection: close\r\n"
@@ -301,16 +300,16 @@ def test_every_form_of_a_request_arrives_whole(serving: Serving, how: str) -> No
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for piece in pieces:
                 raw.sendall(piece)
-                time.sleep(0.02)  # so that it is read by itself
+                time.sleep(0.02)  # so that each piece is read separately
             answered = b"".join(iter(lambda: raw.recv(2**16), b""))
         statuses = re.findall(rb"HTTP/1.1 (\d+)", answered)
-        if how == "large":  # all of it was read: it is longer than the context
+        if how == "large":  # the whole text was read, and is longer than the context
             assert statuses == [b"400"] and b"context_length_exceeded" in answered
         else:
             assert statuses == ([b"200", b"200"] if how == "pipelined" else [b"200"]), answered
 
 
-def test_what_is_refused_is_refused_alike_wherever_it_arrives(serving: Serving) -> None:
+def test_refusals_are_the_same_in_every_worker(serving: Serving) -> None:
     opened = open_on(serving, 0)
     large = b" " * (33 * 2**20)
     for url in serving.own:
@@ -327,7 +326,7 @@ def test_what_is_refused_is_refused_alike_wherever_it_arrives(serving: Serving) 
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), path
 
 
-def test_a_stream_is_passed_on_whole(serving: Serving) -> None:
+def test_a_forwarded_stream_arrives_whole(serving: Serving) -> None:
     opened = open_on(serving, 1)
     url = f"{serving.own[0]}/e/{opened['key']}/v1/chat/completions"
     body = {"model": "p", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
@@ -341,7 +340,7 @@ def test_a_stream_is_passed_on_whole(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_hang_up_reaches_the_engine_through_a_forward(
+def test_a_hang_up_of_a_forwarded_call_reaches_the_engine(
     serving: Serving, engine: Engine, stream: bool
 ) -> None:
     opened = open_on(serving, 1)
@@ -370,13 +369,13 @@ def test_an_episode_is_finished_through_another_worker(serving: Serving) -> None
     reward = {"rewards": [{"reward": 0.5}]}
     done = httpx.post(f"{serving.own[1]}/episodes/{opened['id']}/finish", json=reward, headers=key)
     assert (done.status_code, done.json()["status"]) == (200, "finished")
-    for url in serving.own:  # the owner's memory knows it too
+    for url in serving.own:  # the owner knows it too
         late = httpx.post(f"{url}/e/{opened['key']}/v1/chat/completions", json={"messages": talk.messages})
         assert (late.status_code, late.json()["error"]["code"]) == (409, "episode_sealed")
 
 
 def test_a_named_session_is_one_episode(serving: Serving) -> None:
-    """Even where its first calls reach both workers at once."""
+    """This holds even if its first calls reach both workers at once."""
     headers = {"session-id": "s-1"}
     talks = [Talk(headers=headers, first=f"question {index}") for index in range(6)]
     with ThreadPoolExecutor(6) as pool:
@@ -392,14 +391,14 @@ def test_a_named_session_is_one_episode(serving: Serving) -> None:
 
 
 def test_a_conversation_without_a_name_continues_at_its_home(serving: Serving) -> None:
-    for index in range(4):  # some of them at home in each worker
+    for index in range(4):  # each worker is the home of some of them
         talk = Talk(first=f"conversation {index}")
         for url in (*serving.own, serving.url):
             talk.say(url)
         check_exact(serving, episode_of(serving, talk.ids[0]), talk.ids)
 
 
-def test_a_reference_leads_to_the_episode(serving: Serving) -> None:
+def test_a_previous_response_id_leads_to_its_episode(serving: Serving) -> None:
     previous: str | None = None
     ids: list[str] = []
     for url in (*serving.own, serving.own[0]):
@@ -412,7 +411,7 @@ def test_a_reference_leads_to_the_episode(serving: Serving) -> None:
 
 
 def test_calls_of_googles_api_reach_their_owner(serving: Serving) -> None:
-    """By the messages and the signature of a conversation without a key, and by a key in the query."""
+    """They are routed by a key in the query, or by the messages and signatures of the conversation."""
     ids: list[str] = []
     contents: list[dict[str, Any]] = []
     for url in (*serving.own, serving.own[0]):
@@ -437,8 +436,8 @@ def episode_of(serving: Serving, turn_id: str) -> str:
         return store.episode_of_turn(turn_id).id
 
 
-def test_kill_9_of_a_worker_in_mid_episode(serving: Serving) -> None:
-    """Through the main port the other worker takes over; through the dead one's port a call only waits."""
+def test_episodes_continue_after_kill_9_of_their_worker(serving: Serving) -> None:
+    """At the public port the other worker takes over; at the dead worker's own port a call waits."""
     first, second = open_on(serving, 0), open_on(serving, 0)
     taken, waiting, nameless = Talk(first["key"]), Talk(second["key"]), Talk(first="who is it?")
     for talk in (taken, waiting):
@@ -452,7 +451,7 @@ def test_kill_9_of_a_worker_in_mid_episode(serving: Serving) -> None:
     nameless.say(serving.own[1])
     with Store.open(serving.store) as store:
         owners = [str(store.episode_row(episode["id"]).owner) for episode in (first, second)]
-    # Worker 1 took it over, or worker 0 itself, where that was started again first.
+    # Worker 1 took them over, or worker 0 itself if it was restarted first.
     assert not any(owner.endswith(".0.0") for owner in owners)
     for talk, url in ((taken, serving.own[0]), (waiting, serving.own[1]), (nameless, serving.own[0])):
         talk.say(url)
@@ -462,7 +461,7 @@ def test_kill_9_of_a_worker_in_mid_episode(serving: Serving) -> None:
 
 
 def test_connections_follow_an_episode_that_was_taken_over(serving: Serving) -> None:
-    """Its home forwards one call, and passes the connection on before the next."""
+    """The home of the episode forwards one call, and passes the connection on before the next one."""
     opened = open_on(serving, 0)
     pid = serving.pid(0)
     serving.kill(0)
@@ -484,10 +483,10 @@ def test_connections_follow_an_episode_that_was_taken_over(serving: Serving) -> 
             os.kill(stopped, signal.SIGCONT)
 
 
-def test_kill_9_during_a_forwarded_call(
+def test_a_forwarded_call_survives_kill_9_of_the_owner(
     serving: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client is answered by the worker that it had asked, on the exact tokens."""
+    """The worker that received the call takes it over, on the exact tokens."""
     opened = open_on(serving, 1)
     talk = Talk(opened["key"])
     talk.say(serving.own[1])
@@ -507,14 +506,14 @@ def test_kill_9_during_a_forwarded_call(
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_lost_first_answer_is_not_sampled_again(serving: Serving, named: bool, killed: bool) -> None:
-    """The client's retry may reach the other worker, and kill -9 may have ended both in between."""
+    """The client's retry may reach the other worker, and both may have been killed in between."""
 
     def kill_all() -> None:
         for pid in [serving.pid(index) for index in range(2)]:
             os.kill(pid, signal.SIGKILL)
             wait_for(lambda pid=pid: not is_running(pid))
 
-    for index in range(3):  # some of them at home in each worker
+    for index in range(3):  # each worker is the home of some of them
         question = f"where is it, {index}? {named} {killed}"
         headers = {"session-id": question} if named else {}
         with (
@@ -541,7 +540,7 @@ def test_a_refused_first_call_leaves_no_episode_in_any_worker(serving: Serving) 
     assert httpx.get(f"{serving.url}/episodes").json()["episodes"] == before
 
 
-def test_sigterm_ends_all_and_a_later_run_continues(engine: Engine, tmp_path: Path) -> None:
+def test_sigterm_ends_all_processes_and_a_later_run_continues(engine: Engine, tmp_path: Path) -> None:
     store = tmp_path / "store.db"
     talk = Talk()
     with workers_of(engine.url, store) as (serving, pids):
@@ -562,8 +561,8 @@ def test_sigterm_ends_all_and_a_later_run_continues(engine: Engine, tmp_path: Pa
         wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_urls_outlive_the_supervisor(engine: Engine, tmp_path: Path) -> None:
-    """kill -9, and the next one at once, while workers of the first still wait for a running call."""
+def test_urls_stay_valid_after_kill_9_of_the_supervisor(engine: Engine, tmp_path: Path) -> None:
+    """The next supervisor starts at once, while workers of the killed one still wait for a running call."""
     store, port = tmp_path / "store.db", lasting_port()
     with workers_of(engine.url, store, port=port) as (first, earlier), ThreadPoolExecutor(1) as pool:
         opened = [open_episode(first.url) for _ in range(4)]
@@ -577,7 +576,7 @@ def test_urls_outlive_the_supervisor(engine: Engine, tmp_path: Path) -> None:
         wait_for(lambda: engine.script.slow_calls == begun + 1)
         first.process.kill()
         with workers_of(engine.url, store, port=port) as (second, _):
-            assert not any(is_running(pid) for pid in earlier)  # two processes never have one episode
+            assert not any(is_running(pid) for pid in earlier)  # no two processes have the same episode
             assert second.url == first.url
             for item, talk in zip(opened, talks, strict=True):
                 talk.say(item["base_url"].removesuffix(talk.path))
@@ -592,7 +591,7 @@ def test_urls_outlive_the_supervisor(engine: Engine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "counts", [(2, 3), (2, 1), *(pytest.param(counts, marks=pytest.mark.slow) for counts in ((3, 2), (1, 2)))]
 )
-def test_urls_outlive_a_change_of_the_number_of_workers(
+def test_urls_stay_valid_when_the_number_of_workers_changes(
     engine: Engine, tmp_path: Path, counts: tuple[int, int]
 ) -> None:
     store, port = tmp_path / "store.db", lasting_port()
@@ -613,7 +612,7 @@ def test_urls_outlive_a_change_of_the_number_of_workers(
                 check_exact(second, episode_of(second, talk.ids[0]), talk.ids)
 
 
-def test_a_port_of_somebody_else_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_a_port_that_is_in_use_is_refused(engine: Engine, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(MODEL), "--workers", "2"]
     command += ["--engine-url", engine.url, "--store", str(tmp_path / "s.db"), "--port"]
     with listen("127.0.0.1", 0) as taken:

@@ -1,4 +1,4 @@
-"""`store.retain` with several workers: the first of them carries it out, and nobody beside it."""
+"""`store.retain` with several workers: only the first worker applies it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine_url() -> Iterator[str]:
 
 
 def train(store: Store) -> None:
-    """Steps of one group each; the last version is to be kept, and the last checkpoint may be lost."""
+    """Train steps of one group each. The last version is kept, and the last checkpoint may be lost."""
     store.publish_version(0, step=0, path="v0")
     for step in range(1, STEPS + 1):
         group = f"g{step}@0"
@@ -52,22 +52,22 @@ def train(store: Store) -> None:
 
 
 def due(store: Store) -> list[str]:
-    """Groups whose turns are to be given up."""
+    """Return the groups whose turns are to be deleted."""
     return [group for group, _ in store.expired_groups(keep_versions=KEPT, after_step=-1, limit=STEPS)]
 
 
 def wait_for_a_sweep(store: Store, owner: str, name: str) -> None:
-    """Return when that worker has closed an idle episode of its own."""
+    """Wait until a worker has closed an idle episode that it owns."""
     store.open_episode(NewEpisode(name, f"hash of {name}", owner=owner)).result()
     wait_for(lambda: store.episode_row(name).status == "failed")
 
 
-def test_one_worker_gives_up_what_is_not_kept(engine_url: str, tmp_path: Path) -> None:
+def test_only_the_first_worker_deletes_expired_turns(engine_url: str, tmp_path: Path) -> None:
     path, settings = tmp_path / "store.db", {"retain": {"versions": KEPT}, "idle_timeout_s": 0.1}
     with workers_of(engine_url, path, **settings) as (serving, pids), Store.open(path) as store:
         os.kill(pids[0], signal.SIGSTOP)
         train(store)
-        for name in ("first", "second"):  # so one sweep of the other worker was whole
+        for name in ("first", "second"):  # so the other worker has made at least one whole sweep
             wait_for_a_sweep(store, serving.lock(1).stem, name)
         assert due(store) == ["g1@0", "g2@0"]
         os.kill(pids[0], signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""Two workers of a proxy as processes, and what can be seen of them from outside."""
+"""The workers of a proxy as processes, and what can be seen of them from outside."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ serve_workers(
 
 
 class Serving:
-    """`areal-agents serve --workers 2` as a process; with `retain` what it calls, which is given that too.
+    """`areal-agents serve --workers N` as a process; with `retain`, the function that the command calls.
 
-    `config` are settings of the proxy.
+    `config` contains settings of the proxy.
 
     Attributes:
-        url: where it serves; own: [workers] where each of several is reached by its siblings.
+        url: the URL of the proxy.
+        own: [workers] the URL at which the siblings of each worker reach it; empty for one worker.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class Serving:
         self.own = [self._newest(index)[1][1] for index in indexes]
 
     def lock(self, index: int) -> Path:
-        """The file that a worker's newest process holds, once it runs; it is named after the owner."""
+        """Return the lock file of a worker's newest process, once it runs. It is named after the owner."""
         return self._newest(index)[0]
 
     def pid(self, index: int) -> int:
-        """The process of a worker, once it runs."""
+        """Return the process id of a worker's newest process, once it runs."""
         return int(self._newest(index)[1][0])
 
     def _newest(self, index: int) -> tuple[Path, list[str]]:
-        """The lock file of a worker's newest process and its words, the process id and the base URL.
+        """Return the lock file of a worker's newest process and its content, the process id and the base URL.
 
         A process that starts removes the files of earlier ones, so a file that was listed may be gone.
         """
@@ -92,11 +93,11 @@ class Serving:
         return max(files, key=lambda file: int(file[0].name.split(".")[2]))
 
     def kill(self, index: int) -> None:
-        """kill -9."""
+        """Send SIGKILL."""
         os.kill(self.pid(index), signal.SIGKILL)
 
     def end(self) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM, wait, and return the exit code."""
         self.process.terminate()
         code = self.process.wait(30)
         assert self.process.stdout is not None
@@ -105,7 +106,7 @@ class Serving:
 
 
 def lasting_port() -> int:
-    """A free port that no outgoing connection is given, so that it is still free after a restart."""
+    """Return a free port that no outgoing connection gets, so that it is still free after a restart."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
@@ -114,7 +115,7 @@ def lasting_port() -> int:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Return when something holds that another process brings about."""
+    """Wait until a condition is true that another process brings about."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come about in time"
@@ -122,7 +123,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, zombies left out."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -131,7 +132,7 @@ def is_running(pid: int) -> bool:
 
 @contextlib.contextmanager
 def workers_of(engine_url: str, store: Path, **settings: Any) -> Iterator[tuple[Serving, list[int]]]:
-    """`Serving` and its workers' processes, which are killed in the end."""
+    """Start `Serving`, yield it with the process ids of its workers, and kill all of them in the end."""
     started = Serving(engine_url, store, **settings)
     pids = [started.pid(index) for index in range(len(started.own))]
     try:

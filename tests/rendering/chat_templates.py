@@ -1,4 +1,4 @@
-"""Chat templates of many habits, and a small model folder for any of them."""
+"""Chat templates with different conventions, and a small model folder for any of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHATML = """\
 {{- '<|im_start|>assistant\\n' if add_generation_prompt -}}
 """
 
-# Hermes calls; lines and blocks are trimmed by the environment here, not by dashes.
+# Tool calls in the Hermes format; lines and blocks are trimmed by the environment, not by dashes.
 HERMES = """\
 {% if tools %}
 <|im_start|>system
@@ -53,7 +53,7 @@ HERMES = """\
 {% endif %}
 """
 
-# The tools stand in front of the last question, a system prompt within it, and calls in a list.
+# Writes the tools before the last question, the system prompt inside it, and calls one after another.
 INST = """\
 {{- bos_token -}}
 {%- if messages[0].role == 'system' -%}
@@ -81,7 +81,7 @@ INST = """\
 {%- endfor -%}
 """
 
-# Trims, alternates strictly, puts the system prompt into the first question.
+# Trims contents, requires roles to alternate, and puts the system prompt into the first question.
 ALTERNATING = """\
 {{- bos_token -}}
 {%- set first = messages[0].content | trim ~ '\\n\\n' if messages[0].role == 'system' else '' -%}
@@ -96,7 +96,7 @@ ALTERNATING = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>model\\n' -}}{%- endif -%}
 """
 
-# Closes replies with a token that is no end of text; marks replies for training code.
+# Closes replies with a token that is not the end-of-text token; marks replies for training code.
 GENERATION = """\
 {%- for message in messages -%}
     {%- if message.role == 'assistant' -%}
@@ -117,7 +117,7 @@ OPTION = "{{- 'Be terse.\\n' if style == 'terse' -}}" + CHATML
 
 
 def with_header(extra: str) -> str:
-    """CHATML with one more thing in the header of each message that is no reply."""
+    """CHATML with an additional expression in the header of each message that is not a reply."""
     written = f"message.role ~ ({extra} if message.role != 'assistant' else '') ~"
     return CHATML.replace("message.role ~", written)
 
@@ -126,7 +126,7 @@ NUMBERED = with_header("' ' ~ loop.index")
 STAMPED = with_header("strftime_now(' %H:%M:%S')")
 COUNTED_DOWN = with_header("' ' ~ loop.revindex")
 LAST_QUESTION = with_header("(' now' if loop.last else '')")
-# Shows the tools in the newest message of a user, so that they leave the earlier one.
+# Writes the tools into the newest user message, so that they move there from the earlier one.
 WANDERING_TOOLS = (
     "{%- set asked = messages | selectattr('role', 'equalto', 'user') | list | last -%}"
     + CHATML.replace(
@@ -141,18 +141,18 @@ STRICT_SYSTEM = CHATML.replace(
     "in messages -%}{{- raise_exception('late') if message.role == 'system' and not loop.first -}}",
 )
 DROPS_REASONING = "{#- </think> -#}" + CHATML
-# Names the function that a result answers, which only the history knows.
+# Writes the name of the called function into a result; only the history contains it.
 NAMED_RESULTS = "{% set seen = namespace(call='') %}" + HERMES.replace(
     "{{ message.content }}\n", "{{ seen.call if message.role == 'tool' }} {{ message.content }}\n"
 ).replace("{%- set function", "{%- set seen.call = call.function.name %}{%- set function")
-# What a reply said beside its calls is not shown again.
+# Leaves out the content of replies that have calls.
 SILENT_CALLS = HERMES.replace(
     "{{ message.content }}\n", "{{ '' if message.tool_calls else message.content }}\n\n"
 )
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, and those of `SPECIAL`."""
+    """A tokenizer with one token per byte, and those of `SPECIAL`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -162,7 +162,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def sentence_tokenizer(prepend_scheme: str) -> Tokenizer:
-    """One token per byte or word boundary, where special tokens swallow the space behind them."""
+    """A tokenizer with one token per byte or word boundary; special tokens absorb the space after them."""
     letters = ["<unk>", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE(
         {letter: i for i, letter in enumerate(letters)}, [], unk_token="<unk>", byte_fallback=True
@@ -182,7 +182,7 @@ def write_folder(
     tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> Path:
-    """A model folder with this chat template and a byte tokenizer, or another."""
+    """Write a model folder with this chat template and a byte tokenizer, or the given one."""
     folder.mkdir(parents=True, exist_ok=True)
     (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"model_type": "unheard_of", **(config or {})}))

@@ -22,7 +22,7 @@ CORPUS = [
 
 
 def write_model_folder(folder: Path, *, model_type: str = "qwen3") -> Path:
-    """config.json, tokenizer.json and tokenizer_config.json of a tiny Qwen3-form model."""
+    """Write config.json, tokenizer.json and tokenizer_config.json of a tiny model in the Qwen3 format."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,11 +58,11 @@ def renderer(model_folder: Path) -> ChatRenderer:
 
 @pytest.fixture(scope="session")
 def qwen25() -> ChatRenderer:
-    """The real vocabulary, read once: it takes seconds."""
+    """A renderer with the real vocabulary, which is read once because that takes seconds."""
     return ChatRenderer.from_folder(qwen_folder("qwen2"))
 
 
 @pytest.fixture(scope="session")
 def qwen3() -> ChatRenderer:
-    """The same with a format of its own."""
+    """A renderer with the real vocabulary and the format of the family qwen3."""
     return ChatRenderer.from_folder(qwen_folder("qwen3"))

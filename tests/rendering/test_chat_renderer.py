@@ -64,7 +64,7 @@ def test_a_reply_is_parsed_into_reasoning_content_and_parallel_calls(renderer: C
         "{}",
     ],
 )
-def test_arguments_stay_the_text_that_was_sampled(renderer: ChatRenderer, arguments: str) -> None:
+def test_arguments_are_kept_as_sampled(renderer: ChatRenderer, arguments: str) -> None:
     text = f'<tool_call>\n{{"name": "search", "arguments": {arguments}}}\n</tool_call><|im_end|>'
     reply = renderer.parse(renderer.render(QUESTION, TOOLS), sampled(renderer, text), TOOLS)
     assert reply.tool_calls[0].arguments == arguments
@@ -112,13 +112,13 @@ def test_without_tools_calls_stay_in_the_content_as_sampled(renderer: ChatRender
     assert renderer.parse(renderer.render(QUESTION, TOOLS), completion, TOOLS).tool_calls or CALL not in text
 
 
-def test_brackets_nested_beyond_reason_are_text(renderer: ChatRenderer) -> None:
+def test_very_deeply_nested_brackets_stay_in_the_content(renderer: ChatRenderer) -> None:
     text = "<tool_call>\n" + "[" * 100_000 + "\n</tool_call>"
     reply = renderer.parse(renderer.render(QUESTION, TOOLS), sampled(renderer, text + "<|im_end|>"), TOOLS)
     assert reply.content == text
 
 
-def test_the_bridge_is_the_full_rendering_of_a_tool_cycle(renderer: ChatRenderer) -> None:
+def test_a_bridge_equals_the_full_rendering_of_a_tool_cycle(renderer: ChatRenderer) -> None:
     prompt = renderer.render(QUESTION, TOOLS)
     completion = sampled(renderer, f"<think>\nI search.\n</think>\n\nWait.\n{CALL}\n{CALL}<|im_end|>")
     reply = renderer.parse(prompt, completion, TOOLS)
@@ -129,7 +129,7 @@ def test_the_bridge_is_the_full_rendering_of_a_tool_cycle(renderer: ChatRenderer
     assert np.array_equal(whole, np.concatenate([prompt, completion, suffix]))
 
 
-def test_a_truncated_turn_is_closed_as_prompt(renderer: ChatRenderer) -> None:
+def test_a_truncated_turn_is_closed_in_the_next_prompt(renderer: ChatRenderer) -> None:
     prompt, cut = renderer.render(QUESTION, TOOLS), sampled(renderer, f"Let me.\n{CALL}")
     reply = renderer.parse(prompt, cut, TOOLS)
     suffix = renderer.bridge(prompt, cut, results(reply, "ok"), TOOLS)
@@ -147,7 +147,7 @@ def test_reasoning_that_was_cut_off_is_closed_too(renderer: ChatRenderer) -> Non
     assert renderer.tokenizer.decode(suffix).startswith("</think><|im_end|>\n")
 
 
-def test_what_would_rewrite_earlier_tokens_is_refused(renderer: ChatRenderer) -> None:
+def test_a_bridge_that_would_rewrite_earlier_tokens_is_refused(renderer: ChatRenderer) -> None:
     prompt, done = renderer.render(QUESTION), sampled(renderer, "France.<|im_end|>")
     assert renderer.bridge(prompt, done, [Message("user", "And Paris?")]) is None
     assert renderer.bridge(prompt, done, [Message("assistant", "edited"), Message("tool", "x")]) is None
@@ -155,7 +155,7 @@ def test_what_would_rewrite_earlier_tokens_is_refused(renderer: ChatRenderer) ->
     assert renderer.bridge(prompt, after_the_end, [Message("tool", "x")]) is None
 
 
-def test_keeping_all_thinking_bridges_user_turns(model_folder) -> None:  # type: ignore[no-untyped-def]
+def test_user_turns_are_bridged_if_all_thinking_is_kept(model_folder) -> None:  # type: ignore[no-untyped-def]
     keep = ChatRenderer.from_folder(model_folder, options={"thinking_retention": "all"})
     prompt, done = keep.render(QUESTION), sampled(keep, "<think>\nhm\n</think>\n\nFrance.<|im_end|>")
     suffix = keep.bridge(prompt, done, [Message("user", "And Paris?")])
@@ -190,7 +190,7 @@ def test_a_rendering_may_end_after_the_last_message(renderer: ChatRenderer) -> N
     assert np.array_equal(prompt[: len(shorter)], shorter)
 
 
-def test_whitespace_around_reasoning_and_content_is_no_part_of_them(renderer: ChatRenderer) -> None:
+def test_whitespace_around_reasoning_and_content_is_removed(renderer: ChatRenderer) -> None:
     reply = renderer.parse(renderer.render(QUESTION), sampled(renderer, "<think>\n for ever "))
     assert (reply.reasoning, reply.content) == ("for ever", "")
 
@@ -261,7 +261,7 @@ def test_any_completion_parses_and_bridges_or_is_refused(renderer: ChatRenderer,
         assert renderer.tokenizer.decode(suffix).endswith("<|im_start|>assistant\n")
 
 
-def test_a_message_with_calls_of_a_client_renders_like_ours(renderer: ChatRenderer) -> None:
+def test_a_clients_message_with_tool_calls_is_rendered_like_a_sampled_one(renderer: ChatRenderer) -> None:
     call = ToolCall("toolu_1", "search", '{"query": "Lyon"}')
     reply = Message("assistant", "", tool_calls=(call,))
     history = [*QUESTION, reply, Message("tool", "x", tool_call_id="toolu_1")]

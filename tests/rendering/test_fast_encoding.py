@@ -22,13 +22,13 @@ from areal_agents.rendering.tokenization.fast_encoding import (
     is_supported,
 )
 
-# Llama 3's and GLM-4's.
+# The pattern of Llama 3 and GLM-4.
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN = LLAMA.replace(r"\p{N}{1,3}", r"\p{N}")
-O200 = (  # GPT-4o's, gpt-oss's
+O200 = (  # GPT-4o and gpt-oss
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -43,7 +43,7 @@ KINDS = ["qwen", "llama", "words", "marks", "gpt2"]
 
 
 def split_by(pattern: str | None) -> Any:
-    """The pre-tokenizer of a pattern, or GPT-2's own."""
+    """The pre-tokenizer of a pattern; None: that of GPT-2."""
     if pattern is None:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
@@ -51,12 +51,12 @@ def split_by(pattern: str | None) -> Any:
 
 
 def byte_letters() -> list[str]:
-    """The letters of the 256 bytes."""
+    """The characters that byte-level BPE uses for the 256 bytes."""
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def trained(pattern: str | None, normalizer: Any = None) -> tokenizers.Tokenizer:
-    """A byte-level BPE of 1,024 tokens, cut by `pattern`, or by GPT-2's own."""
+    """A byte-level BPE of 1,024 tokens, which splits text by `pattern`; None: as GPT-2 does."""
     backend = tokenizers.Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -74,7 +74,7 @@ def trained(pattern: str | None, normalizer: Any = None) -> tokenizers.Tokenizer
 
 
 def with_every_split(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same vocabulary as Llama 3 writes it: all splits are merges, and whole tokens need none."""
+    """The same vocabulary as Llama 3 writes it: every split of a token is a merge; whole tokens need none."""
     data = json.loads(backend.to_str())
     vocabulary = data["model"]["vocab"]
     merges = [
@@ -89,7 +89,7 @@ def with_every_split(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def fast_of(backend: tokenizers.Tokenizer, **changes: Any) -> FastEncoding | None:
-    """The fast encoding of a tokenizer, with changes of its model, as `Tokenizer.from_folder` reads it."""
+    """The fast encoding of a tokenizer with changed model settings, as `Tokenizer.from_folder` reads it."""
     settings = json.loads(backend.to_str())
     settings["model"] |= changes
     return fast_of_settings(settings, backend)
@@ -139,7 +139,7 @@ PIECES = st.one_of(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=400, deadline=None)
 @given(parts=st.lists(PIECES, max_size=8))
-def test_any_text_has_the_librarys_ids(made: Any, kind: str, parts: list[str]) -> None:
+def test_any_string_is_encoded_as_by_the_library(made: Any, kind: str, parts: list[str]) -> None:
     backend, fast = made[kind]
     text = "".join(parts)
     ids = fast.encode(text)
@@ -154,7 +154,7 @@ def test_any_text_has_the_librarys_ids(made: Any, kind: str, parts: list[str]) -
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_any_ids_have_the_librarys_text(made: Any, kind: str, data: st.DataObject) -> None:
+def test_any_ids_are_decoded_as_by_the_library(made: Any, kind: str, data: st.DataObject) -> None:
     backend, fast = made[kind]
     size = backend.get_vocab_size(with_added_tokens=True)
     ids = data.draw(st.lists(st.one_of(st.integers(0, 255), st.integers(0, size - 1)), max_size=12))
@@ -166,7 +166,7 @@ def test_any_ids_have_the_librarys_text(made: Any, kind: str, data: st.DataObjec
     [QWEN, *(pytest.param(other, marks=pytest.mark.slow) for other in (None, LLAMA, WORDS, QWEN_35, O200))],
 )
 def test_every_character_is_split_as_the_library_splits_it(pattern: str | None) -> None:
-    """Any two neighboring bytes merge in this vocabulary, so that each cut is seen in the ids."""
+    """Any two adjacent bytes merge in this vocabulary, so every split is visible in the ids."""
     letters = byte_letters()
     pairs = [(one, then) for one in letters for then in letters]
     vocabulary = {token: at for at, token in enumerate([*letters, *("".join(pair) for pair in pairs)])}
@@ -183,25 +183,25 @@ def test_every_character_is_split_as_the_library_splits_it(pattern: str | None) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unit", ["a", " ", "\n", " \n", "=-", "漢", "x1 ", "ab'"])
-def test_long_runs_have_the_librarys_ids(made: Any, kind: str, unit: str) -> None:
+def test_long_repetitions_are_encoded_as_by_the_library(made: Any, kind: str, unit: str) -> None:
     backend, fast = made[kind]
     text = unit * (100_000 // len(unit)) + "."
     assert fast.encode(text) == library_ids(backend, text)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff", "a\u180e"])
-def test_strings_that_are_left_to_the_library(made: Any, text: str) -> None:
+def test_surrogates_and_an_ambiguous_space_are_left_to_the_library(made: Any, text: str) -> None:
     assert made["marks"][1].encode(text) is None
 
 
-def test_added_tokens_are_found_the_longest_first(made: Any) -> None:
+def test_the_longest_added_token_is_found_first(made: Any) -> None:
     backend, fast = made["words"]
     ids = fast.encode("a<|end|>x<|end|><|end|>")
     assert ids is not None and len(ids) == 4
     assert ids == library_ids(backend, "a<|end|>x<|end|><|end|>")
 
 
-def test_marked_tokens_are_text(made: Any) -> None:
+def test_marked_special_tokens_are_encoded_as_text(made: Any) -> None:
     backend, fast = made["words"]
     ids = fast.encode("a<\ufdd0|end|><think>b", mark="\ufdd0")
     assert ids == [
@@ -213,7 +213,7 @@ def test_marked_tokens_are_text(made: Any) -> None:
     assert fast.decode(ids) == "a<|end|><think>b"
 
 
-def test_an_id_that_does_not_exist_is_left_out_as_by_the_library(made: Any) -> None:
+def test_an_unknown_id_is_left_out_as_by_the_library(made: Any) -> None:
     backend, fast = made["words"]
     assert fast.decode([5, 10_000_000]) == backend.decode([5, 10_000_000], skip_special_tokens=False)
 
@@ -221,12 +221,12 @@ def test_an_id_that_does_not_exist_is_left_out_as_by_the_library(made: Any) -> N
 @pytest.mark.parametrize(
     "change", [{"dropout": 0.1}, {"byte_fallback": True}, {"continuing_subword_prefix": "##"}]
 )
-def test_other_models_are_not_taken(change: dict[str, Any]) -> None:
+def test_unsupported_models_have_no_fast_encoding(change: dict[str, Any]) -> None:
     assert fast_of(trained(WORDS), **change) is None
 
 
 def odd_vocabularies() -> dict[str, tokenizers.Tokenizer]:
-    """Vocabularies whose ids do not rise along their merges, or whose tokens are no result of their bytes."""
+    """Vocabularies whose ids are not in the order of merges, or with tokens that their bytes do not give."""
     data = json.loads(trained(WORDS).to_str())
     merges = data["model"]["merges"]
     data["model"]["merges"] = [*merges[1:], merges[0]]
@@ -246,7 +246,7 @@ def odd_vocabularies() -> dict[str, tokenizers.Tokenizer]:
 
 
 @pytest.mark.parametrize("name", [*odd_vocabularies()])
-def test_odd_vocabularies_have_the_librarys_ids(name: str) -> None:
+def test_unusual_vocabularies_are_encoded_as_by_the_library(name: str) -> None:
     backend = odd_vocabularies()[name]
     fast = fast_of(backend)
     assert fast is not None
@@ -255,7 +255,7 @@ def test_odd_vocabularies_have_the_librarys_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["normalizer", "pre_tokenizer", "decoder", "pattern", "added"])
-def test_other_parts_are_not_taken(name: str) -> None:
+def test_unsupported_parts_of_a_tokenizer_have_no_fast_encoding(name: str) -> None:
     backend = trained(WORDS)
     if name == "normalizer":
         backend.normalizer = normalizers.NFKC()
@@ -271,7 +271,7 @@ def test_other_parts_are_not_taken(name: str) -> None:
     assert fast_of(backend) is None
 
 
-def test_a_folders_tokenizer_takes_both_ways() -> None:
+def test_the_tokenizer_of_a_folder_encodes_and_decodes_as_the_library() -> None:
     folder = qwen_folder("qwen3")
     tokenizer = Tokenizer.from_folder(folder)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -283,7 +283,7 @@ def test_a_folders_tokenizer_takes_both_ways() -> None:
     assert tokenizer.decode([0, 10_000_000]) == "!"
 
 
-def test_an_older_file_is_read_alike() -> None:
+def test_a_file_in_the_older_format_is_supported() -> None:
     backend = trained(None)
     data = json.loads(backend.to_str())
     del data["pre_tokenizer"]["use_regex"]

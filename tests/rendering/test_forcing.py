@@ -65,7 +65,7 @@ def compile_tag(renderer: ChatRenderer, grammar: Grammar | None) -> xgrammar.Com
 
 
 def walk(renderer: ChatRenderer, compiled: xgrammar.CompiledGrammar, rng: random.Random) -> list[int]:
-    """Sample tokens that the mask allows, preferring those that end the output; [] if none ended it."""
+    """Sample tokens that the mask allows, preferring those that end the output; [] if it did not end."""
     matcher = xgrammar.GrammarMatcher(compiled)
     mask = xgrammar.allocate_token_bitmask(1, renderer.vocab_size)
     markers = sorted(renderer.tokenizer.added_token_ids)
@@ -92,7 +92,7 @@ def walk(renderer: ChatRenderer, compiled: xgrammar.CompiledGrammar, rng: random
 
 
 def check(renderer: ChatRenderer, *, callable_tools: tuple[str, ...], parallel: bool, walks: int) -> None:
-    """Whatever the grammar lets through is read as calls of the right tool with fitting arguments."""
+    """Check that replies that the grammar allows parse as calls of the right tools, with valid arguments."""
     grammar = renderer.reply_grammar(
         TOOLS, calls="required", callable_tools=callable_tools, parallel=parallel
     )
@@ -114,7 +114,7 @@ def check(renderer: ChatRenderer, *, callable_tools: tuple[str, ...], parallel: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_grammar_allows_is_read_as_calls(family: str) -> None:
+def test_replies_that_the_grammar_allows_are_parsed_as_calls(family: str) -> None:
     renderer = family_renderer(family)
     check(renderer, callable_tools=(), parallel=True, walks=12)
     check(renderer, callable_tools=("search",), parallel=False, walks=12)
@@ -123,13 +123,13 @@ def test_what_the_grammar_allows_is_read_as_calls(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", XML_FAMILIES)
-def test_what_the_grammar_allows_of_xml_is_read_as_calls(family: str) -> None:
+def test_xml_replies_that_the_grammar_allows_are_parsed_as_calls(family: str) -> None:
     check(family_renderer(family), callable_tools=("read_page",), parallel=True, walks=20)
 
 
 @pytest.mark.parametrize("family", XML_FAMILIES)
 @pytest.mark.parametrize("text", ["Lyon", "a\nb", '{"x": 1}', "</para", '12"'])
-def test_any_text_may_be_an_argument_in_xml(family: str, text: str) -> None:
+def test_any_string_may_be_an_argument_in_xml(family: str, text: str) -> None:
     renderer = family_renderer(family)
     prompt = renderer.render([Message("user", "Where is Lyon?")], TOOLS)
     opened = renderer.reply_stream(prompt).feed(renderer.tokenizer.encode("hm"))[0].kind == "reasoning"
@@ -141,11 +141,11 @@ def test_any_text_may_be_an_argument_in_xml(family: str, text: str) -> None:
     assert [json.loads(made.arguments) for made in reply.tool_calls] == [{"query": text, "n": 1}]
 
 
-def test_the_shipped_model_is_forced() -> None:
+def test_calls_of_the_example_model_can_be_forced() -> None:
     check(ChatRenderer.from_folder(EXAMPLE), callable_tools=("search",), parallel=False, walks=15)
 
 
-def test_the_real_vocabulary_is_forced(qwen3: ChatRenderer) -> None:
+def test_calls_with_the_real_vocabulary_can_be_forced(qwen3: ChatRenderer) -> None:
     check(qwen3, callable_tools=(), parallel=True, walks=8)
 
 
@@ -163,7 +163,7 @@ def matches(renderer: ChatRenderer, grammar: Grammar | None, ids: list[int]) -> 
     return all(matcher.accept_token(token) for token in ids) and matcher.is_terminated()
 
 
-def test_the_marker_must_be_the_token_itself(renderer: ChatRenderer) -> None:
+def test_a_call_marker_must_be_the_special_token_itself(renderer: ChatRenderer) -> None:
     tokenizer = renderer.tokenizer
     body = '\n{"name": "search", "arguments": {"query": "x", "n": 1}}\n'
     good = tokenizer.encode(f"<tool_call>{body}</tool_call><|im_end|>")
@@ -174,7 +174,7 @@ def test_the_marker_must_be_the_token_itself(renderer: ChatRenderer) -> None:
     assert not accepts(renderer, inside)
 
 
-def test_named_and_single_calls_are_kept_to(renderer: ChatRenderer) -> None:
+def test_the_grammar_restricts_the_names_and_the_number_of_calls(renderer: ChatRenderer) -> None:
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "x", "n": 1}}\n</tool_call>'
     one, two = (renderer.tokenizer.encode(text + "<|im_end|>") for text in (call, f"{call}\n{call}"))
     assert accepts(renderer, one, callable_tools=("search",), parallel=False) and accepts(renderer, two)
@@ -196,7 +196,7 @@ def test_reasoning_may_come_first_where_the_template_lets_the_model_think(model_
     assert not accepts(quiet, ids) and accepts(quiet, quiet.tokenizer.encode(call))
 
 
-def test_what_cannot_be_forced_is_reported(renderer: ChatRenderer) -> None:
+def test_calls_that_cannot_be_forced_are_refused(renderer: ChatRenderer) -> None:
     with pytest.raises(RenderingError, match="gemma4 cannot be forced: use tool_choice auto"):
         family_renderer("gemma4").reply_grammar(TOOLS, calls="required")
     with pytest.raises(ValueError, match="one of the tools .*'search'.*got 'sear'"):
@@ -225,7 +225,7 @@ def schema_grammar(schema: object) -> Grammar:
 def kinds_of_replies(
     renderer: ChatRenderer, grammar: Grammar | None, schema: Mapping[str, object], walks: int
 ) -> set[str]:
-    """Which of JSON and calls the replies are that the grammar lets through; all of them fit."""
+    """Check replies that the grammar allows, and return which of JSON and calls they are."""
     compiled = compile_tag(renderer, grammar)
     prompt = renderer.render([Message("user", "Where is Lyon?")], TOOLS)
     found = set()
@@ -250,7 +250,7 @@ def kinds_of_replies(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama-3", "deepseek-v3", "kimi-k2", "qwen3.5"])
-def test_an_answer_is_json_that_fits_or_calls(family: str) -> None:
+def test_an_answer_is_json_that_matches_the_schema_or_calls(family: str) -> None:
     renderer = family_renderer(family)
     tools = TOOLS if family != "qwen3.5" else TOOLS[1:2]
     either = renderer.reply_grammar(tools, output=schema_grammar(ANSWER))
@@ -262,7 +262,7 @@ def test_an_answer_is_json_that_fits_or_calls(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm-4.5", "glm-5", "minimax-m2", "laguna-s-2.1", "hy3"])
-def test_an_answer_can_be_asked_where_calls_cannot_be_forced(family: str) -> None:
+def test_a_json_answer_can_be_forced_where_calls_cannot(family: str) -> None:
     renderer = family_renderer(family)
     answer = renderer.reply_grammar([], output=schema_grammar(ANSWER))
     assert kinds_of_replies(renderer, answer, ANSWER, walks=12) == {"JSON"}
@@ -272,13 +272,13 @@ def test_an_answer_can_be_asked_where_calls_cannot_be_forced(family: str) -> Non
         renderer.reply_grammar(TOOLS, output=schema_grammar(ANSWER))
 
 
-def test_without_a_schema_nothing_is_held_to(renderer: ChatRenderer) -> None:
+def test_without_a_schema_or_required_calls_there_is_no_grammar(renderer: ChatRenderer) -> None:
     assert renderer.reply_grammar(TOOLS) is None
     assert renderer.reply_grammar(TOOLS, calls="none") is None
     assert renderer.reply_grammar([]) is None
 
 
-def test_reasoning_comes_before_an_answer_as_the_template_has_it(model_folder: Path) -> None:
+def test_reasoning_before_an_answer_follows_the_template(model_folder: Path) -> None:
     thinking = ChatRenderer.from_folder(model_folder)
     answer, thought = '{"city": "Paris"}', "hm\n</think>\n\n"
     expected = [
@@ -295,7 +295,7 @@ def test_reasoning_comes_before_an_answer_as_the_template_has_it(model_folder: P
         assert got == lets, renderer.family
 
 
-def test_several_calls_beside_an_answer_only_where_they_are_allowed(renderer: ChatRenderer) -> None:
+def test_several_calls_instead_of_an_answer_need_parallel_calls(renderer: ChatRenderer) -> None:
     call = '<tool_call>\n{"name": "search", "arguments": {"query": "x", "n": 1}}\n</tool_call>'
     two = renderer.tokenizer.encode(f"{call}\n{call}<|im_end|>")
     for parallel in (True, False):
@@ -303,7 +303,7 @@ def test_several_calls_beside_an_answer_only_where_they_are_allowed(renderer: Ch
         assert matches(renderer, grammar, two) is parallel
 
 
-def test_a_bounded_text_keeps_its_bounds_and_others_no_marker(renderer: ChatRenderer) -> None:
+def test_a_bounded_string_keeps_its_bounds_and_others_contain_no_marker(renderer: ChatRenderer) -> None:
     def lets(schema: Mapping[str, object], text: str) -> bool:
         grammar = renderer.reply_grammar([], output=schema_grammar(schema))
         return matches(renderer, grammar, renderer.tokenizer.encode(f"{text}<|im_end|>"))
@@ -315,12 +315,12 @@ def test_a_bounded_text_keeps_its_bounds_and_others_no_marker(renderer: ChatRend
 
 @pytest.mark.parametrize("family", ["deepseek-r1", "kimi-k2.5"])
 def test_an_answer_that_would_be_reasoning_is_refused(family: str) -> None:
-    """Their reasoning is opened by the prompt; here its end is no token of the vocabulary."""
+    """The prompts of these families open the reasoning, whose end is not a token of this vocabulary."""
     with pytest.raises(RenderingError, match=f"{family} does not read JSON as the content"):
         family_renderer(family).reply_grammar([], output=schema_grammar(CITY))
 
 
-def test_a_schema_that_would_be_ignored_is_refused(renderer: ChatRenderer) -> None:
+def test_a_schema_with_an_unsupported_keyword_is_refused(renderer: ChatRenderer) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 5}}}
     with pytest.raises(RenderingError, match="keyword multipleOf is not supported, at #/properties/n"):
         renderer.reply_grammar([], output=schema_grammar(schema))

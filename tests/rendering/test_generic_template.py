@@ -40,7 +40,7 @@ EVERYTHING = {"user", "user*2", "system", "system+user", "user+system"} | {
 }
 
 
-# --- the text is that of the Hugging Face libraries ------------------------------------------------------
+# --- rendering as in the Hugging Face libraries -----------------------------------------------------------
 
 
 def call(arguments: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("tools", [None, [SEARCH]])
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_a_template_writes_what_transformers_writes(tmp_path: Path, template: str, tools: Any) -> None:
+def test_a_template_renders_as_in_transformers(tmp_path: Path, template: str, tools: Any) -> None:
     folder = t.write_folder(tmp_path, template)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = Tokenizer.from_folder(folder)
@@ -139,10 +139,10 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
         generic(t.write_folder(tmp_path, template))
 
 
-# --- what can be appended ---------------------------------------------------------------------------------
+# --- messages that can be appended ------------------------------------------------------------------------
 
 
-def test_a_template_that_only_appends_is_extended_by_everything(tmp_path: Path) -> None:
+def test_a_template_that_only_appends_can_be_extended_by_all_messages(tmp_path: Path) -> None:
     renderer, chat_format = generic(t.write_folder(tmp_path, t.CHATML))
     assert extends(chat_format) == extends(chat_format, tools=True) == EVERYTHING
     assert chat_format.describe() == (
@@ -159,7 +159,7 @@ def test_a_template_that_only_appends_is_extended_by_everything(tmp_path: Path) 
 @pytest.mark.parametrize(
     "name", ["NUMBERED", "STAMPED", "COUNTED_DOWN", "LAST_QUESTION", "WINDOW", "UNCLOSED", "DROPS_REASONING"]
 )
-def test_a_template_that_changes_what_stands_is_found_out(tmp_path: Path, name: str) -> None:
+def test_a_template_that_changes_earlier_messages_cannot_be_extended(tmp_path: Path, name: str) -> None:
     renderer, chat_format = generic(t.write_folder(tmp_path, getattr(t, name)))
     assert extends(chat_format) == extends(chat_format, tools=True) == set()
     assert "cannot extend: full render each turn" in chat_format.describe()
@@ -167,12 +167,12 @@ def test_a_template_that_changes_what_stands_is_found_out(tmp_path: Path, name: 
     assert renderer.bridge(renderer.render(QUESTION), completion, QUESTION) is None
 
 
-def test_a_date_in_the_head_does_not_keep_a_template_from_extending(tmp_path: Path) -> None:
+def test_a_template_that_begins_with_a_date_can_be_extended(tmp_path: Path) -> None:
     _, chat_format = generic(t.write_folder(tmp_path, t.DATED_HEAD))
     assert extends(chat_format) == EVERYTHING
 
 
-def test_a_template_without_a_generation_prompt_extends(tmp_path: Path) -> None:
+def test_a_template_without_a_generation_prompt_can_be_extended(tmp_path: Path) -> None:
     renderer, chat_format = generic(t.write_folder(tmp_path, t.NO_PROMPT))
     assert extends(chat_format) == EVERYTHING
     completion = np.array(renderer.tokenizer.encode("<|im_start|>assistant\nYes.<|im_end|>"))
@@ -180,7 +180,7 @@ def test_a_template_without_a_generation_prompt_extends(tmp_path: Path) -> None:
     assert suffix is not None and renderer.tokenizer.decode(suffix) == "\n<|im_start|>user\nSure?<|im_end|>\n"
 
 
-def test_what_a_template_refuses_is_not_appended(tmp_path: Path) -> None:
+def test_messages_that_a_template_refuses_are_not_appended(tmp_path: Path) -> None:
     _, strict = generic(t.write_folder(tmp_path / "strict", t.STRICT_SYSTEM))
     assert extends(strict) == {kind for kind in EVERYTHING if "system" not in kind}
     renderer, alternating = generic(t.write_folder(tmp_path / "alternating", t.ALTERNATING))
@@ -193,28 +193,28 @@ def test_what_a_template_refuses_is_not_appended(tmp_path: Path) -> None:
     assert renderer.bridge(prompt, completion, [Message("user", "a"), Message("user", "b")]) is None
 
 
-def test_moving_tools_and_prompts_are_found_out(tmp_path: Path) -> None:
+def test_a_template_that_moves_tools_or_system_prompts_cannot_be_extended(tmp_path: Path) -> None:
     renderer, chat_format = generic(t.write_folder(tmp_path, t.INST))
-    # The system prompt wanders to the newest question, and with tools even results move nothing back.
+    # A question contains the system prompt only while it is the last message.
     assert extends(chat_format) == extends(chat_format, tools=True) == set()
     assert not chat_format.markup.calls
     assert renderer.stop_token_ids == (renderer.tokenizer.eos_token_id,)
 
 
-def test_results_that_name_their_call_are_not_appended(tmp_path: Path) -> None:
+def test_results_that_name_the_called_function_are_not_appended(tmp_path: Path) -> None:
     _, named = generic(t.write_folder(tmp_path / "named", t.NAMED_RESULTS))
     _, plain = generic(t.write_folder(tmp_path / "plain", t.HERMES))
     assert extends(plain, called=True) == EVERYTHING
     assert extends(named, called=True) == {kind for kind in EVERYTHING if "tool" not in kind}
 
 
-def test_replies_that_lose_their_text_are_not_extended_behind_calls(tmp_path: Path) -> None:
+def test_a_template_that_drops_the_content_beside_calls_is_not_extended_after_calls(tmp_path: Path) -> None:
     _, chat_format = generic(t.write_folder(tmp_path, t.SILENT_CALLS))
     assert extends(chat_format, called=True) == set()
     assert extends(chat_format, called=False) == EVERYTHING
 
 
-def test_a_kind_counts_with_its_tools_and_with_the_calls_before_it(tmp_path: Path) -> None:
+def test_what_can_be_appended_depends_on_tools_and_on_calls_before_it(tmp_path: Path) -> None:
     more = [Message("user", "Sure?")]
     renderer, chat_format = generic(t.write_folder(tmp_path / "tools", t.WANDERING_TOOLS))
     assert "user" in extends(chat_format) and "tool" in extends(chat_format, tools=True)
@@ -231,7 +231,7 @@ def test_a_kind_counts_with_its_tools_and_with_the_calls_before_it(tmp_path: Pat
     )
 
 
-def test_reasoning_that_is_dropped_at_a_question_keeps_questions_from_being_appended(tmp_path: Path) -> None:
+def test_questions_at_which_reasoning_is_dropped_are_not_appended(tmp_path: Path) -> None:
     _, chat_format = generic(t.write_folder(tmp_path, QWEN3_TEMPLATE))
     expected = {kind for kind in EVERYTHING if "user" not in kind}
     assert extends(chat_format, called=True) == extends(chat_format, tools=True, called=True) == expected
@@ -252,7 +252,7 @@ def test_merged_results_are_appended_as_one_block(tmp_path: Path) -> None:
     )
 
 
-def test_the_end_of_a_completion_decides(tmp_path: Path) -> None:
+def test_the_end_of_a_completion_decides_what_is_appended(tmp_path: Path) -> None:
     renderer, _ = generic(t.write_folder(tmp_path, t.GENERATION, eos_token="</s>"))
     prompt, more = renderer.render(QUESTION), [Message("user", "Sure?")]
 
@@ -286,7 +286,9 @@ def test_a_reply_cut_off_in_its_reasoning_is_not_extended(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
-def test_tokens_depend_on_where_a_text_stands(tmp_path: Path, scheme: str) -> None:
+def test_a_bridge_equals_the_full_rendering_if_tokens_depend_on_their_context(
+    tmp_path: Path, scheme: str
+) -> None:
     folder = t.write_folder(tmp_path, t.GENERATION, tokenizer=t.sentence_tokenizer(scheme))
     renderer, chat_format = generic(folder)
     assert extends(chat_format) == EVERYTHING
@@ -298,7 +300,7 @@ def test_tokens_depend_on_where_a_text_stands(tmp_path: Path, scheme: str) -> No
     assert suffix is not None and [*prompt, *completion, *suffix] == whole.tolist()
 
 
-def test_ends_of_text_come_from_the_folder(tmp_path: Path) -> None:
+def test_stop_tokens_are_read_from_the_folder(tmp_path: Path) -> None:
     folder = t.write_folder(tmp_path, t.CHATML)
     (folder / "generation_config.json").write_text('{"eos_token_id": [260, 257]}')
     renderer, _ = generic(folder)
@@ -309,7 +311,7 @@ def test_ends_of_text_come_from_the_folder(tmp_path: Path) -> None:
         generic(folder)
 
 
-# --- what a reply says ------------------------------------------------------------------------------------
+# --- parsing of replies -----------------------------------------------------------------------------------
 
 
 def parsed(renderer: ChatRenderer, text: str, *, prompt: Any = None) -> Message:
@@ -317,7 +319,7 @@ def parsed(renderer: ChatRenderer, text: str, *, prompt: Any = None) -> Message:
     return renderer.parse(ids, np.array(renderer.tokenizer.encode(text)), [SEARCH])
 
 
-def test_calls_are_read_though_their_markers_are_no_tokens(tmp_path: Path) -> None:
+def test_calls_are_parsed_even_if_their_markers_are_not_tokens(tmp_path: Path) -> None:
     renderer, chat_format = generic(t.write_folder(tmp_path, t.HERMES))
     assert chat_format.marker_texts == ("<tool_call>", "</tool_call>")
     one = '<tool_call>\n{"name": "search", "arguments": {"q":1}}\n</tool_call>'
@@ -348,7 +350,7 @@ def test_markup_that_the_template_does_not_write_is_content(tmp_path: Path) -> N
     assert parsed(renderer, text + "<|im_end|>") == Message("assistant", text)
 
 
-def test_reasoning_is_read_where_the_template_has_it(tmp_path: Path) -> None:
+def test_reasoning_is_parsed_where_the_template_has_it(tmp_path: Path) -> None:
     renderer, _ = generic(t.write_folder(tmp_path / "a", QWEN3_TEMPLATE))
     assert parsed(renderer, "<think>\nHm.\n</think>\n\nYes.<|im_end|>") == Message("assistant", "Yes.", "Hm.")
     assert parsed(renderer, "<think>\nHm.") == Message("assistant", "", "Hm.")
@@ -357,7 +359,7 @@ def test_reasoning_is_read_where_the_template_has_it(tmp_path: Path) -> None:
     assert parsed(renderer, "Hm.\n</think>\n\nYes.<|im_end|>") == Message("assistant", "Yes.", "Hm.")
 
 
-def test_arguments_reach_a_template_in_the_form_that_it_writes_unquoted(tmp_path: Path) -> None:
+def test_arguments_are_passed_in_the_form_that_the_template_writes_unquoted(tmp_path: Path) -> None:
     history = [*QUESTION, Message("assistant", "", tool_calls=(ToolCall("c", "search", '{"q":1}'),))]
     renderer, _ = generic(t.write_folder(tmp_path / "a", t.HERMES))
     assert '"arguments": {"q": 1}' in renderer.tokenizer.decode(renderer.render(history))
@@ -365,7 +367,7 @@ def test_arguments_reach_a_template_in_the_form_that_it_writes_unquoted(tmp_path
     assert '"arguments": {"q":1}' in renderer.tokenizer.decode(renderer.render(history))
 
 
-def test_the_proxy_side_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_a_template_format_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     import subprocess
     import sys
 

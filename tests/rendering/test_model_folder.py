@@ -23,7 +23,7 @@ def test_the_family_comes_from_the_model_type(tmp_path: Path) -> None:
     assert detected(tmp_path / "b", model_type="gpt_oss") == "gpt-oss"
 
 
-def test_the_name_tells_families_of_one_type_apart(tmp_path: Path) -> None:
+def test_the_model_name_distinguishes_families_of_one_model_type(tmp_path: Path) -> None:
     assert detected(tmp_path / "DeepSeek-V3", model_type="deepseek_v3") == "deepseek-v3"
     assert detected(tmp_path / "DeepSeek-R1", model_type="deepseek_v3") == "deepseek-r1"
     assert (
@@ -31,7 +31,7 @@ def test_the_name_tells_families_of_one_type_apart(tmp_path: Path) -> None:
     )
 
 
-def test_an_unknown_model_names_the_known_families(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_model_names_the_known_families(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'mamba'.*qwen3"):
         detected(tmp_path / "m", model_type="mamba")
     with pytest.raises(ConfigError, match="unknown renderer family 'qwen33'.*qwen3"):
@@ -55,7 +55,7 @@ def test_a_known_model_keeps_its_family_unless_its_own_template_is_requested(tmp
         ChatRenderer.from_folder(write_folder(tmp_path / "n", None), family="template")
 
 
-def test_a_model_type_of_many_formats_is_told_apart_by_its_template(tmp_path: Path) -> None:
+def test_the_template_distinguishes_formats_of_one_model_type(tmp_path: Path) -> None:
     llama = {"model_type": "llama"}
     other = write_folder(tmp_path / "smol", CHATML, config=llama)
     assert renderer_config(other, family="auto", options={}).name == "template"
@@ -108,7 +108,7 @@ def test_a_tokenizer_that_does_not_fit_the_family_is_a_config_error(tmp_path: Pa
         ChatRenderer.from_folder(folder)
 
 
-def test_special_tokens_and_sizes(renderer: ChatRenderer) -> None:
+def test_a_tokenizer_has_the_special_tokens_and_sizes_of_its_folder(renderer: ChatRenderer) -> None:
     tokenizer = renderer.tokenizer
     assert renderer.stop_token_ids == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "<none>"]) == [tokenizer.eos_token_id, None]

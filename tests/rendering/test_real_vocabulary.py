@@ -1,4 +1,4 @@
-"""The real Qwen vocabulary: a bridge is, token for token, what one full rendering gives."""
+"""The real Qwen vocabulary: a bridge equals one full rendering, token for token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ text = st.text(
     st.one_of(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), st.sampled_from(" \n\t.,{}\"'")),
     max_size=24,
 ).map(lambda value: value.replace("<", "("))
-# What a model says begins and ends with no space: a format strips it when the reply is read.
+# Text of a model begins and ends without space, because a format strips it when the reply is parsed.
 said = text.map(str.strip)
 arguments = st.dictionaries(text, st.one_of(text, st.integers(), st.booleans(), st.none()), max_size=3)
 
@@ -68,7 +68,7 @@ def replies(draw: st.DrawFn, reasoning: bool = False) -> Message:
 
 @st.composite
 def continuations(draw: st.DrawFn, reply: Message, users: bool = True) -> list[Message]:
-    """Results of the reply's calls, then what a user or the agent's harness adds."""
+    """Results of the reply's calls, then messages of a user or of the agent's harness."""
     results = [Message("tool", draw(text), tool_call_id=call.id) for call in reply.tool_calls]
     more = [[], ["system"]] if results else [["system"]]
     if users:
@@ -115,7 +115,7 @@ def test_bridged_turns_equal_one_full_rendering(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), opening=openings(), turns=st.integers(0, 3), tools=st.booleans())
-def test_the_template_of_qwen3_gives_what_the_library_gives(
+def test_the_template_of_qwen3_renders_and_parses_as_the_library(
     qwen3: ChatRenderer,
     qwen3_by_template: ChatRenderer,
     data: st.DataObject,
@@ -142,7 +142,7 @@ def test_the_template_of_qwen3_gives_what_the_library_gives(
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), opening=openings(), turns=st.integers(0, 3), tools=st.booleans())
-def test_the_example_policy_is_rendered_alike_by_its_template(
+def test_the_template_of_the_example_policy_renders_as_its_family(
     example_formats: tuple[ChatRenderer, ChatRenderer],
     data: st.DataObject,
     opening: list[Message],
@@ -160,7 +160,7 @@ def test_the_example_policy_is_rendered_alike_by_its_template(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_completion_is_read_as_the_library_reads_it(
+def test_any_completion_is_parsed_as_by_the_library(
     qwen3: ChatRenderer, qwen3_by_template: ChatRenderer, data: st.DataObject
 ) -> None:
     markers = qwen3.tokenizer.encode("<tool_call></tool_call><think></think><|im_end|>{}\n")
@@ -191,7 +191,7 @@ def test_the_suffix_does_not_depend_on_the_length_of_the_history(qwen25: ChatRen
     assert suffixes[0].tolist() == suffixes[1].tolist()
 
 
-def test_a_streamed_reply_of_a_template_is_the_whole_reply(qwen25: ChatRenderer) -> None:
+def test_a_streamed_reply_of_a_template_equals_the_whole_reply(qwen25: ChatRenderer) -> None:
     reply = Message("assistant", "I look <b> 漢字.", tool_calls=(ToolCall("call_0", "search", '{"a": "é"}'),))
     prompt, ids = qwen25.render([Message("user", "Where?")], [TOOL]), written(qwen25, reply)
     stream = qwen25.reply_stream(prompt, [TOOL])
@@ -200,6 +200,6 @@ def test_a_streamed_reply_of_a_template_is_the_whole_reply(qwen25: ChatRenderer)
     assert [delta.call.arguments for delta in deltas if delta.call] == ['{"a": "é"}']
 
 
-def test_a_renderer_says_what_it_can_extend(qwen3: ChatRenderer, qwen25: ChatRenderer) -> None:
+def test_a_renderer_describes_what_it_can_extend(qwen3: ChatRenderer, qwen25: ChatRenderer) -> None:
     assert "tool" in qwen25.describe()
     assert qwen3.describe() == "qwen3 of the renderers library"

@@ -1,4 +1,4 @@
-"""The tokens that a model samples to give a reply: those of the template, which read as the reply again."""
+"""The tokens that a model samples for a reply: those of the template, which parse to the reply again."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ REPLIES = {
     "call": Message("assistant", "", tool_calls=CALLS),
     "reasoning": Message("assistant", "In France", reasoning="Easy."),
 }
-# Prompts of these begin the reasoning, and their templates cannot write a reply without any, or at all.
+# The prompts of these families begin the reasoning. Their templates cannot write a reply without reasoning,
+# or cannot write any reply.
 REASON_ALWAYS = {"deepseek-r1", "glm-5", "minimax-m2", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}
-# The templates of these write no reasoning after such a prompt, with the default options.
+# The templates of these families write no reasoning into this reply, with the default options.
 WITHOUT_REASONING = {
     "deepseek-r1", "deepseek-v3", "deepseek-v4", "hy3", "kimi-k2", "kimi-k2.5", "laguna-m.1", "laguna-xs-2.1",
     "laguna-xs.2", "llama-3", "qwen3-vl",
 }  # fmt: skip
-NO_END = {"glm-5.1"}  # writes no message of the user that begins with a token that ends the turn
+NO_END = {"glm-5.1"}  # its user messages do not begin with a token that ends a turn
 REFUSED = {
     "content": REASON_ALWAYS | NO_END,
     "call": REASON_ALWAYS,
@@ -46,7 +47,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("family", SPECIAL_TOKENS)
 @pytest.mark.parametrize("kind", REPLIES)
-def test_a_reply_reads_as_itself_or_is_refused(family: str, kind: str) -> None:
+def test_the_ids_of_a_reply_parse_to_this_reply_or_are_refused(family: str, kind: str) -> None:
     renderer, reply = family_renderer(family), REPLIES[kind]
     tools = [TOOL] if reply.tool_calls else []
     if family in REFUSED[kind]:
@@ -83,10 +84,10 @@ BLOCK = "<think>\n\n</think>\n\n"
     [(PLAIN, ""), (LAST, BLOCK), (NEVER, ""), (NEEDS_SYSTEM + NEVER, ""), (NEEDS_SYSTEM + LAST, BLOCK),
      (None, BLOCK), ("{{ raise_exception('</think>') }}", BLOCK), ("{% if </think> %}", BLOCK)],
 )  # fmt: skip
-def test_the_template_of_the_folder_decides_on_the_empty_block_of_its_family(
+def test_the_template_of_the_folder_decides_whether_a_reply_has_an_empty_reasoning_block(
     tmp_path: Path, template: str | None, block: str
 ) -> None:
-    """What it writes in its last message counts; without a usable template, what the family writes."""
+    """What the template writes in its last message counts; without a usable template, the family decides."""
     folder = tmp_path / "model"
     shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Special tokens that content spells out are text: in every family, in templates, and in extensions."""
+"""Special tokens that content spells out are encoded as text in families, templates and extensions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from areal_agents.errors import ConfigError, RenderingError
 from areal_agents.rendering import ChatRenderer, Tokenizer, special_text
 from areal_agents.rendering.special_text import MARK, SpecialText
 
-# Values stand unquoted in these, so that a name or a value could be completed to a special token.
+# This template writes values unquoted, so that a name or a value could be completed to a special token.
 XML = (
     "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content | trim }}"
     "{%- for call in message.tool_calls or [] -%}<{{ call.function.name }}>"
@@ -53,7 +53,7 @@ PLAIN = [
 def renderer_pair(
     kind: str, name: str, tmp_path: Path
 ) -> tuple[Callable[..., ChatRenderer], list[str], bool]:
-    """Makes the renderer of a template or family; its special tokens; whether each byte is a token."""
+    """Return a function that makes the renderer, its special tokens, and whether each byte is a token."""
     if kind == "family":
         tokenizer = tiny_tokenizer(SPECIAL_TOKENS[name])
         config = type(renderers.config_from_name(name))()
@@ -76,16 +76,16 @@ KINDS += [(kind, name) for kind in ("bytes", "sentences") for name in TEMPLATES]
 
 
 def words(rng: random.Random, special: list[str]) -> str:
-    """Text with special tokens, whole, in part and run together."""
+    """A string with special tokens: whole, in part and run together."""
     cut = [token[: rng.randrange(len(token))] for token in special]
     rest = [token[rng.randrange(len(token)) :] for token in special]
     return "".join(rng.choice([rng.choice(pool) for pool in (special, cut, rest, PLAIN)]) for _ in range(6))
 
 
 def said(rng: random.Random, text: Callable[[], str]) -> tuple[list[Message], list[dict[str, Any]]]:
-    """A conversation in which every text is the client's."""
+    """A conversation in which the client chooses every string."""
     name = text() or "f"
-    key = text().replace("\\udc7f", "")  # templates that sort names may place this one otherwise
+    key = text().replace("\\udc7f", "")  # templates that sort names may put this one elsewhere
     arguments = {key: text(), "n": [text(), {"k": text()}]}
     written = json.dumps(arguments, ensure_ascii=rng.random() < 0.5)
     if rng.random() < 0.5:
@@ -165,10 +165,10 @@ def _blunt_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": of(tool)} for tool in tools]
 
 
-def test_content_is_what_transformers_makes_of_it_without_splitting_special_tokens(
+def test_content_is_encoded_as_by_transformers_with_special_tokens_split(
     qwen3: ChatRenderer,
 ) -> None:
-    """Of the real vocabulary: a message is encoded as one piece, `user`, a line break and the content."""
+    """With the real vocabulary. A message is encoded as one piece: `user`, a line break and the content."""
     backend = qwen3.tokenizer._backend
     oracle = PreTrainedTokenizerFast(tokenizer_object=type(backend).from_str(backend.to_str()))
     special = [qwen3.tokenizer.token_text(i) for i in sorted(qwen3.tokenizer.special_token_ids)]
@@ -199,7 +199,7 @@ def test_content_is_what_transformers_makes_of_it_without_splitting_special_toke
 
 
 @pytest.mark.parametrize("kind, name", [("bytes", "chatml"), ("bytes", "hermes"), ("family", "qwen3")])
-def test_an_extension_is_the_full_rendering(kind: str, name: str, tmp_path: Path) -> None:
+def test_an_extension_equals_the_full_rendering(kind: str, name: str, tmp_path: Path) -> None:
     make, special, _ = renderer_pair(kind, name, tmp_path)
     renderer = make("text")
     tokenizer = renderer.tokenizer
@@ -228,7 +228,7 @@ def test_special_tokens_that_stay_text_are_counted(tmp_path: Path) -> None:
     assert make("parse").special_tokens_as_text(messages, tools) == 0
 
 
-def test_marks_break_every_special_token_wherever_the_text_stands() -> None:
+def test_marks_break_every_special_token_in_any_context() -> None:
     tokens = ["]~!b[", "]~b]", "[e~[", "<|user|>", "<s>"]
     found = SpecialText(tokens)
     for seed in range(3000):
@@ -252,14 +252,14 @@ def test_marks_break_every_special_token_wherever_the_text_stands() -> None:
                     at = whole.find(token, at + 1)
 
 
-def test_long_texts_are_marked_in_parts() -> None:
+def test_special_tokens_at_the_ends_of_parts_of_long_strings_are_marked() -> None:
     found = SpecialText(["<|im_start|>"])
     for shift in range(65_520, 65_545):
         text = "a" * shift + "<|im_start|>" + "b" * 70_000 + "<|im_start|>"
         assert found.count(text) == 2 and found.mark(text).count("<" + MARK) == 2
 
 
-def test_a_json_text_keeps_its_form_and_its_value() -> None:
+def test_marked_json_keeps_its_form_and_its_value() -> None:
     found = SpecialText(["<|a|>", "🙂|"])
     written = '{"x": "\\u003c|a|> \\ud83d\\ude42| \\" <|a|>", "y<": [1.50, "<|a|"]}'
     marked = found.mark_json(written)
@@ -298,10 +298,10 @@ _JSON_VALUES = st.recursive(
 
 
 @given(_JSON_VALUES, st.booleans(), st.sampled_from([None, 2]), st.integers(1, 5))
-def test_parts_of_any_size_mark_a_json_text_alike(
+def test_marks_in_json_do_not_depend_on_the_size_of_its_parts(
     value: Any, ascii_only: bool, indent: int | None, size: int
 ) -> None:
-    """Read as JSON it is the marked value, and without its marks it is the text, wherever a part ends."""
+    """The result parses to the marked value, and equals the JSON without its marks, wherever a part ends."""
     found = SpecialText(["<|a|>", "🙂|", "<tool>"])
     written = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     whole = found.mark_json(written)
@@ -311,14 +311,14 @@ def test_parts_of_any_size_mark_a_json_text_alike(
         assert found.mark_json(written) == whole
 
 
-def test_what_cannot_be_kept_apart_is_refused() -> None:
+def test_tokens_and_strings_that_cannot_be_distinguished_are_refused() -> None:
     with pytest.raises(ConfigError, match="special_tokens_in_content: parse"):
         SpecialText(["<s>", "\n"])
     with pytest.raises(RenderingError, match="surrogate"):
         SpecialText(["<s>"]).mark(f"a{MARK}")
 
 
-def test_the_library_is_not_requested_marks_in_parsed_content() -> None:
+def test_an_escaped_mark_is_removed_only_from_rendered_text() -> None:
     tokenizer = tiny_tokenizer(["<|im_start|>"])
     literal = "\\udc7f"
     assert tokenizer.encode_rendered(literal) == []

@@ -31,7 +31,7 @@ TOOLS = [
 QUESTION = [Message("user", "Where is Lyon?")]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "Lyon"}}\n</tool_call>'
 
-# What a model may write, whole markers, parts of them, and what each family's calls look like.
+# What a model may write: text, whole markers, parts of them, and calls in the form of each family.
 PIECES = [
     *(
         "hello world",
@@ -74,7 +74,7 @@ PIECES = [
 
 @dataclass
 class Received:
-    """What a client of a stream has put together."""
+    """The parts of a reply that a client of a stream has received."""
 
     reasoning: str = ""
     content: str = ""
@@ -91,9 +91,9 @@ class Received:
 
 
 def any_reply(renderer: ChatRenderer, prompt: list[int], rng: random.Random) -> list[int]:
-    """Ids as no sane model samples them: markers out of place, single bytes, half markup."""
+    """Random token ids, with misplaced markers, single bytes and incomplete markup."""
     markers = sorted(renderer.tokenizer.added_token_ids)
-    ids = prompt[-rng.randrange(1, 5) :] if rng.random() < 0.1 else []  # the header said again
+    ids = prompt[-rng.randrange(1, 5) :] if rng.random() < 0.1 else []  # the header repeated
     for _ in range(rng.randrange(14)):
         kind = rng.random()
         if kind < 0.4:
@@ -131,7 +131,7 @@ def check_stream(
 
 
 @pytest.mark.parametrize("family", sorted(SPECIAL_TOKENS))
-def test_a_stream_of_anything_joins_to_what_parse_reads(family: str) -> None:
+def test_a_stream_of_any_tokens_joins_to_the_parsed_reply(family: str) -> None:
     renderer = family_renderer(family)
     prompt = renderer.render(QUESTION, TOOLS)
     for seed in range(40):
@@ -150,7 +150,7 @@ def test_a_stream_without_tools_joins_to_a_reply_without_calls(family: str) -> N
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_text_and_markers_in_any_order_join_to_what_parse_reads(
+def test_text_and_markers_in_any_order_join_to_the_parsed_reply(
     renderer: ChatRenderer, data: st.DataObject
 ) -> None:
     pieces = st.one_of(st.sampled_from([*PIECES, CALL, "<|im_end|>"]), st.text(max_size=6))
@@ -159,7 +159,7 @@ def test_text_and_markers_in_any_order_join_to_what_parse_reads(
     check_stream(renderer, prompt, renderer.tokenizer.encode(text), random.Random(len(text)))
 
 
-def test_a_template_of_its_own_streams_too(qwen25: ChatRenderer) -> None:
+def test_replies_of_a_model_with_its_own_template_are_streamed(qwen25: ChatRenderer) -> None:
     renderer = qwen25
     assert renderer.family == "template"
     prompt = renderer.render(QUESTION, TOOLS)
@@ -173,12 +173,12 @@ def test_a_template_of_its_own_streams_too(qwen25: ChatRenderer) -> None:
     ]
 
 
-# Of these, text before any marker may yet be dropped or become a call's name, and leaves only at the end.
+# In these families, text before any marker may be dropped or become a call, so it is sent at the end.
 LATE_CONTENT = {"gemma4", "inkling"}
 
 
 @pytest.mark.parametrize("family", sorted(set(SPECIAL_TOKENS) - LATE_CONTENT))
-def test_plain_text_leaves_as_it_comes(family: str) -> None:
+def test_plain_text_is_sent_as_it_arrives(family: str) -> None:
     renderer = family_renderer(family)
     stream, received = renderer.reply_stream(renderer.render(QUESTION)), Received()
     text = "Lyon is in France, and so is Paris."
@@ -191,7 +191,7 @@ def test_plain_text_leaves_as_it_comes(family: str) -> None:
     assert stream.finish() == []
 
 
-def test_inkling_streams_behind_its_own_marker() -> None:
+def test_inkling_streams_content_after_its_marker() -> None:
     renderer = family_renderer("inkling")
     stream = renderer.reply_stream(renderer.render(QUESTION))
     ids = renderer.tokenizer.encode("<|content_text|>Lyon is in France")
@@ -199,7 +199,7 @@ def test_inkling_streams_behind_its_own_marker() -> None:
 
 
 def feed_text(renderer: ChatRenderer, stream, text: str) -> list[tuple[str, str]]:  # type: ignore[no-untyped-def]
-    """The deltas of a text that is fed token by token, neighbours of one kind joined."""
+    """Feed a string token by token, and return its deltas, with neighbours of one kind joined."""
     joined: list[tuple[str, str]] = []
     for token in renderer.tokenizer.encode(text):
         for delta in stream.feed([token]):
@@ -211,7 +211,7 @@ def feed_text(renderer: ChatRenderer, stream, text: str) -> list[tuple[str, str]
     return joined
 
 
-def test_reasoning_content_and_each_call_leave_once_they_are_certain(renderer: ChatRenderer) -> None:
+def test_reasoning_content_and_each_call_are_sent_once_they_are_certain(renderer: ChatRenderer) -> None:
     stream = renderer.reply_stream(renderer.render(QUESTION, TOOLS), TOOLS)
     assert feed_text(renderer, stream, "<think>\nI search") == [("reasoning", "I search")]
     assert feed_text(renderer, stream, ".\n</think>\n\nOne moment.\n") == [
@@ -226,20 +226,20 @@ def test_reasoning_content_and_each_call_leave_once_they_are_certain(renderer: C
     assert len({call.id for call in stream.message.tool_calls}) == 2
 
 
-def test_a_malformed_call_leaves_as_content_at_the_end(renderer: ChatRenderer) -> None:
+def test_a_malformed_call_is_sent_as_content_at_the_end(renderer: ChatRenderer) -> None:
     stream = renderer.reply_stream(renderer.render(QUESTION, TOOLS), TOOLS)
     assert feed_text(renderer, stream, "Hm. <tool_call>\noops\n</tool_call>") == [("content", "Hm.")]
     assert stream.finish() == [Delta("content", "\n<tool_call>\noops\n</tool_call>")]
 
 
-def test_a_call_in_open_reasoning_waits_for_the_end(renderer: ChatRenderer) -> None:
+def test_a_call_in_open_reasoning_waits_for_the_end_of_the_reasoning(renderer: ChatRenderer) -> None:
     stream = renderer.reply_stream(renderer.render(QUESTION, TOOLS), TOOLS)
     assert feed_text(renderer, stream, f"<think>\nso {CALL}") == [("reasoning", "so")]
     assert feed_text(renderer, stream, "\n</think>\n\nNo.") == [("reasoning", f" {CALL}"), ("content", "No.")]
     assert stream.finish() == []
 
 
-def test_half_a_character_and_trailing_space_wait(renderer: ChatRenderer) -> None:
+def test_incomplete_characters_and_trailing_spaces_are_held_back(renderer: ChatRenderer) -> None:
     stream = renderer.reply_stream(renderer.render(QUESTION))
     bread = renderer.tokenizer.encode("日")
     assert len(bread) == 3
@@ -248,7 +248,7 @@ def test_half_a_character_and_trailing_space_wait(renderer: ChatRenderer) -> Non
     assert feed_text(renderer, stream, "a") == [("content", "  \na")]
 
 
-def test_json_of_llama_is_no_content_before_it_is_known_to_be_no_call() -> None:
+def test_json_of_llama_is_held_back_until_it_is_known_not_to_be_a_call() -> None:
     renderer = family_renderer("llama-3")
     stream = renderer.reply_stream(renderer.render(QUESTION, TOOLS), TOOLS)
     assert feed_text(renderer, stream, '{"name": "search", "parameters": {"query": "x"}}') == []
@@ -258,14 +258,16 @@ def test_json_of_llama_is_no_content_before_it_is_known_to_be_no_call() -> None:
     assert stream.finish() == [Delta("content", "{a, b} is a set")]
 
 
-def test_brackets_nested_beyond_reason_are_text_in_a_stream_too(renderer: ChatRenderer) -> None:
+def test_very_deeply_nested_brackets_are_streamed_as_content(renderer: ChatRenderer) -> None:
     stream = renderer.reply_stream(renderer.render(QUESTION, TOOLS), TOOLS)
     deep = "<tool_call>\n" + "[" * 20_000 + "\n</tool_call>"
     assert stream.feed(renderer.tokenizer.encode("Hm. " + deep)) == [Delta("content", "Hm.")]
     assert stream.finish() == [Delta("content", "\n" + deep)]
 
 
-def test_nothing_but_markers_costs_no_square(renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_stream_of_markers_is_not_quadratic(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = renderer.tokenizer.encode("<think></think>" + CALL * 3) * 80
     stream, received = renderer.reply_stream(renderer.render(QUESTION, TOOLS), TOOLS), Received()
     lengths: list[int] = []
@@ -285,7 +287,7 @@ def test_nothing_but_markers_costs_no_square(renderer: ChatRenderer, monkeypatch
     assert len(ids) > 5000 and sum(lengths) < 1_100_000
 
 
-def test_a_stream_ends_once(renderer: ChatRenderer) -> None:
+def test_a_stream_has_a_message_after_its_end_and_takes_no_more_tokens(renderer: ChatRenderer) -> None:
     stream = renderer.reply_stream(renderer.render(QUESTION))
     with pytest.raises(RenderingError, match="before its stream is finished"):
         _ = stream.message

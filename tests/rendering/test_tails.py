@@ -24,7 +24,7 @@ FAMILIES = sorted(SPECIAL_TOKENS)
 
 
 class WholePrompt(ChatRenderer):
-    """Hands the whole prompt to the library."""
+    """A renderer that passes the whole prompt to the library."""
 
     def _tail(self, prompt_ids: TokenIds) -> list[int]:
         return np.asarray(prompt_ids).tolist()
@@ -35,7 +35,7 @@ def whole(renderer: ChatRenderer) -> ChatRenderer:
 
 
 def prompts(renderer: ChatRenderer) -> list[TokenIds]:
-    """A first prompt, one after a tool result, one after a new question, one with markers as text."""
+    """A first prompt, one after a tool result, one after a new question, and one with markers as text."""
     marked = "".join(SPECIAL_TOKENS.get(renderer.family, ["<think>", "</think>", "<|im_start|>"]))
     later = [Message("assistant", "France."), Message("user", "And <think> Paris?")]
     histories = [HISTORY[:2], HISTORY, [*HISTORY, *later], [Message("user", marked)]]
@@ -63,16 +63,16 @@ def check(renderer: ChatRenderer, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_end_of_the_prompt_gives_what_the_whole_prompt_gives(family: str) -> None:
+def test_the_end_of_the_prompt_gives_the_same_results_as_the_whole_prompt(family: str) -> None:
     check(family_renderer(family), range(15))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-vl", "qwen3.5", "glm-5"])
-def test_with_all_reasoning_kept_too(family: str) -> None:
+def test_the_end_of_the_prompt_suffices_if_all_reasoning_is_kept(family: str) -> None:
     check(family_renderer(family, thinking_retention="all"), range(15))
 
 
-def test_the_same_over_the_real_vocabulary(qwen3: ChatRenderer) -> None:
+def test_the_end_of_the_prompt_suffices_with_the_real_vocabulary(qwen3: ChatRenderer) -> None:
     check(qwen3, range(15))
 
 

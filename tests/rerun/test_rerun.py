@@ -1,4 +1,4 @@
-"""Reruns of a small run that was resumed: its steps bit for bit, and other settings on its episodes."""
+"""Reruns of a small run that was resumed: they repeat its steps exactly, or use other settings."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    """The run waited in vain after step 2 and was resumed, so its versions are 0, 1, 2 and then 3, 4, 5."""
+    """The run got no batch after step 2 and was resumed, so its versions are 0, 1, 2 and then 3, 4, 5."""
     home = tmp_path_factory.mktemp("rerun")
     run, model = home / "run", build_model(home / "model")
     (home / "rewards.py").write_text(REWARDS)
@@ -113,14 +113,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         record_groups(store, url, ["a", "b", "c", "d"], size=2)
         with pytest.raises(TrainingError, match="step 3 did not get 2 complete groups"):
             go_on(wait_s=0.1)
-        record_groups(store, url, ["e", "f", "g", "h"], size=2)  # of version 2
+        record_groups(store, url, ["e", "f", "g", "h"], size=2)  # sampled by version 2
         go_on(wait_s=60.0)
     save_config(config, run / "config.yaml")
     yield Trained(run, config, home / "rewards.py")
 
 
 def rerun(trained: Trained, *arguments: str) -> dict[str, Any]:
-    """What the command prints with --json; the last line names the folder."""
+    """Run the command with --json; return what it prints."""
     given = ["rerun", str(trained.run), *arguments, "--json"]
     done = CliRunner().invoke(app, given, catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -138,7 +138,7 @@ def train_again(
     until: int,
     version: int | None = None,
 ) -> list[dict[str, Any]]:
-    """A rerun in this process; return its metrics."""
+    """Rerun steps in this process; return the metrics."""
     store = ReadOnlyStore(trained.run / "store.db")
     stored = StoredSteps.read(store, max_staleness=trained.config.rollout.max_staleness)
     start = Start(checkpoint, step, stored.steps[step + 1].version if version is None else version, until)
@@ -170,7 +170,7 @@ def weights(run_dir: Path) -> bytes:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """A digest of each file in a folder, but not of those that SQLite makes beside a store that is read."""
+    """A digest of each file in a folder, except those that SQLite creates while a store is read."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
@@ -178,7 +178,7 @@ def files(folder: Path) -> dict[str, str]:
     }
 
 
-def test_without_changes_it_is_the_run(trained: Trained, tmp_path: Path) -> None:
+def test_a_rerun_without_changes_gives_the_results_of_the_run(trained: Trained, tmp_path: Path) -> None:
     before = files(trained.run)
     found = rerun(trained, "--steps", "1:", "--out", str(tmp_path / "again"))
     again = Path(found["rerun"])
@@ -213,11 +213,11 @@ def test_the_same_changes_give_the_same_weights(trained: Trained, tmp_path: Path
     original = rows_of(trained.run)
     assert first[0]["reward_mean"] == original[0]["reward_mean"]  # the episodes are those of the run
     assert first[0]["kl_behavior_k3"] != original[0]["kl_behavior_k3"]
-    # From the same weights, only the loss differs; then the proximal policy is the rerun's own.
+    # The first step has the same weights and another loss; afterwards the proximal policy differs as well.
     assert first[1]["weight_raw_mean"] != original[1]["weight_raw_mean"]
 
 
-def test_new_rewards_take_the_place_of_all_recorded_ones(trained: Trained, tmp_path: Path) -> None:
+def test_new_rewards_replace_all_recorded_ones(trained: Trained, tmp_path: Path) -> None:
     out = tmp_path / "rewarded"
     reward = f"reward={trained.rewards}:first"
     found = rerun(trained, reward, "algorithm.minibatches=1", "--steps", "2:3", "--out", str(out))
@@ -234,11 +234,11 @@ def test_new_rewards_take_the_place_of_all_recorded_ones(trained: Trained, tmp_p
     terms = {term["name"]: term["value"] for term in explained["steps"][0]["path"]}
     assert explained["episode"]["score"] == terms["score"] == 1 and terms["baseline"] == 0.5
     assert explained["steps"][0]["turns"][0]["advantage"]["agrees"] is True
-    with Store.open(trained.run / "store.db") as store:  # which has kept its own
+    with Store.open(trained.run / "store.db") as store:  # the run keeps its own rewards
         assert store.load_episode("e-0").score not in (0, 1)
 
 
-def test_rewards_of_turns(trained: Trained, tmp_path: Path) -> None:
+def test_rewards_of_turns_replace_those_of_their_episode(trained: Trained, tmp_path: Path) -> None:
     store = ReadOnlyStore(trained.run / "store.db")
     from areal_agents.core.rollout import Reward
 
@@ -246,19 +246,19 @@ def test_rewards_of_turns(trained: Trained, tmp_path: Path) -> None:
     stored = StoredSteps.read(store, max_staleness=None, rewards=of_turns)
     a, b = stored.groups(stored.steps[1])
     assert [rollout.episode.score for rollout in a.rollouts][0] == 2
-    assert a.rollouts[1].episode.rewards and b.rollouts[0].episode.rewards  # others keep theirs
+    assert a.rollouts[1].episode.rewards and b.rollouts[0].episode.rewards  # others keep their rewards
     wrong = StoredSteps.read(store, max_staleness=None, rewards={"a-0": (Reward("turn", "b-0-1", "x", 1.0),)})
     with pytest.raises(TrainingError, match="a reward for b-0-1, which is not one of its turns"):
         wrong.groups(wrong.steps[1])
     store.close()
 
 
-def test_a_critic_begins_where_the_checkpoint_has_none(trained: Trained, tmp_path: Path) -> None:
+def test_a_critic_begins_anew_if_the_checkpoint_has_none(trained: Trained, tmp_path: Path) -> None:
     checkpoint = trained.run / "checkpoints" / "step-2"
     (row,) = train_again(trained, tmp_path / "ppo", {"preset": "ppo"}, checkpoint=checkpoint, step=2, until=3)
     (original,) = (known for known in rows_of(trained.run) if known["step"] == 3)
     assert row["value_loss"] > 0 and original["value_loss"] is None
-    # The policy is that of the checkpoint: the first pass finds the logprobs that the run found.
+    # The policy is that of the checkpoint, so the first pass computes the same logprobs as the run.
     assert row["weight_raw_mean"] == pytest.approx(original["weight_raw_mean"], rel=1e-6)
     (without,) = train_again(
         trained, tmp_path / "back", {"minibatches": 2},
@@ -267,7 +267,7 @@ def test_a_critic_begins_where_the_checkpoint_has_none(trained: Trained, tmp_pat
     assert without["value_loss"] is None and without["step"] == 4
 
 
-def test_the_page_shows_it_beside_the_run(trained: Trained, tmp_path: Path) -> None:
+def test_the_page_shows_a_rerun_beside_its_run(trained: Trained, tmp_path: Path) -> None:
     root = tmp_path / "runs"
     shutil.copytree(trained.run, root / "run")
     moved = Trained(root / "run", trained.config, trained.rewards)
@@ -337,7 +337,7 @@ def test_the_page_shows_it_beside_the_run(trained: Trained, tmp_path: Path) -> N
         (["--out", "."], "exists and is not an empty folder"),
     ],
 )
-def test_what_cannot_be_rerun(
+def test_a_rerun_that_is_not_possible_is_refused(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "something").touch()
@@ -349,21 +349,21 @@ def test_what_cannot_be_rerun(
     assert [path.name for path in trained.run.parent.iterdir() if "-rerun-" in path.name] == []
 
 
-def test_rewards_that_cannot_be_computed(trained: Trained, tmp_path: Path) -> None:
+def test_rewards_that_cannot_be_computed_are_an_error(trained: Trained, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"failed on 4 of 4 episodes; the first: .*no grader"):
         rerun(trained, f"reward={trained.rewards}:broken", "--steps", "1:2", "--out", str(out))
     assert not out.exists()
 
 
-def test_a_run_that_is_running(trained: Trained) -> None:
+def test_a_run_that_is_running_is_not_rerun(trained: Trained) -> None:
     with open(trained.run / "lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="is running; rerun it when it has ended"):
             rerun(trained, "--steps", "1:2")
 
 
-def test_turns_that_were_removed(trained: Trained, tmp_path: Path) -> None:
+def test_steps_whose_turns_were_removed_are_not_rerun(trained: Trained, tmp_path: Path) -> None:
     run = shutil.copytree(trained.run, tmp_path / "run")
     with sqlite3.connect(run / "store.db") as connection:
         connection.execute("update turns set codec = 0, token_ids = x'' where id = 'c-1-0'")
@@ -374,7 +374,7 @@ def test_turns_that_were_removed(trained: Trained, tmp_path: Path) -> None:
         rerun(emptied, "--steps", "1:4")
 
 
-def test_episodes_that_were_trained_on_already(trained: Trained, tmp_path: Path) -> None:
+def test_a_run_on_recorded_episodes_is_not_rerun(trained: Trained, tmp_path: Path) -> None:
     run = tmp_path / "offline"
     with RunFolder(run).locked():
         pass
@@ -388,7 +388,7 @@ def test_episodes_that_were_trained_on_already(trained: Trained, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_several_ranks(trained: Trained, tmp_path: Path) -> None:
+def test_a_rerun_on_several_ranks_gives_the_same_loss(trained: Trained, tmp_path: Path) -> None:
     found = rerun(trained, "trainer.ranks=2", "--steps", "2:4", "--out", str(tmp_path / "ranks"))
     for pair in found["steps"]:
         assert pair["rerun"]["tokens"] == pair["original"]["tokens"]

@@ -1,4 +1,4 @@
-"""Reward functions of the tests. A separate file, because they are loaded by path."""
+"""Reward functions of the tests, in a separate file because they are loaded by path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def by_name(episode: FinishedEpisode) -> dict[str, float]:
 
 
 def told(episode: FinishedEpisode) -> dict[str, float]:
-    """Ten times what the agent has given itself."""
+    """Return ten times each reward that the agent gave itself."""
     return {f"told {name}": 10 * value for name, value in episode.rewards.items()}
 
 

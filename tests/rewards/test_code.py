@@ -1,4 +1,4 @@
-"""Programs are rewarded by tests in a sandbox, in the forms of LiveCodeBench."""
+"""Programs are rewarded by tests in a sandbox, in the formats of LiveCodeBench."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_agents.errors import RewardError
 from areal_agents.rewards import FinishedEpisode, ProgramRunner, code_tests, read_tests
 
 ISOLATION = "bubblewrap" if shutil.which("bwrap") else "process"
-# The interpreter of the tests may lie outside of what bubblewrap shows; /usr/bin has one.
+# The interpreter of the tests may be in a folder that bubblewrap does not show; /usr/bin has one.
 PYTHON = "python3" if ISOLATION == "bubblewrap" else sys.executable
 STDIN = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, {"input": "5 5", "output": "10"}]
 CALLS = [{"input": "[3, 1, 2]\n2", "output": "[1, 2]", "testtype": "functional"}]
@@ -68,8 +68,8 @@ async def test_functions_are_called_with_the_arguments() -> None:
     assert await score(episode("def other(xs, n): return xs", tests=CALLS, func_name="least")) == 0.0
 
 
-async def test_what_a_program_did_is_told() -> None:
-    """As an agent shows it to a policy: output, error, and the result of a function alone."""
+async def test_a_run_reports_the_output_and_the_error_of_a_program() -> None:
+    """An agent can show the policy the output, the error, and the result of a function by itself."""
     runner = ProgramRunner(isolation=ISOLATION, python=PYTHON, time_s=20)
     right, wrong = await runner.run("print(3)", read_tests({"tests": STDIN}))
     assert (right.passed, wrong.passed) == (True, False)
@@ -84,14 +84,14 @@ async def test_what_a_program_did_is_told() -> None:
     assert endless.error == "it was ended after 1 s"
 
 
-async def test_a_program_cannot_read_what_is_expected() -> None:
+async def test_a_program_cannot_read_the_expected_output() -> None:
     """A program that looks for the expected output everywhere finds it in its input only."""
     secret, score = "secret-4f1c", scoring()
     assert await score(episode(CHEATS, tests=[{"input": secret, "output": secret}])) == 1.0
     assert await score(episode(CHEATS, tests=[{"input": "1", "output": secret}])) == 0.0
 
 
-async def test_output_that_never_ends_or_cannot_be_read_fails() -> None:
+async def test_programs_without_an_end_or_a_readable_output_fail() -> None:
     assert await scoring(time_s=1)(episode("while True: pass", tests=STDIN)) == 0.0
     assert await scoring()(episode("print('x' * (1 << 23))", tests=STDIN)) == 0.0
     nested = "def least(xs, n):\n    print('[' * 100_000)\n    raise SystemExit(0)"
@@ -109,6 +109,6 @@ async def test_output_that_never_ends_or_cannot_be_read_fails() -> None:
         ({"tests": CALLS}, "needs the name of the function in the task: func_name"),
     ],
 )
-async def test_faults_of_tests_are_named(task: dict[str, Any], fault: str) -> None:
+async def test_invalid_tests_are_refused_with_the_reason(task: dict[str, Any], fault: str) -> None:
     with pytest.raises(RewardError, match=fault):
         await scoring()(episode(ADDS, **task))

@@ -1,4 +1,4 @@
-"""Reward functions that are made of reward functions."""
+"""Reward functions that combine other reward functions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_weighted_scores_are_rewards_by_name() -> None:
         weighted({"right": 1.0}, length=length)
 
 
-async def test_a_gate_that_is_closed_calls_nothing_else() -> None:
+async def test_a_closed_gate_calls_no_other_function() -> None:
     def never(episode: FinishedEpisode) -> float:
         raise AssertionError
 
@@ -59,7 +59,7 @@ async def test_a_gate_that_is_closed_calls_nothing_else() -> None:
     assert await gated(right, length)(EPISODE) == 1.0
 
 
-async def test_bounds_hold_and_only_finite_scores_pass() -> None:
+async def test_clipped_scores_are_within_the_bounds_and_must_be_finite() -> None:
     for score, expected in ((5.0, 1.0), (-5.0, -1.0), (0.5, 0.5)):
         assert await clipped(lambda _, score=score: score, -1, 1)(EPISODE) == expected  # type: ignore[misc]
     with pytest.raises(ValueError, match="low must be at most high"):
@@ -68,7 +68,7 @@ async def test_bounds_hold_and_only_finite_scores_pass() -> None:
         await clipped(lambda _: float("nan"), 0, 1)(EPISODE)
 
 
-async def test_each_turn_is_rewarded_once_also_where_conversations_share_it() -> None:
+async def test_each_turn_is_rewarded_once_even_if_conversations_share_it() -> None:
     seen = []
 
     def score(messages: Any, reply: Any) -> float:
@@ -82,8 +82,8 @@ async def test_each_turn_is_rewarded_once_also_where_conversations_share_it() ->
         await per_turn(score)(unrecorded)
 
 
-async def test_potentials_add_the_same_to_every_way_from_one_state() -> None:
-    """With discount γ, the discounted sum of the shaping is minus the potential of the beginning."""
+async def test_potentials_add_the_same_to_every_path_from_one_state() -> None:
+    """With discount γ, the discounted sum of the shaping is minus the potential of the first state."""
 
     async def phi(messages: Any) -> float:
         return 10.0 * len(messages) ** 0.5
@@ -100,20 +100,20 @@ async def test_potentials_add_the_same_to_every_way_from_one_state() -> None:
     )
 
 
-async def test_an_episode_without_a_call_has_no_turns() -> None:
+async def test_an_episode_without_a_model_call_gets_no_rewards_for_turns() -> None:
     empty = FinishedEpisode("e", {}, [], "finished", {})
     assert await potential(lambda _: 1.0, lambda _: 1.0)(empty) == {}
     assert await per_turn(lambda _messages, _reply: 1.0)(empty) == {}
 
 
-def test_names_of_weights_must_be_those_of_the_scores() -> None:
+def test_weights_must_have_the_names_of_the_scores() -> None:
     for names, scores in itertools.product(({}, {"a": 1.0}), ({}, {"b": right})):
         with pytest.raises(ValueError, match="same names"):
             weighted(names, **scores)  # type: ignore[arg-type]
 
 
-async def test_a_synchronous_function_that_waits_holds_up_no_other_episode() -> None:
-    """Nor does it escape the time limit of the reward function."""
+async def test_a_synchronous_function_that_waits_does_not_delay_other_episodes() -> None:
+    """The time limit of the reward function applies to it too."""
     open_gate = threading.Event()
 
     def waits(episode: FinishedEpisode) -> float:

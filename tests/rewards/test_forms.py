@@ -37,7 +37,7 @@ def test_a_pattern_matches_the_whole_answer(pattern: str, answer: str | None, sc
     assert matches(pattern, answer) == score
 
 
-def test_a_pattern_that_backtracks_costs_its_limit_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_that_backtracks_ends_at_its_time_limit(caplog: pytest.LogCaptureFixture) -> None:
     started = time.monotonic()
     assert matches(r"(a|aa)+b", "a" * 200, timeout_s=0.2) == 0.0
     assert time.monotonic() - started < 30, "without the limit it would not end"
@@ -66,13 +66,13 @@ def test_json_follows_a_schema() -> None:
         follows_schema({"type": "none"}, "{}")
     of_itself = {"type": "array", "items": {"$ref": "#"}}
     assert follows_schema(of_itself, "[[[]]]") == 1.0
-    assert follows_schema(of_itself, "[" * 900 + "]" * 900) == 0.0  # deeper than a schema can be followed
-    assert follows_schema({"type": "number"}, "NaN") == 0.0  # Python reads it, but it is not JSON
+    assert follows_schema(of_itself, "[" * 900 + "]" * 900) == 0.0  # nested too deeply for the validator
+    assert follows_schema({"type": "number"}, "NaN") == 0.0  # Python accepts it, but it is not JSON
     for number in ("1e400", "9" * 400):  # neither can be divided by a float
         assert follows_schema({"type": "number", "multipleOf": 0.01}, number) == 0.0
 
 
-def test_the_penalty_of_a_length_is_that_of_dapo() -> None:
+def test_the_length_penalty_equals_that_of_dapo() -> None:
     lengths = (0, 80, 85, 90, 100, 500)
     assert [overlong(length, limit=100, buffer=20) for length in lengths] == [0, 0, -0.25, -0.5, -1, -1]
     for limit, buffer in ((100, 0), (10, 20)):
@@ -80,7 +80,7 @@ def test_the_penalty_of_a_length_is_that_of_dapo() -> None:
             overlong(1, limit=limit, buffer=buffer)
 
 
-def test_citations() -> None:
+def test_citations_are_found_and_scored() -> None:
     answer = "Lyon is in France [geo-7], which uses the euro [fin.2][geo-7]. [not cited] []"
     assert cited(answer) == ["geo-7", "fin.2"] and cited(None) == []
     assert cited("see (Smith 2020)", r"\((\w+ \d{4})\)") == ["Smith 2020"]

@@ -1,4 +1,4 @@
-"""Judges, asked over HTTP through the real client; a server of the test plays the judging model."""
+"""Judges send requests with the real client; an HTTP server of the test plays the judging model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def episode(answer: str, *, question: str = "2 + 2?", status: str = "finished") 
 
 
 def record_in(request: dict[str, Any]) -> dict[str, Any]:
-    """The record that the judge is shown."""
+    """Return the record that is sent to the judge."""
     content = request["messages"][-1]["content"]
     assert content.startswith("<data>") and content.endswith("</data>")
     return json.loads(content[len("<data>") : -len("</data>")])
@@ -68,7 +68,7 @@ def judging(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         server.server_close()
 
 
-async def test_a_judge_grades_by_its_rubric_and_asks_the_same_question_once(tmp_path: Path) -> None:
+async def test_a_judge_grades_by_its_rubric_and_sends_equal_requests_once(tmp_path: Path) -> None:
     with judging(lambda _: (200, 'I think: {"reason": "right", "score": 0.75}')) as (url, requests):
         score = judge("Is it right?", model="m", base_url=url, api_key="k", cache=tmp_path)
         assert await score(episode("4")) == 0.75
@@ -81,15 +81,15 @@ async def test_a_judge_grades_by_its_rubric_and_asks_the_same_question_once(tmp_
     assert len(list(tmp_path.iterdir())) == 2
 
 
-async def test_equal_questions_at_the_same_time_are_asked_once(tmp_path: Path) -> None:
+async def test_equal_requests_at_the_same_time_are_sent_once(tmp_path: Path) -> None:
     with judging(lambda _: (200, '{"score": 0.5}')) as (url, requests):
         score = judge("Is it right?", model="m", base_url=url, api_key="k", cache=tmp_path)
         assert await asyncio.gather(*(score(episode(answer)) for answer in "44544")) == [0.5] * 5
         assert sorted(record_in(r)["messages"][-1]["content"] for r in requests) == ["4", "5"]
 
 
-async def test_a_synchronous_reward_function_may_ask_in_event_loops_of_its_own(tmp_path: Path) -> None:
-    """Each of three threads has a loop; their requests are open at the same time, so that none can wait."""
+async def test_a_synchronous_reward_function_may_call_a_judge_in_its_own_event_loop(tmp_path: Path) -> None:
+    """Three threads have an event loop each; no request is answered before all three have arrived."""
     together = Barrier(3)
 
     def answer(_: dict[str, Any]) -> tuple[int, str]:
@@ -103,7 +103,7 @@ async def test_a_synchronous_reward_function_may_ask_in_event_loops_of_its_own(t
         assert len(requests) == 3
 
 
-async def test_an_equal_question_is_asked_again_after_a_refusal(tmp_path: Path) -> None:
+async def test_an_equal_request_is_sent_again_after_an_error(tmp_path: Path) -> None:
     statuses = iter([400, 200])
     with judging(lambda _: (next(statuses), '{"score": 0.5}')) as (url, requests):
         score = judge("Is it right?", model="m", base_url=url, api_key="k", cache=tmp_path)
@@ -121,7 +121,7 @@ async def test_the_policy_cannot_close_the_record() -> None:
     assert record_in(requests[0])["messages"][-1]["content"] == text
 
 
-async def test_a_judge_is_asked_again_after_a_busy_server_and_after_an_invalid_answer() -> None:
+async def test_a_request_is_repeated_after_an_error_of_the_server_and_an_invalid_answer() -> None:
     answers = iter([(503, "busy"), (200, '{"score": 7}'), (200, '{"score": 0.5}')])
     with judging(lambda _: next(answers)) as (url, requests):
         assert await judge("?", model="m", base_url=url, api_key="k")(episode("4")) == 0.5
@@ -167,7 +167,7 @@ async def test_a_damaged_answer_in_the_cache_is_replaced(tmp_path: Path, damaged
         assert json.loads(file.read_text()) == {"score": 0.5}
 
 
-async def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+async def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         judging(lambda _: (200, '{"score": 0.5}')) as (url, _),
@@ -178,7 +178,7 @@ async def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("attempt", ["[1]", '"1"', "true", "null"])
-async def test_the_number_of_an_attempt_is_an_integer(attempt: str) -> None:
+async def test_the_number_of_an_attempt_must_be_an_integer(attempt: str) -> None:
     text = f'{{"scores": [{{"attempt": {attempt}, "score": 1}}, {{"attempt": 2, "score": 0}}]}}'
     with (
         judging(lambda _: (200, text)) as (url, _),
@@ -187,7 +187,7 @@ async def test_the_number_of_an_attempt_is_an_integer(attempt: str) -> None:
         await group_judge(model="m", base_url=url, api_key="k", attempts=1)([episode("1"), episode("2")])
 
 
-async def test_a_group_is_compared_in_one_question_with_its_beginning_once() -> None:
+async def test_a_group_is_compared_in_one_request_that_has_the_common_beginning_once() -> None:
     def by_answer(request: dict[str, Any]) -> tuple[int, str]:
         attempts = record_in(request)["attempts"]
         scores = [{"attempt": a["attempt"], "score": float(a["messages"][-1]["content"])} for a in attempts]

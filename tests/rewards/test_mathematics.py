@@ -1,4 +1,4 @@
-"""Mathematical answers, compared by the real math-verify in processes of their own."""
+"""Mathematical answers are compared by the real math-verify in separate processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checks() -> Iterator[MathChecks]:
         (r"So the answer is \boxed{\frac{1}{2}}.", "0.5", True),
         (r"\boxed{1/2}", r"\frac{1}{2}", True),
         ("The answer is 12.", "12", True),
-        (r"First \boxed{3}, no: \boxed{4}", "4", False),  # two boxes are one answer: nobody may guess twice
+        (r"First \boxed{3}, no: \boxed{4}", "4", False),  # two boxes are one answer: two guesses are wrong
         (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True),
         (r"\boxed{\{1, 2\}}", r"\{2, 1\}", True),
         (r"\boxed{(1, 2)}", "(2, 1)", False),
@@ -67,21 +67,21 @@ def test_answers_are_compared_as_mathematics(
         (r"\boxed{1739=347+58*24}", "1739", False),
         (r"\boxed{\sum_{i=1}^{1739}1}", "1739", False),
         ("The answer is 347+58*24", "1739", False),
-        ("347+58*24\nDone.", "1739", False),  # math-verify looks in every line
-        (r"\boxed{} $347+58*24$", "1739", False),  # and behind an empty box
+        ("347+58*24\nDone.", "1739", False),  # math-verify searches every line
+        (r"\boxed{} $347+58*24$", "1739", False),  # and after an empty box
         (r"\[ \boxed{} = 347+58*24 \]", "1739", False),
         (r"\boxed{2/4}", "0.5", True),  # only a whole number must be worked out
         (r"\boxed{1739}", "1740", False),
         ("", "7", False),
     ],
 )
-def test_a_calculation_is_no_answer_where_it_must_be_worked_out(
+def test_a_calculation_is_not_accepted_if_it_must_be_worked_out(
     checks: MathChecks, answer: str, expected: str, equal: bool
 ) -> None:
     assert checks.equal(answer, expected, worked_out=True) is equal
 
 
-def test_the_reward_can_ask_for_an_answer_that_is_worked_out() -> None:
+def test_the_reward_function_can_require_an_answer_that_is_worked_out() -> None:
     episode = FinishedEpisode(
         "e", {"answer": 42}, ([{"role": "assistant", "content": r"\boxed{6*7}"}],), "finished", {}
     )
@@ -89,8 +89,8 @@ def test_the_reward_can_ask_for_an_answer_that_is_worked_out() -> None:
     assert math_answer(worked_out=True, time_s=30, processes=1)(episode) == 0.0
 
 
-def test_a_comparison_that_hangs_costs_its_own_time_and_process_only(checks: MathChecks) -> None:
-    """Others go on in the other process; the killed one is started again."""
+def test_a_comparison_that_hangs_ends_only_its_own_process(checks: MathChecks) -> None:
+    """Other comparisons continue in the other process, and the killed process is started again."""
     short = MathChecks(processes=2, time_s=3)
     assert short.equal("1", "1")
     hanging = threading.Thread(target=lambda: results.append(short.equal(HANGS, "1")))
@@ -122,7 +122,7 @@ def test_the_reward_function_reads_the_field_of_the_task() -> None:
         math_answer(processes=0)
 
 
-def test_a_process_that_was_killed_while_idle_costs_no_answer() -> None:
+def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
     checks = MathChecks(processes=1, time_s=30)
     others = _workers_of(os.getpid())
     try:
@@ -135,7 +135,7 @@ def test_a_process_that_was_killed_while_idle_costs_no_answer() -> None:
         checks.close()
 
 
-def test_a_comparison_that_hangs_ends_after_its_time_also_without_its_parent() -> None:
+def test_a_comparison_that_hangs_ends_at_its_time_limit_even_without_its_parent() -> None:
     code = (
         "import sys, threading; from areal_agents.rewards.mathematics import MathChecks\n"
         "checks = MathChecks(processes=1, time_s=3); checks.equal('1', '1')\n"

@@ -19,13 +19,13 @@ from areal_agents.rewards import best_of, exact_match, f1, normalise
         ("fr", ".fr"),
         ("America/Sao_Paulo", "america/sao_paulo"),
         ("+44-1624", "+44-1624"),
-        ("ﬁn", "fin"),  # compatibility form
-        ("−5", "-5"),  # the minus sign of typesetting
+        ("ﬁn", "fin"),  # a compatibility character
+        ("−5", "-5"),  # a typographic minus sign
         ("(-5).", "-5"),
         ("…5", "5"),
     ],
 )
-def test_equal_up_to_case_accents_spacing_and_outer_punctuation(answer: str, expected: str) -> None:
+def test_case_accents_spacing_and_outer_punctuation_do_not_matter(answer: str, expected: str) -> None:
     assert exact_match(answer, expected) == 1.0
     assert exact_match(expected, answer) == 1.0
 
@@ -46,7 +46,7 @@ def test_equal_up_to_case_accents_spacing_and_outer_punctuation(answer: str, exp
         ("Europe/Paris", "Europe Paris"),
     ],
 )
-def test_anything_else_differs(answer: str | None, expected: str) -> None:
+def test_other_differences_matter(answer: str | None, expected: str) -> None:
     assert exact_match(answer, expected) == 0.0
 
 
@@ -63,7 +63,7 @@ def test_normalise_keeps_inner_punctuation_and_symbols() -> None:
 
 
 @given(st.text(max_size=30))
-def test_normalise_is_idempotent_and_blind_to_case(text: str) -> None:
+def test_normalise_is_idempotent_and_ignores_case(text: str) -> None:
     once = normalise(text)
     assert normalise(once) == once
     assert normalise(text.upper().lower()) == normalise(text.upper())

@@ -1,5 +1,5 @@
-"""The real parts around a runner: proxy, store, and the embedded or the scripted engine. Only the trainer is
-played by the test.
+"""The real parts around a runner: a proxy, a store, and the embedded or the scripted engine. Only the trainer
+is replaced by the test.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ADMIN_KEY = "admin-key-of-the-tests"
 # Longer than httpx keeps an idle connection (5 s), as in the server of the proxy: a request that is sent just
 # when the server closes the connection gets no answer.
 KEEP_ALIVE_S = 10
-# Odd spaces and escapes, which are lost if a reply is rendered again instead of continued.
+# The odd spaces and escapes are lost if a reply is rendered again instead of continued.
 WEATHER_TALK = by_prompt(
     [
         (": rain", "<think>\nIt rains.\n</think>\n\nTake one. ☂"),
@@ -53,7 +53,7 @@ WEATHER_TALK = by_prompt(
 
 @dataclass
 class Served:
-    """A proxy over a store of its own, and what a test needs to play the trainer."""
+    """A proxy with its own store, and what a test needs to act as the trainer."""
 
     url: str
     store: Store
@@ -82,7 +82,7 @@ class Served:
         seen: Callable[[int], None] = lambda step: None,
         may_train: Callable[[int], bool] = lambda step: True,
     ) -> AsyncIterator[None]:
-        """Trains for the test: leases batches and publishes versions, 50 ms a step; each once it may."""
+        """Act as the trainer: lease a batch as soon as `may_train` allows the step, and publish a version."""
 
         async def train() -> None:
             if self.store.max_version() < 0:
@@ -128,7 +128,7 @@ def served(engine_url: str, renderer_of_the_model: ChatRenderer, tmp_path: Path)
 
 @pytest.fixture(scope="session")
 def scripted_engine() -> Iterator[str]:
-    """The URL of an engine that has the conversation about the weather, and else says "ok"."""
+    """The URL of an engine that scripts the conversation about the weather, and otherwise replies "ok"."""
     with running(ScriptedApp.from_folder(qwen_folder(), WEATHER_TALK)) as url:
         yield url
 
@@ -142,7 +142,7 @@ def qwen_renderer() -> ChatRenderer:
 def serve_scripted(
     scripted_engine: str, qwen_renderer: ChatRenderer, tmp_path: Path
 ) -> Callable[..., AbstractContextManager[Served]]:
-    """Runs a proxy with these settings before the scripted engine, within a with-block."""
+    """Return a context manager that runs a proxy with the given settings for the scripted engine."""
 
     @contextmanager
     def serve(**settings: Any) -> Iterator[Served]:
@@ -164,7 +164,7 @@ def scripted(serve_scripted: Callable[..., AbstractContextManager[Served]]) -> I
 
 @contextmanager
 def serving(engine_url: str, **parts: Any) -> Iterator[str]:
-    """The proxy on a free port, in a thread with an event loop of its own."""
+    """Run the proxy on a free port, in a thread with its own event loop; yield its URL."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     ready = threading.Event()
@@ -193,7 +193,7 @@ def serving(engine_url: str, **parts: Any) -> Iterator[str]:
 
 @pytest.fixture
 def slurm_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInSlurm:
-    """Puts programs into PATH that stand in for those of Slurm."""
+    """Put stand-ins for the programs of Slurm into PATH."""
     stand_in = StandInSlurm(tmp_path / "slurm")
     stand_in.install()
     monkeypatch.setenv("PATH", f"{stand_in.programs}:{os.environ['PATH']}")
@@ -202,7 +202,7 @@ def slurm_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInSl
 
 @pytest.fixture
 def kubernetes_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInKubernetes]:
-    """Puts a program into PATH that stands in for kubectl and a cluster, whose pods end with the test."""
+    """Put a stand-in for kubectl and a cluster into PATH; its pods end with the test."""
     stand_in = StandInKubernetes(tmp_path / "kubernetes")
     stand_in.install()
     monkeypatch.setenv("PATH", f"{stand_in.programs}:{os.environ['PATH']}")
@@ -214,7 +214,7 @@ def kubernetes_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture(autouse=True)
 def path_as_before() -> Iterator[None]:
-    """Loading an agent puts its folder on sys.path, which every later test would search too."""
+    """Restore sys.path: loading an agent adds its folder, which every later test would search too."""
     before = list(sys.path)
     yield
     sys.path[:] = before

@@ -1,8 +1,9 @@
-"""Agents whose attempts misbehave as the test has decided for each of them.
+"""Agents whose attempts misbehave as the test decides for each of them.
 
-The test writes its decision about an attempt into a folder, which also an agent in a sandbox can read. As a
-module it has the functions; the command is `python failing_agents.py`. Everything but the async function uses
-the standard library only: each process would pay for the import of a client, and an image need not have one.
+The test writes its decision about an attempt into a folder that an agent in a sandbox can read, too. The
+module provides the functions; the command is `python failing_agents.py`. Everything but the async function
+uses only the standard library: the import of a client would slow every process down, and an image need not
+have one.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LEFT_OPEN: list[Any] = []
 
 
 def decision(task: dict[str, Any], ep: Episode) -> str | None:
-    """What the test has decided about this attempt: how it misbehaves, "": it does not, None: not yet."""
+    """Return how this attempt misbehaves; "" if it does not, None if the test has not decided yet."""
     path = Path(task["decisions"], ep.id)
     return path.read_text() if path.exists() else None
 
@@ -62,7 +63,7 @@ def ask(ep: Episode, text: str = "Hi", **more: Any) -> Any:
 
 
 def hang(ep: Episode) -> None:
-    """Call the model, which tells the test that this attempt waits from now on."""
+    """Call the model once, from which the test sees that this attempt hangs, and hang."""
     ep.reward(0.25, name="so far")
     ask(ep).read()
     while True:
@@ -108,7 +109,7 @@ def in_a_worker(task: dict, ep: Episode) -> float:
 async def as_coroutine(task: dict, ep: Episode) -> float:
     from openai import AsyncOpenAI
 
-    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)  # which no attempt closes
+    client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)  # no attempt closes it
 
     async def ask(text: str = "Hi") -> None:
         await client.chat.completions.create(**chat(text))
@@ -139,7 +140,7 @@ async def as_coroutine(task: dict, ep: Episode) -> float:
 
 
 class Program:
-    """The episode of a command, as areal_agents.Episode has it, from its variables."""
+    """The episode of a command, read from its variables; it has the interface of areal_agents.Episode."""
 
     def __init__(self) -> None:
         self.base_url, self.api_key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
@@ -154,4 +155,4 @@ if __name__ == "__main__":
     own: Any = Program()
     own.reward(in_a_worker(json.load(sys.stdin), own))
     sys.stdout.flush()
-    os._exit(0)  # with whatever is open
+    os._exit(0)  # without closing what is open

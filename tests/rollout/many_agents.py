@@ -1,4 +1,4 @@
-"""An agent that is in the middle of its episode until a file says that every episode has begun."""
+"""An agent that waits in the middle of its episode until a file signals that every episode has begun."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from openai import AsyncOpenAI
 
 from areal_agents import Episode, current_key, episode
 
-_AT_ONCE = 64  # calls of a process, so that its HTTP client need not queue thousands
+_AT_ONCE = 64  # concurrent calls of a process, so that its HTTP client need not queue thousands
 
 
 class _Shared:
-    """What all episodes of a process use: made in its event loop, by the first of them."""
+    """What all episodes of a process share; the first of them creates it in the event loop."""
 
     client: AsyncOpenAI
     calls: asyncio.Semaphore
@@ -34,7 +34,7 @@ async def _ask(messages: list[Any]) -> str:
 
 @episode
 async def waits_for_all(task: dict, ep: Episode) -> float:
-    """One call, then a wait until the file of the task exists, then another call."""
+    """Make one call, wait until the file of the task exists, and make another call."""
     if _Shared.go is None:
         base_url = f"{ep.base_url.split('/e/')[0]}/v1"
         _Shared.client = AsyncOpenAI(base_url=base_url, api_key=current_key, max_retries=5)

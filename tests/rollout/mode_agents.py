@@ -1,6 +1,6 @@
 """One weather agent in every form in which an agent can run: the conversation is the same in all of them.
 
-As a module it has the functions; `python mode_agents.py` is the command.
+The module provides the functions; `python mode_agents.py` is the command.
 """
 
 from __future__ import annotations

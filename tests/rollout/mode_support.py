@@ -36,7 +36,7 @@ AREAL_AGENTS_EPISODE_ID = "{{episode}}"
 
 
 def command(script: Path, _folder: Path, *readable: Path, **sandbox: Any) -> dict[str, Any]:
-    """A program as a command, if `sandbox` has an isolation, in that one."""
+    """A program as a command, in a sandbox if `sandbox` names an isolation."""
     python = "python3" if sandbox.get("isolation") == "docker" else sys.executable
     if sandbox and sandbox["isolation"] != "process":
         sandbox["readable"] = [str(path) for path in (script, *readable)]
@@ -44,7 +44,7 @@ def command(script: Path, _folder: Path, *readable: Path, **sandbox: Any) -> dic
 
 
 def command_line_agent(script: Path, folder: Path, *readable: Path, **sandbox: Any) -> dict[str, Any]:
-    """A program that a definition of the user's describes."""
+    """A program that is described by a definition of the user."""
     definition = folder / "program.toml"
     definition.write_text(DEFINITION.format(script=script))
     if sandbox:
@@ -54,18 +54,18 @@ def command_line_agent(script: Path, folder: Path, *readable: Path, **sandbox: A
 
 
 def slurm_job(script: Path, _folder: Path, *_readable: Path) -> dict[str, Any]:
-    """A program as a batch job; the fixture `slurm_programs` has the commands of Slurm."""
+    """A program as a batch job; the fixture `slurm_programs` provides the commands of Slurm."""
     job = {"kind": "slurm", "template": str(SLURM_TEMPLATE), "poll_s": 0.2}
     return {"command": shlex.join([sys.executable, str(script)]), "job": job}
 
 
 def kubernetes_job(script: Path, _folder: Path, *_readable: Path) -> dict[str, Any]:
-    """A program as a Job; the fixture `kubernetes_programs` has kubectl."""
+    """A program as a Job; the fixture `kubernetes_programs` provides kubectl."""
     job = {"kind": "kubernetes", "template": str(KUBERNETES_TEMPLATE), "poll_s": 0.2}
     return {"command": shlex.join([sys.executable, str(script)]), "job": job}
 
 
-# Of each mode, a function of the script, a folder for its files, and what else the script reads.
+# For each mode, a function of the script, a folder for its files, and the other paths that it reads.
 MODES_OF_PROGRAMS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "command": command,
     "cli": command_line_agent,
@@ -80,14 +80,14 @@ MODES_OF_PROGRAMS: Mapping[str, Callable[..., dict[str, Any]]] = {
 
 
 def needs(mode: str) -> None:
-    """Skip a test whose mode this machine does not have."""
+    """Skip a test whose mode this machine does not support."""
     if mode == "node" and shutil.which("node") is None:
         pytest.skip("node is not installed")
     needs_isolation(mode.rpartition(" in ")[2])
 
 
 def containers() -> list[str]:
-    """The containers of sandboxes of this process; none without an engine."""
+    """The containers of this process's sandboxes; none if Docker is not installed."""
     if shutil.which("docker") is None:
         return []
     form = '{{.Names}} {{.Label "' + LABEL + '"}}'

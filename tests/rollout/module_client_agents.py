@@ -1,6 +1,6 @@
-"""Agents with clients that are made when the module is imported, before any episode.
+"""Agents whose clients are created when the module is imported, before any episode.
 
-OPENAI_BASE_URL must be set by then, as the rollout process sets it.
+OPENAI_BASE_URL must be set before the import, as in a rollout process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agents of the tests. A separate file, since agents are loaded by path."""
+"""Agents for the tests, in a separate file because agents are loaded by path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT: dict[str, Any] = {"model": "policy", "max_tokens": 2}
 
 
 async def ask(ep: Episode, text: str = "Hi") -> str:
-    """One short call of the model; the completion's id."""
+    """Make one short model call; return the id of the completion."""
     async with AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0) as client:
         answer = await client.chat.completions.create(messages=[{"role": "user", "content": text}], **SHORT)
         return answer.id
@@ -44,7 +44,7 @@ async def is_lost(task: dict, ep: Episode) -> float:
 
 @episode
 async def shares_a_client(task: dict, ep: Episode) -> float:
-    """As with a client made at module level: one for all episodes, told apart by `current_key`."""
+    """Use one client for all episodes, as at module level; `current_key` tells the episodes apart."""
     if not SHARED:
         SHARED.append(AsyncOpenAI(base_url=f"{ep.base_url.split('/e/')[0]}/v1", api_key=current_key))
     messages: list[Any] = [{"role": "user", "content": task["text"]}]
@@ -132,7 +132,7 @@ async def rewards_itself(task: dict, ep: Episode) -> None:
     completion = await ask(ep)
     ep.reward(0.5, completion_id=completion, name="turn")
     ep.reward(9.0)
-    ep.reward(1.0)  # the last one of a name wins
+    ep.reward(1.0)  # the last reward with a name replaces the others
 
 
 @episode
@@ -155,7 +155,7 @@ async def calls_until_refused(task: dict, ep: Episode) -> float:
 
 @episode
 async def fails_at_first(task: dict, ep: Episode) -> float:
-    """Its first attempt at each task fails; a file per task remembers."""
+    """Fail at the first attempt at each task, which a file per task records."""
     await ask(ep)
     mark = Path(task["folder"]) / f"{task['id']}"
     if not mark.exists():
@@ -166,7 +166,7 @@ async def fails_at_first(task: dict, ep: Episode) -> float:
 
 @episode
 async def one_of_a_task_hangs(task: dict, ep: Episode) -> float:
-    """Its first attempt at each task never ends; a file per task remembers."""
+    """Hang at the first attempt at each task, which a file per task records."""
     mark = Path(task["folder"]) / task["id"].replace("/", "-")
     try:
         mark.touch(exist_ok=False)
@@ -214,7 +214,7 @@ def sync_hangs(task: dict, ep: Episode) -> float:
     ep.reward(0.25, name="so far")
     Path(task["pid_file"]).write_text(f"{os.getpid()}\n")
     while True:
-        time.sleep(1)  # deaf to everything but being killed
+        time.sleep(1)  # until the process is killed
 
 
 @episode

@@ -1,9 +1,9 @@
-"""The loop in one thread, at the mercy of a random schedule: the real store, gate, collector and batches.
+"""The loop in one thread, driven by a random schedule, with the real store, gate, collector and batches.
 
-Only the edges are played: the proxy's HTTP (its control calls go straight to the store, and sometimes
-their answers are lost), the agents (the schedule says when each samples, ends, fails, or waits for its
-reward), and the arithmetic of training. `DrivenStore.wait` is where the trainer would sleep, so that is
-where the schedule goes on; if nothing can happen there, the loop is deadlocked.
+Only the outer parts are simulated: the proxy's HTTP (control calls go directly to the store, and sometimes
+their responses are lost), the agents (the schedule decides when each samples, ends, fails, or waits for its
+reward), and the computation of training. The schedule advances in `DrivenStore.wait`, where the trainer would
+sleep; if nothing can happen there, the loop is deadlocked.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ class Died(Exception):
 
 
 class DrivenStore(Store):
-    """A store whose reader, when it would wait for a change, makes one."""
+    """A store whose `wait` makes a change happen instead of waiting for one."""
 
     world: World
 
     def wait(self, cursor: int, timeout_s: float) -> int:
-        """Let something else happen."""
+        """Advance the schedule."""
         self.world.wake()  # the collector sees what the trainer has dropped
         self.world.check_capacity()
         assert self.world.advance(deadly=True), f"deadlock: {self.world.describe()}"
         return self.cursor()
 
     def lease_group_ids(self, count: int, *, step: int) -> list[str]:
-        """Lease, and look that it was the oldest that were taken."""
+        """Lease groups, and check that they are the oldest complete ones."""
         complete = [group.id for group in self.waiting_groups() if group.state == "complete"]
         ids = super().lease_group_ids(count, step=step)
         assert ids == (complete[:count] if len(complete) >= count else [])
@@ -81,15 +81,15 @@ class Setting:
     refill_equal_groups: bool = False
     swap_between_batches: bool = False
     deaths: int = 2
-    changes: bool = True  # of groups and max_staleness, between lives
+    changes: bool = True  # of groups and max_staleness, when the run is resumed
     workers: int = 1  # rollout processes
 
 
 @dataclass(eq=False)
 class Run:
-    """An episode that an agent is at; `began` is the version at which its generation under way began.
+    """An episode that an agent plays; `began` is the version at which its current generation began.
 
-    bad: all that is tried fails; long: more is sampled than a micro-batch takes; slow: others go first.
+    bad: every attempt fails; long: it samples more tokens than a micro-batch holds; slow: others go first.
     """
 
     id: str
@@ -102,7 +102,7 @@ class Run:
 
 
 class Network:
-    """The control calls of a collector, to the store. An answer may be lost, before or after the deed."""
+    """The control calls of a collector to the store. A call may be lost before or after it takes effect."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -182,7 +182,7 @@ class Process:
 
 
 class Agents:
-    """Agents that wait until the schedule has decided about them."""
+    """Agents that wait until the schedule ends their episodes."""
 
     capacity = None
     must_reward = False
@@ -205,21 +205,21 @@ class Agents:
 
 @dataclass
 class World:
-    """A run, its trainer played by `train`."""
+    """A run whose trainer is simulated by `train`."""
 
     folder: Path
     setting: Setting
     random: Random
     losses: float = 0.03
     store: DrivenStore = field(init=False)
-    engine: int = 0  # the version that it serves
+    engine: int = 0  # the version that the engine serves
     step: int = 0
     version: int = 0
     saved_step: int = 0
     steps: int = 0
     deaths: int = 0
-    unchanged: bool = True  # one bound, and one batch size
-    step_of: dict[int, int] = field(default_factory=dict)  # by version
+    unchanged: bool = True  # the bound and the batch size have not changed
+    step_of: dict[int, int] = field(default_factory=dict)  # version: step
     calls: int = 0
     running: list[Run] = field(default_factory=list)
     unrewarded: list[str] = field(default_factory=list)
@@ -235,12 +235,12 @@ class World:
         self.store = DrivenStore.open(self.folder / "store.db")  # type: ignore[assignment]
         self.store.world = self
         self.loop = asyncio.new_event_loop()
-        self.processes: dict[int, Process] = {}  # those that run, by index
-        self.alive: set[str | None] = set()  # the names of those that others see running
+        self.processes: dict[int, Process] = {}  # the running processes, by index
+        self.alive: set[str | None] = set()  # the names of the processes that others consider alive
         self.begun = 0
 
     def close(self) -> None:
-        """End everything."""
+        """Kill the collectors, and close the loop and the store."""
         self.kill_collectors()
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
@@ -249,14 +249,14 @@ class World:
     # -- the trainer --------------------------------------------------------------------------
 
     def train(self, steps: int) -> None:
-        """Train so many steps, over as many lives as it takes."""
+        """Train this many steps, with as many restarts of the trainer as it takes."""
         self.steps = steps
         self.resume()
         while self.step < steps:
             try:
                 self._one_step()
             except Died:
-                self.kill_collectors()  # whose supervisor ends them
+                self.kill_collectors()  # the supervisor ends them with the trainer
                 self.resume()
             else:
                 self._maybe_change()
@@ -320,10 +320,10 @@ class World:
         self.kill_collectors()
         self.rollout = self.rollout.model_copy(update={"groups": groups, "max_staleness": bound})
         self.unchanged = False
-        self.saved_step = self.step  # a run that is stopped saves
+        self.saved_step = self.step  # a run that is stopped writes a checkpoint
         self.resume()
 
-    # -- the others ---------------------------------------------------------------------------
+    # -- the rollout processes and agents -----------------------------------------------------
 
     def start_collector(self, index: int) -> None:
         """Start a rollout process."""
@@ -347,7 +347,7 @@ class World:
         self.wake()
 
     def kill_collector(self, index: int) -> None:
-        """Leave its episodes open, as a kill does."""
+        """Kill a rollout process, which leaves its episodes open."""
         process = self.processes.pop(index)
         self.alive.discard(process.name)
         process.collecting.cancel()
@@ -355,12 +355,12 @@ class World:
             self.loop.run_until_complete(process.collecting)
 
     def kill_collectors(self) -> None:
-        """Kill all of them."""
+        """Kill all rollout processes."""
         for index in list(self.processes):
             self.kill_collector(index)
 
     def _kill_or_suspect_one(self) -> None:
-        """Kill one of several, and perhaps start it again only later; or others hold it for dead wrongly."""
+        """Kill a rollout process, which may be restarted only later; or have the others consider it dead."""
         index = self.random.choice(list(self.processes))
         name = self.processes[index].name
         chance = self.random.random()
@@ -372,7 +372,7 @@ class World:
             self.start_collector(index)
 
     def wake(self) -> None:
-        """Let the collectors see what has changed, and come to rest."""
+        """Notify the collectors of a change, and run them until all of them wait."""
         for process in self.processes.values():
             process.changed.set()
         self.loop.run_until_complete(self._settle())
@@ -387,7 +387,7 @@ class World:
             await asyncio.sleep(0)
 
     def advance(self, *, deadly: bool = False) -> bool:
-        """Make one thing happen; whether there was anything."""
+        """Make one event happen; return whether there was one."""
         chance = self.random.random()
         if deadly and self.deaths < self.setting.deaths and chance < 0.02:
             self.deaths += 1
@@ -431,7 +431,7 @@ class World:
             run.end.set_result(float(self.random.random() < 0.5))
 
     def _turn(self, run: Run) -> None:
-        """Generation went on over every swap since it began, if there was one."""
+        """Add a turn whose generation continued across every weight swap since it began."""
         versions = [*range(run.began, self.engine + 1), self.engine]
         versions += [self.engine] * (LIMITS.microbatch_tokens * run.long)  # too long to be trained on
         count = len(versions)
@@ -451,7 +451,7 @@ class World:
         )
         try:
             self.store.add_turn(run.id, turn).result()
-        except Conflict:  # another process held that of the agent for dead, and aborted the episode
+        except Conflict:  # another process considered the agent's process dead, and aborted the episode
             assert self.setting.workers > 1
             run.end.set_exception(RuntimeError("refused"))
             return
@@ -464,14 +464,14 @@ class World:
             self.unrewarded.clear()
             return
         episode = self.unrewarded.pop(0)
-        with suppress(Conflict):  # aborted meanwhile, or failed
+        with suppress(Conflict):  # it was aborted meanwhile, or has failed
             value = float(self.random.random() < 0.5)
             self.store.set_rewards(episode, [Reward("episode", "", "late", value)]).result()
 
-    # -- what must hold -----------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """Where everything stands."""
+        """Describe the state of the run for an error message."""
         return f"step {self.step}, version {self.version}, {self.store.group_counts()}, {self.rollout}"
 
     def in_flight(self) -> int:
@@ -480,12 +480,12 @@ class World:
         return counts["pending"] + counts["complete"] + counts["leased"]
 
     def check_gate(self) -> None:
-        """After a group was begun."""
+        """Check the bound of the gate after a group was begun."""
         if self.rollout.max_staleness is not None:
             assert self.in_flight() <= (self.rollout.max_staleness + 1) * self.rollout.groups, self.describe()
 
     def check_capacity(self) -> None:
-        """While the trainer waits, the collector has submitted all that the gate allows."""
+        """Check, while the trainer waits, that the collector has submitted all that the gate allows."""
         if self.rollout.max_staleness is None:
             bound = (self.steps - self.step) * self.rollout.groups
         else:
@@ -493,7 +493,7 @@ class World:
         assert self.in_flight() >= bound, self.describe()
 
     def check_batch(self, batch: Batch) -> None:
-        """The bound holds in every token that is trained, and each group is trained once."""
+        """Check that every trained token is within the bound, and that each group is trained once."""
         rollout = self.rollout
         assert len(set(batch.group_ids)) == rollout.groups and not set(batch.group_ids) & set(self.trained)
         for group_id in batch.group_ids:
@@ -512,7 +512,7 @@ class World:
             assert (batch.staleness.masked_tokens, batch.stale_groups) == (0, 0)
 
     def _ages(self, group_ids: Sequence[str]) -> Counter[int]:
-        """How many tokens of the groups are how many steps off, by the record of this world."""
+        """Count the tokens of the groups by their age in steps, as recorded by this world."""
         rollouts = [rollout for id in group_ids for rollout in self.store.load_groups([id])[0].rollouts]
         turns = [turn for rollout in rollouts for turn in rollout.episode.turns]
         versions = [version for turn in turns for version in turn.completion.versions.tolist()]
@@ -520,7 +520,7 @@ class World:
 
 
 def setting_of(**changes: Any) -> Setting:
-    """A setting; what names a field of the rollout goes there."""
+    """Return a setting; names that are not its own fields are fields of its rollout configuration."""
     known = set(Setting.__dataclass_fields__)
     own = {name: value for name, value in changes.items() if name in known}
     rest = {name: value for name, value in changes.items() if name not in known}

@@ -1,8 +1,8 @@
-"""Stands in for kubectl and a cluster: Jobs are processes of this machine, and a folder has the objects.
+"""A stand-in for kubectl and a cluster: Jobs are processes of this machine, and a folder has the objects.
 
-`install` makes the program; `python stand_in_kubectl.py FOLDER ...` is it. It knows the commands and options
-that a run uses and refuses all others. As in a cluster, a pod waits until its Secret exists, has no variable
-but those of its container, and a deleted Job takes its pod and the Secrets that it owns along.
+`install` writes the program, which runs `python stand_in_kubectl.py FOLDER ...`. It accepts the commands and
+options that a run uses, and refuses all others. As in a cluster, a pod waits until its Secret exists, has
+only the variables of its container, and is deleted with its Job, as are the Secrets that the Job owns.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _logs(folder: Path, given: argparse.Namespace) -> int:
 
 
 def _run(folder: Path, name: str) -> int:
-    """Be the pod of a Job: wait for its Secret, run the container, and report how it ended."""
+    """Run the pod of a Job: wait for its Secret, run the container, and record how it ended."""
     pod = f"{name}-pod"
     (folder / f"{name}.pid").write_text(str(os.getpid()))
     job = _read(folder / f"Job/{name}.json")
@@ -191,7 +191,7 @@ def _run(folder: Path, name: str) -> int:
 
 
 def _expanded(word: str, variables: dict[str, str]) -> str:
-    """Return a word of a command as Kubernetes expands it: $(NAME), and $$ as a $."""
+    """Expand a word of a command as Kubernetes does: $(NAME) to the variable, and $$ to $."""
 
     def value(found: re.Match[str]) -> str:
         return "$" if found[1] is None else variables.get(found[1], found[0])
@@ -200,7 +200,7 @@ def _expanded(word: str, variables: dict[str, str]) -> str:
 
 
 def _end(folder: Path, name: str) -> None:
-    """Kill a pod: the process that stands for it, and those of its container."""
+    """Kill a pod: the process that runs it, and those of its container."""
     path = folder / f"{name}.pid"
     if path.exists():
         with contextlib.suppress(ProcessLookupError):

@@ -1,11 +1,11 @@
-"""Stands in for sbatch, squeue and scancel: jobs are processes of this machine, and a folder is the queue.
+"""A stand-in for sbatch, squeue and scancel: jobs are processes of this machine, and a folder is the queue.
 
-`install` makes the three programs; `python stand_in_slurm.py PROGRAM FOLDER ...` is each of them. A job is a
+`install` writes the three programs, which run `python stand_in_slurm.py PROGRAM FOLDER ...`. A job is a
 folder with its script and its state, as squeue shows it: the state, the wait status and the reason. While the
-file `held` is there, new jobs wait; while `full` is there, they are refused with its text; while
-`unanswered` is there, they are taken, but sbatch does not say so. Every query and cancellation is a line of
-`calls`. As Slurm's control groups do, the end of a job ends all processes that have its number in
-their environment.
+file `held` exists, new jobs wait; while `full` exists, they are refused with its content; while `unanswered`
+exists, they are accepted, but sbatch fails; while `silent` exists, squeue and scancel fail. Every query and
+cancellation is a line of `calls`. When a job ends, all processes that have its number in their environment
+are killed, as by Slurm's control groups.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class StandInSlurm:
         return {_read(job, "name"): _state(job)[0] for job in _jobs(self.folder)}
 
     def end_as(self, name: str, state: str) -> None:
-        """End a job as Slurm does it, for example because its node died."""
+        """End a job in this state as Slurm does, for example because its node died."""
         (job,) = [job for job in _jobs(self.folder) if _read(job, "name") == name]
         if state != "CANCELLED":
             (job / "nodes").write_text("node1")
         _end(job, state)
 
     def calls(self) -> list[str]:
-        """The commands that were given, without those of sbatch."""
+        """The recorded commands; those of sbatch are not recorded."""
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
@@ -80,7 +80,7 @@ def main(program: str, folder: Path, arguments: list[str]) -> int:
 
 def _submit(folder: Path, arguments: list[str]) -> int:
     script = sys.stdin.read()
-    directives = script[: script.find("\n\n")].splitlines()  # Slurm reads them before the first command only
+    directives = script[: script.find("\n\n")].splitlines()  # Slurm reads only those before the first command
     options = dict(
         word.removeprefix("--").split("=", 1)
         for line in directives
@@ -132,7 +132,7 @@ def _submit(folder: Path, arguments: list[str]) -> int:
 
 
 def _run(job: Path) -> int:
-    """Run the script of a job, and write how it ended."""
+    """Run the script of a job, and record how it ended."""
     while (job.parent.parent / "held").exists():
         time.sleep(0.02)
     (job / "nodes").write_text("node1")

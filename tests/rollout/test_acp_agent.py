@@ -1,6 +1,6 @@
-"""Command-line agents in the Agent Client Protocol: whole episodes of a small one, and how such agents fail.
+"""Agents that speak the Agent Client Protocol: whole episodes of a small one, and how such agents fail.
 
-The agent is written with the agent's side of the protocol's own package. What it does depends on the prompt.
+The agent is written with the protocol's own package. Its behavior depends on the prompt.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ arguments = ["{home}/agent.py"]
 
 @pytest.fixture(scope="module")
 def qwen_renderer() -> ChatRenderer:
-    """One that keeps the reasoning, without which a second question would begin a root."""
+    """A renderer that keeps the reasoning; otherwise the second prompt would begin a new root."""
     return make_renderer(qwen_folder(), ProxyConfig(reasoning="keep"))
 
 
@@ -145,7 +145,7 @@ async def play(scripted: Any, agent: Any, task: dict[str, Any], reward: str = ""
 
 
 def nothing_is_left(tmp_path: Path) -> bool:
-    """Whether no folder and no process of an agent is there."""
+    """Whether no folder and no process of an agent is left."""
     folders = [path for path in (tmp_path / "tmp").glob("*") if not path.name.startswith("areal-agents-sand")]
     return not folders and not sleepers(str(tmp_path / "tmp"))
 
@@ -179,10 +179,10 @@ async def test_an_episode_function_prompts_an_agent_turn_by_turn(
 
 
 @pytest.mark.parametrize("isolation", ["none", "process", "bubblewrap"])
-async def test_a_configuration_names_the_prompts(
+async def test_prompts_from_the_configuration_are_sent_one_after_another(
     scripted: Any, tiny: dict[str, str], tmp_path: Path, isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("SSL_CERT_FILE", raising=False)  # the file of the tests is not in the sandbox
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)  # the sandbox does not have this file of the tests
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed")
     (tmp_path / "graded.py").write_text(
@@ -197,7 +197,7 @@ async def test_a_configuration_names_the_prompts(
     assert nothing_is_left(tmp_path)
 
 
-async def test_permissions_are_answered_by_the_stated_policy(
+async def test_permission_requests_are_answered_by_the_given_policy(
     scripted: Any, tiny: dict[str, str], tmp_path: Path
 ) -> None:
     async def agent(task: dict[str, Any], ep: Episode) -> float:
@@ -231,7 +231,7 @@ async def test_an_agent_that_fails_fails_its_episode_and_leaves_nothing(
     assert nothing_is_left(tmp_path)
 
 
-async def test_an_agent_that_closes_its_output_or_never_begins(
+async def test_an_agent_that_closes_its_output_or_begins_no_session_fails(
     scripted: Any, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_agents.rollout.agents.cli.acp.connection.EXIT_S", 0.5)
@@ -244,7 +244,7 @@ async def test_an_agent_that_closes_its_output_or_never_begins(
     assert nothing_is_left(tmp_path)
 
 
-async def test_an_episode_that_meets_its_time_limit_is_graded_as_it_is(
+async def test_an_episode_that_reaches_its_time_limit_is_graded_with_the_files_so_far(
     scripted: Any, tiny: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "graded.py").write_text(
@@ -258,7 +258,7 @@ async def test_an_episode_that_meets_its_time_limit_is_graded_as_it_is(
     assert nothing_is_left(tmp_path)
 
 
-async def test_what_cannot_be_prompted_turn_by_turn_is_refused(
+async def test_agents_that_cannot_be_prompted_turn_by_turn_are_refused(
     tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = {"prompts": ["a", "b"]}

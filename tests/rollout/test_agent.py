@@ -40,7 +40,7 @@ async def test_the_form_of_an_agent_decides_where_it_runs() -> None:
         ({"cmd": "python"}, "an agent must be"),
     ],
 )
-def test_agents_that_do_not_load(spec: str | dict[str, str], message: str) -> None:
+def test_agents_that_cannot_be_loaded_are_refused(spec: str | dict[str, str], message: str) -> None:
     with pytest.raises(AgentError, match=message):
         load_agent(spec)
 
@@ -57,13 +57,15 @@ def test_agents_that_do_not_load(spec: str | dict[str, str], message: str) -> No
         ("raise SystemExit(2)", "SystemExit: 2"),
     ],
 )
-def test_an_agent_that_does_not_import_names_the_line(tmp_path: Path, code: str, message: str) -> None:
+def test_the_error_of_an_agent_that_cannot_be_imported_names_the_line(
+    tmp_path: Path, code: str, message: str
+) -> None:
     (tmp_path / "broken.py").write_text(code)
     with pytest.raises(AgentError, match=f"cannot import .*broken.py: {message}"):
         load_function(f"{tmp_path / 'broken.py'}:f", AgentError)
 
 
-def test_files_of_one_name_do_not_shadow_each_other(tmp_path: Path) -> None:
+def test_files_with_the_same_name_do_not_shadow_each_other(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "same_name_agent.py").write_text(f"def which(): return {name!r}")
@@ -81,7 +83,7 @@ def test_a_file_named_like_a_library_is_still_found(tmp_path: Path) -> None:
     assert sys.modules["json"].dumps({}) == "{}"
 
 
-def test_a_neighbour_imports_the_same_module(tmp_path: Path) -> None:
+def test_a_file_that_another_file_imports_is_loaded_only_once(tmp_path: Path) -> None:
     (tmp_path / "shared_module_of_test.py").write_text("STATE = []\ndef add(): STATE.append(1)")
     (tmp_path / "user_module_of_test.py").write_text(
         "import shared_module_of_test\ndef read(): return shared_module_of_test.STATE"
@@ -113,7 +115,7 @@ def test_a_worker_ends_with_its_parent_even_in_the_middle_of_an_episode(tmp_path
     worker.stderr.close()
 
 
-def test_a_worker_starts_without_what_it_does_not_need() -> None:
+def test_a_worker_does_not_import_heavy_packages() -> None:
     heavy = ("torch", "numpy", "httpx", "datasets", "pydantic", "sqlalchemy", "asyncio")
     code = (
         f"import sys, areal_agents.rollout.agents.worker; print([m for m in {heavy!r} if m in sys.modules])"

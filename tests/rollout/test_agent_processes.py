@@ -1,4 +1,4 @@
-"""Processes of agents: their end is their exit, and nothing that they started is left."""
+"""Agent processes end when they exit, and no process that they started is left."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from areal_agents.rollout.agents.worker_pool import WorkerAgent
 from areal_agents.secret_variables import ADMIN_KEY, ENGINE_KEY, RUN_TOKEN, TEACHER_KEY
 
 EPISODE = Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
-# A process in a session of its own, which holds the pipes that it inherited and takes no signal but SIGKILL.
+# A process in its own session, which holds the pipes that it inherited and ignores SIGTERM and SIGHUP.
 STAYS = "setsid sh -c 'trap \"\" TERM HUP; echo $$ > pid; exec sleep 300'"
-LIMIT_S = 60.0  # of each wait, far below the 300 s for which a leftover stays
+LIMIT_S = 60.0  # of each wait, far below the 300 s for which a leftover process runs
 pytestmark = pytest.mark.timeout(120)
 
 
 async def ended(pid: int) -> None:
-    """Return when a process has ended; where nobody reaps orphans it stays a zombie."""
+    """Return when a process has ended; it stays a zombie where no process reaps orphans."""
 
     def is_ended() -> bool:
         try:
@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("status", [0, 3])
-async def test_a_command_ends_when_it_exits_whatever_it_leaves_in_another_session(
+async def test_a_command_ends_when_it_exits_even_if_it_leaves_a_process_in_another_session(
     folder: Path, status: int
 ) -> None:
     code = f"{STAYS} & while ! [ -s pid ]; do sleep 0.01; done; echo said >&2; exit {status}"
@@ -74,8 +74,8 @@ async def test_a_command_ends_when_it_exits_whatever_it_leaves_in_another_sessio
     await ended(pid_in(folder))
 
 
-async def test_a_leftover_that_is_not_found_holds_up_no_episode(folder: Path) -> None:
-    """A process with an environment of its own keeps the pipes for 300 s, and costs the grace only."""
+async def test_a_leftover_process_that_is_not_found_does_not_delay_the_episode(folder: Path) -> None:
+    """A process without the mark holds the pipes for 300 s, but only the grace period is waited for."""
     code = f'env -i PATH="$PATH" {STAYS} & while ! [ -s pid ]; do sleep 0.01; done; echo said >&2; exit 3'
     began = time.monotonic()
     try:
@@ -86,7 +86,7 @@ async def test_a_leftover_that_is_not_found_holds_up_no_episode(folder: Path) ->
     assert time.monotonic() - began < LIMIT_S
 
 
-async def test_all_that_a_process_wrote_before_it_exited_is_kept(folder: Path) -> None:
+async def test_the_last_output_of_a_process_before_its_exit_is_kept(folder: Path) -> None:
     code = "import sys; sys.stderr.write('x' * 200_000 + 'the end'); sys.exit(2)"
     with pytest.raises(AgentError, match="xxxx" + "the end$"):
         await run([sys.executable, "-c", code])
@@ -122,11 +122,11 @@ async def test_logs_of_running_episodes_are_kept(folder: Path, monkeypatch: pyte
         assert {path.stem for path in folder.iterdir()} == left
 
 
-async def test_a_task_that_the_command_does_not_read_holds_up_nothing(folder: Path) -> None:
+async def test_a_task_that_the_command_does_not_read_does_not_delay_the_end(folder: Path) -> None:
     await run(["sh", "-c", f"{STAYS} <&0 & exit 0"], {"text": "x" * 1_000_000})
 
 
-async def test_a_long_task_arrives_whole(folder: Path) -> None:
+async def test_a_long_task_arrives_completely(folder: Path) -> None:
     task: dict[str, object] = {"text": "x" * 3_000_000}
     code = "import sys; open('task', 'w').write(sys.stdin.read())"
     await run([sys.executable, "-c", code], task)
@@ -135,7 +135,7 @@ async def test_a_long_task_arrives_whole(folder: Path) -> None:
 
 @pytest.mark.parametrize("turns", range(1, 8))
 async def test_a_start_that_is_cancelled_leaves_no_process(folder: Path, turns: int) -> None:
-    """The time limit of an episode may come at any moment, also between the fork and the first wait."""
+    """The time limit of an episode may expire at any moment, even between the fork and the first wait."""
     marker = f"AREAL_AGENTS_TEST_START={folder}"
     code = "sleep 300 & sleep 300"
     starting = asyncio.ensure_future(CommandAgent(["env", marker, "sh", "-c", code]).run({}, EPISODE))
@@ -185,7 +185,7 @@ async def test_a_program_that_does_not_exist_is_an_os_error() -> None:
             f"    subprocess.Popen({STAYS!r}, shell=True)\n    wait()\n    os._exit(7)",
             r"died \(exit status 7\)",
         ),
-        # A fork holds the worker's own pipe, so that the end of its output never comes.
+        # The forked process holds the worker's own pipe, so the end of its output is never reached.
         (
             "    if os.fork() == 0:\n        os.setsid()\n"
             "        open('pid', 'w').write(f'{os.getpid()}\\n')\n"
@@ -196,7 +196,7 @@ async def test_a_program_that_does_not_exist_is_an_os_error() -> None:
     ],
     ids=["other session", "fork", "closed"],
 )
-async def test_a_worker_whose_pipes_are_held_or_closed(
+async def test_a_worker_whose_pipes_are_held_or_closed_fails_its_episode(
     folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
 ) -> None:
     monkeypatch.setattr("areal_agents.rollout.agents.worker_pool.EXIT_S", 0.2)
@@ -251,10 +251,10 @@ async def test_ending_twice_is_harmless(folder: Path) -> None:
     assert await process.wait() == -15
 
 
-async def test_a_process_has_the_marks_of_this_one_in_a_clean_environment_too(
+async def test_a_process_gets_the_marks_of_this_one_even_with_an_empty_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So it is found if this process is killed, which then cannot end it."""
+    """By the marks it is found if this process is killed and so cannot end it."""
     monkeypatch.setenv(RUN_MARK, "the log")
     monkeypatch.setenv(AGENT_MARK, "the worker")
     process = await ChildProcess.start(["/usr/bin/env"], environment={}, tail=True)

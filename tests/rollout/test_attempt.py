@@ -27,7 +27,7 @@ ADMIN_KEY = "admin-key-of-the-tests"
 
 
 class Attempts:
-    """Runs one agent function once, in a group of one."""
+    """Runs an agent once, in a group of one episode."""
 
     def __init__(self, served: Any, client: AsyncClient) -> None:
         self.served, self.client = served, client
@@ -85,7 +85,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 async def gone(pid: int) -> None:
-    """Return when a process has ended; an orphan may stay a zombie where nobody reaps it."""
+    """Return when a process has ended; an orphan may stay a zombie where no process reaps it."""
     async with asyncio.timeout(60):
         while is_running(pid):
             await asyncio.sleep(0.01)
@@ -111,7 +111,9 @@ async def test_a_good_agent_finishes_with_its_reward(attempts: Attempts, agent: 
 
 
 @pytest.mark.parametrize("agent", ["raises", "sync_parses"])
-async def test_an_agents_error_can_be_scored_as_the_policys_doing(attempts: Attempts, agent: str) -> None:
+async def test_an_error_of_the_agent_can_be_scored_instead_of_failing_the_episode(
+    attempts: Attempts, agent: str
+) -> None:
     outcome, episode = await attempts(agent, agent_error_reward=-0.5)
     assert outcome == Outcome("truncated", rewarded=True)
     assert episode.status == "truncated" and rewards(episode)["agent_error"] == -0.5
@@ -139,7 +141,7 @@ async def test_errors_that_the_policy_cannot_have_caused_are_not_scored(
         ("sync_dies", r"worker process died \(exit status 7\)"),
     ],
 )
-async def test_what_is_not_the_policys_doing_is_a_failed_episode(
+async def test_errors_that_are_not_due_to_the_policy_fail_the_episode(
     attempts: Attempts, agent: str, error: str
 ) -> None:
     outcome, episode = await attempts(agent)
@@ -150,7 +152,7 @@ async def test_what_is_not_the_policys_doing_is_a_failed_episode(
         raise AssertionError(outcome.error)
 
 
-async def test_rewards_by_name_by_turn_and_by_hand(attempts: Attempts) -> None:
+async def test_rewards_can_be_given_by_name_by_turn_and_by_calls_of_reward(attempts: Attempts) -> None:
     _, episode = await attempts("by_name")
     assert rewards(episode) == {"correct": 1.0, "style": 0.5} and episode.score == 1.5
     _, episode = await attempts("by_turn")
@@ -169,7 +171,7 @@ async def test_an_agent_that_hangs_is_truncated_and_keeps_its_rewards(
     assert rewards(episode) == {"so far": 0.25} and len(episode.turns) == 1
 
 
-async def test_one_that_resists_cancellation_too(
+async def test_an_agent_that_resists_its_cancellation_is_truncated_too(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch, reported: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setattr("areal_agents.rollout.agents.coroutine.CANCEL_GRACE_S", 0.1)
@@ -179,7 +181,7 @@ async def test_one_that_resists_cancellation_too(
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
 
 
-async def test_a_hang_without_a_model_call_is_no_doing_of_the_policy(attempts: Attempts) -> None:
+async def test_an_agent_that_hangs_before_its_first_model_call_fails(attempts: Attempts) -> None:
     outcome, _ = await attempts("hangs_before_calling", time_s=0.2)
     assert outcome == Outcome("failed", rewarded=False, error="the agent made no model call within 0.2 s")
 
@@ -198,7 +200,7 @@ def is_whole(pid_file: Path) -> bool:
     return pid_file.exists() and pid_file.read_text().endswith("\n")
 
 
-async def test_running_into_a_limit_of_the_proxy_is_truncation_though_the_agent_raises(
+async def test_reaching_a_limit_of_the_proxy_truncates_the_episode_even_if_the_agent_raises(
     attempts: Attempts,
 ) -> None:
     outcome, episode = await attempts("calls_until_refused", max_turns=2)
@@ -206,14 +208,14 @@ async def test_running_into_a_limit_of_the_proxy_is_truncation_though_the_agent_
     assert len(episode.turns) == 2 and episode.score == 0.0
 
 
-async def test_a_first_prompt_beyond_the_context_is_no_doing_of_the_policy(attempts: Attempts) -> None:
+async def test_a_first_prompt_that_exceeds_the_limits_fails_the_episode(attempts: Attempts) -> None:
     outcome, episode = await attempts("good", context_tokens=2)
     assert outcome.error is not None
     assert "exceeds the limits of the episode; raise rollout.limits" in outcome.error
     assert episode.status == "failed" and not episode.turns
 
 
-async def test_an_agent_without_a_reward_stays_unrewarded(attempts: Attempts) -> None:
+async def test_an_episode_whose_agent_gives_no_reward_stays_unrewarded(attempts: Attempts) -> None:
     outcome, episode = await attempts("unrewarded")
     assert outcome == Outcome("finished", rewarded=False)
     assert attempts.served.store.group_counts()["pending"] == 1
@@ -346,7 +348,7 @@ async def test_a_command_finds_its_episode_on_a_sandbox_host(attempts: Attempts,
     assert rewards(episode) == {"return": 0.75} and len(episode.turns) == 1
 
 
-async def test_a_prepared_sandbox_that_no_run_takes_gives_its_place_back() -> None:
+async def test_a_prepared_sandbox_that_is_not_used_frees_its_place() -> None:
     async with sandbox_host(places=1) as address:
         hosts = SandboxHosts(lambda: [address], place_s=10)
         agent = load_agent({"command": "true", "isolation": "process"}, hosts=hosts)
@@ -368,7 +370,7 @@ async def test_a_decorated_agent_works_as_a_command(attempts: Attempts, tmp_path
     assert outcome.rewarded and rewards(episode) == {"return": 0.5}
 
 
-async def test_a_command_that_fails_tells_why(attempts: Attempts) -> None:
+async def test_the_error_of_a_failed_command_says_why_it_failed(attempts: Attempts) -> None:
     outcome, _ = await attempts({"command": f"{sys.executable} -c \"raise SystemExit('no luck')\""})
     assert outcome.status == "failed" and outcome.error is not None
     assert outcome.error.endswith("exited with status 1: no luck")
@@ -387,7 +389,7 @@ async def test_a_command_that_hangs_is_killed_with_its_children(
 
 
 async def test_an_episode_ends_when_its_command_exits(attempts: Attempts) -> None:
-    async with asyncio.timeout(30):  # half of what the process in the other session takes
+    async with asyncio.timeout(30):  # half of the time that the process in the other session runs
         outcome, _ = await attempts({"command": "sh -c 'setsid sleep 60 & exit 0'"})
     assert outcome.error is not None and outcome.error.startswith("the agent made no model call;")
 
@@ -404,7 +406,7 @@ async def test_cancelling_leaves_the_episode_open_and_no_task_behind(attempts: A
     assert len(attempts.served.store.episodes(status="open")) == 1
 
 
-async def test_a_taken_place_is_refused(attempts: Attempts) -> None:
+async def test_a_second_episode_at_the_same_index_of_a_group_is_refused(attempts: Attempts) -> None:
     attempt = Attempt(Task("t", {}), "train", "t@0", 1, 0)
     await open_attempt(attempts.client, attempt, limits=LimitsConfig())
     with pytest.raises(RequestError, match="t@0") as refused:
@@ -412,7 +414,7 @@ async def test_a_taken_place_is_refused(attempts: Attempts) -> None:
     assert refused.value.status == 409
 
 
-def test_a_short_outage_under_many_episodes_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_outage_that_fails_many_episodes_is_tolerated(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((100.0, 100.1, 100.2, 159.9, 200.0, 230.0, 259.0, 260.0))
     monkeypatch.setattr(rollout_attempt.time, "monotonic", lambda: next(times))
     patience = FailureStreak(3, least_s=60.0)

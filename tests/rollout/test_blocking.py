@@ -1,7 +1,7 @@
-"""The watch over the event loop: it names agents that block, and not the imports of their modules.
+"""The watch over the event loop: it reports agents that block, but not the imports of their modules.
 
-A case with an import is a program of its own, because a module is imported once. Its slow package is in a
-folder of installed packages, and either waits or computes in C without letting another thread run.
+Each case with an import is a separate program, because a module is imported only once. The slow package is in
+a folder of installed packages, and either sleeps or computes in C without releasing the GIL.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SLOW = {  # for about two seconds
 }
 TOP = "import slow\nasync def agent(): pass\n"
 WITHIN = "async def agent():\n    import slow\n"
-CALLS = "import slow_caller\nasync def agent(): pass\n"  # code of the user runs within the import
+CALLS = "import slow_caller\nasync def agent(): pass\n"  # user code runs during the import
 IN_A_THREAD = """
 import asyncio, importlib
 async def agent():
@@ -71,7 +71,7 @@ IMPORTS = {
 
 
 def outcome_of(folder: Path, agent: str, slow: str) -> str:
-    """Return the output of a program that plays `agent`, whose package `slow` is as SLOW says."""
+    """Return the output of a program that runs `agent`; its package `slow` has the code SLOW[slow]."""
     package = folder / "site-packages/slow/__init__.py"
     package.parent.mkdir(parents=True)
     package.write_text(SLOW[slow])
@@ -93,26 +93,26 @@ def outcome_of(folder: Path, agent: str, slow: str) -> str:
 
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("agent", IMPORTS)
-def test_the_import_of_a_module_is_no_block(tmp_path: Path, agent: str, slow: str) -> None:
+def test_the_import_of_a_module_does_not_count_as_a_block(tmp_path: Path, agent: str, slow: str) -> None:
     assert "REPORTED" not in outcome_of(tmp_path, IMPORTS[agent], slow)
 
 
-def test_an_import_that_keeps_the_loop_is_logged_once_with_its_line(tmp_path: Path) -> None:
+def test_an_import_that_holds_the_loop_is_logged_once_with_its_line(tmp_path: Path) -> None:
     output = outcome_of(tmp_path, WITHIN, "sleeps")
     assert output.count("the event loop waits for an import at") == 1
     assert f"waits for an import at {tmp_path}/agent.py, line 2, in agent: import slow\n" in output
 
 
 @pytest.mark.parametrize("how", ["time.sleep(2.0)", "sum(range(180_000_000))"])
-def test_an_agent_that_imports_and_then_blocks_is_named(tmp_path: Path, how: str) -> None:
+def test_an_agent_that_blocks_after_an_import_is_reported(tmp_path: Path, how: str) -> None:
     agent = f"import time\nasync def agent():\n    import slow\n    {how}\n    time.sleep(0.2)\n"
     output = outcome_of(tmp_path, agent, "sleeps")
     assert output.count("REPORTED the agent has blocked its event loop for 0.8 s") == 1
     assert f"{tmp_path}/agent.py, line 4, in agent: {how}. While" in output
 
 
-async def test_what_is_loaded_before_the_loop_first_runs_is_no_block() -> None:
-    """A run reads its data set and imports its agent before it lets its loop run."""
+async def test_loading_before_the_loop_first_runs_does_not_count_as_a_block() -> None:
+    """A run reads its data set and imports its agent before its loop runs."""
     reports: list[str] = []
     with BlockingWatch(reports.append, blocked_s=0.6):
         time.sleep(2.0)  # noqa: ASYNC251

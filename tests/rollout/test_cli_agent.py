@@ -1,4 +1,4 @@
-"""Command-line agents: the definitions that ship, what is made of them, and whole episodes of a small one."""
+"""Command-line agents: the shipped definitions, how they are launched, and whole episodes of a small one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def launch_of(name: str, *, max_turns: int | None = None, inherited: Mapping[str
     )
 
 
-# Of each definition: its arguments with a limit of turns if it has one, what it reads, its own variables.
+# For each definition: its arguments, with a turn limit if it has one; its standard input; its variables.
 LAUNCHES: dict[str, tuple[list[str], str, dict[str, str]]] = {
     "claude-code": (
         ["--max-turns", "7", "--print", "--dangerously-skip-permissions", "--model", "policy"],
@@ -142,12 +142,12 @@ FOLDERS = {
 }
 
 
-def test_every_definition_that_ships_is_known() -> None:
+def test_the_shipped_definitions_are_known() -> None:
     assert known_definitions() == sorted(LAUNCHES)
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_what_is_made_of_a_definition(name: str) -> None:
+def test_the_launch_of_each_shipped_definition(name: str) -> None:
     arguments, stdin, variables = LAUNCHES[name]
     limit = 7 if load_definition(name).turn_limit else None
     launch = launch_of(
@@ -159,7 +159,7 @@ def test_what_is_made_of_a_definition(name: str) -> None:
     assert launch.environment == {"PATH": "/bin", **FOLDERS, **not_proxied, **variables}
 
 
-def test_the_files_of_the_definitions() -> None:
+def test_the_configuration_files_of_the_definitions_have_the_episode_and_the_model() -> None:
     def parsed(name: str, file: str) -> Any:
         text = launch_of(name).files[file]
         return tomllib.loads(text) if file.endswith(".toml") else json.loads(text)
@@ -229,7 +229,7 @@ def test_an_unknown_definition_is_refused_with_those_that_are_known() -> None:
 
 
 def program(folder: Path, name: str, prints: str) -> dict[str, str]:
-    """An environment whose PATH has a program that prints this."""
+    """Write a program with this shell code; return an environment whose PATH has it."""
     (folder / name).write_text(f"#!/bin/sh\n{prints}\n")
     (folder / name).chmod(0o755)
     return {"PATH": f"{folder}:/usr/bin:/bin"}
@@ -252,7 +252,7 @@ def test_a_program_is_found_and_its_version_is_checked(tmp_path: Path) -> None:
     assert find_program(definition, "", inherited) == tmp_path / "tiny"
 
 
-def test_a_program_is_found_in_an_image_of_docker(tmp_path: Path) -> None:
+def test_a_program_is_found_in_a_docker_image(tmp_path: Path) -> None:
     """It needs docker; see `make test-docker`."""
     needs_isolation("docker")
     (tmp_path / "tiny.toml").write_text(DEFINITION)
@@ -284,7 +284,7 @@ def test_an_agent_without_its_program_or_with_wrong_settings_is_not_loaded(
         load_agent({"cli": "codex", "isolation": "docker", "image": "python:3.11-slim"})
 
 
-def test_a_prompt_is_made_of_the_fields_of_the_task(tmp_path: Path) -> None:
+def test_a_prompt_is_filled_in_from_the_fields_of_the_task(tmp_path: Path) -> None:
     task = {"instruction": "Do {task.x}", "n": 2, "deep": {"list": ["ü"]}, "folder": str(tmp_path)}
     assert of_task("{task.instruction} {n} {task.n}", task, "prompt") == "Do {task.x} {n} 2"
     assert of_task("{task.deep.list}", task, "prompt") == '["ü"]'
@@ -327,7 +327,7 @@ raise SystemExit(int(sys.argv[2]))
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The setting of an agent with a definition of the user's; it writes what it saw to seen.json."""
+    """The settings of an agent with a definition of the user; the agent records what it sees in seen.json."""
     (tmp_path / "agent.py").write_text(textwrap.dedent(TINY))
     for name in ("project", "tmp"):
         (tmp_path / name).mkdir()
@@ -374,7 +374,7 @@ async def play(
 
 
 def sleepers(mark: str) -> list[str]:
-    """The processes whose environment has this text, zombies left out."""
+    """The command lines of the processes, other than zombies, whose environment contains a string."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -386,7 +386,7 @@ def sleepers(mark: str) -> list[str]:
     return found
 
 
-async def test_an_episode_of_a_command_line_agent_leaves_nothing(
+async def test_an_episode_of_a_command_line_agent_leaves_no_files_and_no_processes(
     served: Any, tiny: dict[str, Any], tmp_path: Path
 ) -> None:
     task = {"instruction": "Say ü.", "folder": str(tmp_path / "project")}
@@ -401,7 +401,7 @@ async def test_an_episode_of_a_command_line_agent_leaves_nothing(
     assert sleepers(seen["home"]) == []
 
 
-async def test_a_reward_function_sees_what_the_agent_left(
+async def test_a_reward_function_sees_the_files_that_the_agent_left(
     served: Any, tiny: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "graded.py").write_text(
@@ -422,10 +422,10 @@ _SCRIPT_IN_HOME = '["{home}/agent.py", "seen", "0"]'
 
 
 @pytest.mark.parametrize("where", ["process", "bubblewrap", "process on a host"])
-async def test_a_command_line_agent_in_a_sandbox(
+async def test_a_command_line_agent_plays_its_episode_in_a_sandbox(
     served: Any, tiny: dict[str, Any], tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("SSL_CERT_FILE", raising=False)  # the file of the tests is not in the sandbox
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)  # the sandbox does not have this file of the tests
     isolation, _, host = where.partition(" ")
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bwrap is not installed")
@@ -451,7 +451,9 @@ async def test_a_command_line_agent_in_a_sandbox(
     assert [str(path) for path in (tmp_path / "tmp").glob("*/*")] == []
 
 
-async def test_how_a_command_line_agent_ends(served: Any, tiny: dict[str, Any], tmp_path: Path) -> None:
+async def test_the_exit_status_of_a_command_line_agent_decides_how_its_episode_ends(
+    served: Any, tiny: dict[str, Any], tmp_path: Path
+) -> None:
     task = {"instruction": "Go.", "folder": str(tmp_path / "project")}
     outcome, _ = await play(served, tiny | {"max_turns": 53}, task)
     assert (outcome.status, outcome.error) == ("finished", None)
@@ -464,7 +466,7 @@ async def test_how_a_command_line_agent_ends(served: Any, tiny: dict[str, Any], 
     assert os.listdir(tmp_path / "tmp") == []
 
 
-async def test_an_episode_that_fails_before_its_program_gives_its_place_back(
+async def test_an_episode_that_fails_before_its_program_starts_frees_its_place(
     served: Any, tiny: dict[str, Any]
 ) -> None:
     task, limits = Task("t", {"instruction": "Go."}), LimitsConfig()
@@ -480,7 +482,7 @@ async def test_an_episode_that_fails_before_its_program_gives_its_place_back(
         await agent.close()
 
 
-async def test_a_cancelled_episode_leaves_nothing(tiny: dict[str, Any], tmp_path: Path) -> None:
+async def test_a_cancelled_episode_leaves_no_files(tiny: dict[str, Any], tmp_path: Path) -> None:
     agent = load_agent(tiny | {"workdir": ""})
     (tmp_path / "agent.py").write_text(
         "import pathlib, sys, time\npathlib.Path(sys.argv[1]).touch(); time.sleep(300)"
@@ -499,7 +501,7 @@ async def test_a_cancelled_episode_leaves_nothing(tiny: dict[str, Any], tmp_path
 async def test_a_cancelled_episode_in_a_sandbox_is_not_an_error_of_its_agent(
     tiny: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Also if what it left is too large to be copied."""
+    """This holds even if the files that it left are too large to be copied."""
     agent = load_agent(tiny | {"workdir": "", "isolation": "process"})
     script = (
         "import os, pathlib, sys, time\nos.truncate(os.open('large', os.O_CREAT | os.O_WRONLY), 65 << 20)\n"

@@ -1,4 +1,4 @@
-"""Iterative context lengthening: which bound an episode is opened with, by the published step."""
+"""Iterative context lengthening: the token limit of an episode depends on the published step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_bound_grows_with_the_published_step() -> None:
     assert bound(RolloutConfig(), 0) is None
 
 
-def test_the_episodes_own_bound_holds_too() -> None:
+def test_the_context_limit_of_the_episodes_applies_too() -> None:
     limits = LimitsConfig(max_turns=3, context_tokens=10_000)
     stages = tuple(ContextStage(**stage) for stage in STAGES)
     both = RolloutConfig(limits=limits, context_stages=stages)

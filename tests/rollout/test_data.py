@@ -28,7 +28,7 @@ def write_parquet(path: Path) -> str:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet"])
-def test_files_of_every_form(tmp_path: Path, form: str) -> None:
+def test_tasks_are_read_from_files_of_every_format(tmp_path: Path, form: str) -> None:
     file = tmp_path / f"tasks.{form}"
     if form == "parquet":
         write_parquet(file)
@@ -44,7 +44,7 @@ def test_files_of_every_form(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json"])
-def test_a_task_of_a_json_file_is_what_the_file_has(tmp_path: Path, form: str) -> None:
+def test_a_task_from_a_json_file_equals_its_row(tmp_path: Path, form: str) -> None:
     rows = [
         {"day": "2024-01-01", "at": "2024-01-01T10:00:00", "n": 1},
         {"n": 1.5, "deep": {"x": 1}},
@@ -84,7 +84,9 @@ def test_every_field_of_a_csv_file_is_a_string(tmp_path: Path) -> None:
         ("tasks.parquet", "x", "cannot load"),
     ],
 )
-def test_a_fault_of_a_file_has_its_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_an_error_in_a_file_is_reported_with_its_line_or_row(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         load_tasks(DataConfig(path=write(tmp_path / name, text)))
 
@@ -147,19 +149,19 @@ def test_functions_get_the_arguments_that_they_accept(functions: str) -> None:
         ("missing", "has no function 'missing'; it has"),
     ],
 )
-def test_what_a_function_may_get_wrong(functions: str, name: str, message: str) -> None:
+def test_errors_of_task_functions_are_reported(functions: str, name: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_tasks(DataConfig(path=f"{functions}:{name}"))
 
 
 @pytest.mark.parametrize("name", ["split", "subset"])
-def test_a_file_has_no_splits(tmp_path: Path, name: str) -> None:
+def test_a_split_or_subset_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "tasks.jsonl", '{"id": 1}')
     with pytest.raises(DataError, match=f"is a file, which has no {name}; leave data.{name} out"):
         load_tasks(DataConfig(path=path, **{name: "dev"}))
 
 
-def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_broken_data_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for path, message in [
         (str(tmp_path / "no.jsonl"), "there is no data file"),
@@ -184,13 +186,13 @@ def source(n: int = 6, **options: int) -> TaskSource:
     return TaskSource(tuple(Task(f"t{i}", {}) for i in range(n)), **{"seed": 0, **options})
 
 
-def test_every_epoch_has_each_task_once_in_an_order_of_the_seed() -> None:
+def test_every_epoch_has_each_task_once_in_an_order_that_depends_on_the_seed() -> None:
     first, second = source().epoch(0), source().epoch(1)
     assert sorted(t.id for t in first) == sorted(t.id for t in second) == [f"t{i}" for i in range(6)]
     assert first == source().epoch(0) and first != second and first != source(seed=1).epoch(0)
 
 
-def test_the_stream_continues_where_a_restart_left_it() -> None:
+def test_the_stream_continues_after_a_restart() -> None:
     whole = list(itertools.islice(source().stream(), 15))
     assert [epoch for _, epoch in whole] == [0] * 6 + [1] * 6 + [2] * 3
     started = {(task.id, epoch) for task, epoch in whole[:8]}

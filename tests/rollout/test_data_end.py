@@ -1,4 +1,4 @@
-"""Data that ends before the last batch is whole ends the run at once, whatever the loop."""
+"""A run whose data ends before the last batch is complete ends at once, in every loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPS, STEPS = 2, 2
 
 
 def exact_data(folder: Path) -> DataConfig:
-    """As many tasks as the run needs; that which comes last always fails."""
+    """Write as many tasks as the run needs, of which the last one always fails."""
     data = DataConfig(path=str(folder / "tasks.jsonl"), epochs=1)
 
     def write(bad: str | None) -> None:
@@ -40,7 +40,7 @@ def exact_data(folder: Path) -> DataConfig:
     ("max_staleness", "swap_between_batches"),
     [pytest.param(0, False, id="sync"), pytest.param(1, True, id="one_step_off")],
 )
-async def test_a_group_of_the_last_batch_that_is_dropped_ends_the_run_at_once(
+async def test_a_dropped_group_of_the_last_batch_ends_the_run_at_once(
     served: Any, max_staleness: int, swap_between_batches: bool
 ) -> None:
     data, stop = exact_data(served.folder), threading.Event()
@@ -74,7 +74,7 @@ async def test_a_group_of_the_last_batch_that_is_dropped_ends_the_run_at_once(
     trainer = asyncio.create_task(asyncio.to_thread(train))
     try:
         with pytest.raises(DataError, match="2 groups were trained and 1 dropped, and the 1 left are too"):
-            async with asyncio.timeout(60):  # far below what the trainer would wait
+            async with asyncio.timeout(60):  # far below the timeout of the trainer
                 await run(
                     store=served.store, proxy_url=served.url, admin_key="admin-key-of-the-tests",
                     agent=f"{AGENTS}:fails_on_bad_tasks", data=data, rollout=config, evaluation=None,

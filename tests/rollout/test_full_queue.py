@@ -1,4 +1,4 @@
-"""When jobs find no room in their cluster, no attempt fails, no retry is used up, and the run continues."""
+"""If a cluster has no room for jobs, no attempt fails, no retry is used up, and the run continues."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_full_queue_does_not_end_a_run(
     split: str,
     worker: WorkerShare | None,
 ) -> None:
-    """One failure would end the run, and one would use up an episode."""
+    """A single failed attempt would use up its episode and end the run."""
     tasks = scripted.folder / "tasks.jsonl"
     tasks.write_text(json.dumps({"id": "umbrella", **TASK}))
     data = DataConfig(path=str(tasks))

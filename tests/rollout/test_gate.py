@@ -1,4 +1,4 @@
-"""The gate by itself; `test_schedules.py` has it among the parts that it works with."""
+"""The gate alone; `test_schedules.py` tests it together with the rest of the loop."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ from areal_agents.store import NewEpisode, Store
     ("submitted", "groups", "max_staleness", "expected"),
     [(0, 8, 0, 8), (8, 8, 0, 0), (8, 8, 1, 8), (15, 8, 1, 1), (16, 8, 1, 0), (40, 8, 1, 0), (3, 1, 4, 2)],
 )
-def test_the_bound(submitted: int, groups: int, max_staleness: int, expected: int) -> None:
+def test_groups_are_admitted_up_to_the_staleness_bound(
+    submitted: int, groups: int, max_staleness: int, expected: int
+) -> None:
     room = admissible_groups(submitted=submitted, groups=groups, max_staleness=max_staleness, needed=1)
     assert room == expected
 
 
 @pytest.mark.parametrize(("submitted", "needed", "expected"), [(0, 80, 80), (79, 80, 1), (90, 80, 0)])
-def test_without_a_bound_as_many_as_the_run_needs(submitted: int, needed: int, expected: int) -> None:
+def test_without_a_bound_as_many_groups_are_admitted_as_the_run_needs(
+    submitted: int, needed: int, expected: int
+) -> None:
     room = admissible_groups(submitted=submitted, groups=8, max_staleness=None, needed=needed)
     assert room == expected
 
 
 @pytest.mark.parametrize("bad", [{"submitted": -1}, {"groups": 0}, {"max_staleness": -1}])
-def test_counts_that_cannot_be(bad: dict[str, int]) -> None:
+def test_invalid_counts_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected submitted"):
         admissible_groups(**{"submitted": 0, "groups": 1, "max_staleness": 0, "needed": 1, **bad})
 
@@ -61,8 +65,8 @@ def test_in_order_completion_is_never_staler_than_eta(
 
 
 @pytest.mark.parametrize(("max_staleness", "held"), [(0, 3), (1, 1), (2, 0), (None, 0)])
-def test_what_is_beyond_the_gate_is_held_back(tmp_path: Path, max_staleness: int | None, held: int) -> None:
-    """As a resume leaves it, or a smaller batch: the youngest wait, whatever they are."""
+def test_groups_beyond_the_gate_are_held_back(tmp_path: Path, max_staleness: int | None, held: int) -> None:
+    """A resume or a smaller batch size may leave too many groups, of which the newest ones wait."""
     config = RolloutConfig(groups=2, group_size=1, max_staleness=max_staleness)
     source = TaskSource((Task("t", {}),), seed=0)
     with Store.open(tmp_path / "store.db") as store:

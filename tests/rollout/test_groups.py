@@ -12,12 +12,12 @@ def group(size: int = 2, surplus: int = 0) -> GroupRun:
     return GroupRun("t@0", Task("t", {}), size, surplus, 0)
 
 
-def test_it_is_complete_with_any_of_its_places() -> None:
+def test_any_slots_complete_a_group() -> None:
     run = group(size=2, surplus=1)
     assert not run.note_scored(2) and run.note_scored(0)
 
 
-def test_a_place_is_tried_again_and_then_its_group_dropped() -> None:
+def test_a_slot_is_retried_and_then_its_group_is_dropped() -> None:
     run = group()
     follows = []
     for failures in (0, 1, 2, 3):
@@ -35,7 +35,7 @@ def test_a_surplus_is_used_up_before_a_group_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
-def test_fresh_episodes_complete_a_group_and_a_task_that_always_fails_ends(retries: int) -> None:
+def test_a_group_whose_task_always_fails_is_dropped_after_a_limited_number_of_refills(retries: int) -> None:
     run = group(size=3)
     attempts = 0
     while True:
@@ -46,6 +46,6 @@ def test_fresh_episodes_complete_a_group_and_a_task_that_always_fails_ends(retri
         if follows == "drop":
             break
         assert follows == "retry"
-    # Three more episodes than slots, each with its own retries, and the failure that exceeds them.
+    # Three episodes beside those of the slots, each with its own retries, and the failure that exceeds them.
     assert attempts == sum(run.failures) and 3 * (retries + 1) < attempts <= 6 * (retries + 1)
     assert sum(failures // (retries + 1) for failures in run.failures) == 4

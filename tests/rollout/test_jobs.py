@@ -65,7 +65,9 @@ def new_job(name: str = "own-1", command: str = "true") -> NewJob:
         (None, "cannot be read"),
     ],
 )
-def test_a_batch_script_that_cannot_be_used(tmp_path: Path, changed: str | None, message: str) -> None:
+def test_a_batch_script_that_cannot_be_used_is_refused(
+    tmp_path: Path, changed: str | None, message: str
+) -> None:
     template = tmp_path / "agent.sbatch"
     if changed is not None:
         template.write_text(changed)
@@ -73,12 +75,12 @@ def test_a_batch_script_that_cannot_be_used(tmp_path: Path, changed: str | None,
         read_script(str(template))
 
 
-def test_the_page_shows_the_template_of_the_example() -> None:
+def test_the_documentation_shows_the_template_of_the_example() -> None:
     page = Path(__file__).parents[2] / "docs/clusters.md"
     assert f"```text\n{SCRIPT}```\n" in page.read_text()
 
 
-def test_braces_of_the_shell_and_of_other_programs_are_no_places(tmp_path: Path) -> None:
+def test_braces_of_the_shell_and_of_other_programs_are_not_placeholders(tmp_path: Path) -> None:
     template = tmp_path / "agent.sbatch"
     script = SCRIPT.replace("--nodes=1", "--wait-all-nodes=1 --no-requeue")
     template.write_text(script + "docker ps --format '{{.ID}}'; echo ${HOME} {a,b}\n")
@@ -88,14 +90,14 @@ def test_braces_of_the_shell_and_of_other_programs_are_no_places(tmp_path: Path)
 @pytest.mark.parametrize(
     "line", ['echo "# {{command}}"', "echo '#'{{command}}", "echo ${#x} a#{{command}} \\# 1"]
 )
-def test_what_the_shell_does_not_read_as_a_comment(tmp_path: Path, line: str) -> None:
+def test_a_hash_sign_that_does_not_begin_a_comment_hides_no_placeholder(tmp_path: Path, line: str) -> None:
     template = tmp_path / "agent.sbatch"
     template.write_text(SCRIPT.replace("{{command}}", f"{line} # don't {{{{ask}}}}"))
     read_script(str(template))
 
 
-def test_comments_stay_as_they_are(slurm_programs: StandInSlurm, tmp_path: Path) -> None:
-    """A command of several lines would end a comment with its first."""
+def test_placeholders_in_comments_are_not_filled_in(slurm_programs: StandInSlurm, tmp_path: Path) -> None:
+    """A command of several lines would end the comment after its first line."""
     template = tmp_path / "agent.sbatch"
     template.write_text(
         SCRIPT.replace("{{command}}", "# {{command}} {{more}}\n{{command}} # it's {{command}}")
@@ -105,7 +107,9 @@ def test_comments_stay_as_they_are(slurm_programs: StandInSlurm, tmp_path: Path)
     assert submitted.endswith("\n# {{command}} {{more}}\necho 'a\nb' # it's {{command}}\n")
 
 
-def test_without_slurm_there_are_no_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slurm_jobs_are_refused_if_slurm_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(AgentError, match=r"agent\.job: sbatch is not installed on this machine"):
         SlurmJobs(str(SLURM_TEMPLATE), owner="own")
@@ -115,10 +119,10 @@ HIDDEN = ("AREAL_AGENTS_ADMIN_KEY", "AREAL_AGENTS_PROCESS", "SLURM_NTASKS", "SBA
 
 
 @pytest.mark.parametrize("passed", [[], ["PGPASSWORD"]])
-def test_the_variables_of_a_job(
+def test_a_job_gets_the_variables_of_the_run_that_are_meant_for_agents(
     passed: list[str], slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It has those of the run, without its secrets and without those of the job that the run is in."""
+    """It gets neither the run's secrets nor the variables of the job in which the run executes."""
     for name in (*HIDDEN, "PGPASSWORD", "MINE"):
         monkeypatch.setenv(name, "given")
     monkeypatch.setenv("SSL_CERT_FILE", f"{tempfile.gettempdir()}/areal-agents-x/authorities.pem")
@@ -139,7 +143,7 @@ def test_the_variables_of_a_job(
     }.items() <= found.items()
     assert not {*HIDDEN, "SSL_CERT_FILE"} & {*found}
     assert [name for name in found if name == "PGPASSWORD"] == passed
-    assert (slurm_programs.folder / "jobs" / id / "minutes").read_text() == "66"  # with the margin
+    assert (slurm_programs.folder / "jobs" / id / "minutes").read_text() == "66"  # including the margin
     assert not [line for line in slurm_programs.calls() if "key" in line]
 
 
@@ -161,7 +165,7 @@ def test_a_job_has_the_password_of_the_store_only_if_it_is_passed(
     assert (tmp_path / f"{EP.id}.log").read_text() == f"{printed}\n"
 
 
-def test_a_log_in_a_folder_with_spaces_and_percent_signs(
+def test_a_log_in_a_folder_with_spaces_and_percent_signs_is_written(
     slurm_programs: StandInSlurm, tmp_path: Path
 ) -> None:
     """Slurm would end the option at the space, and put the number of the job in place of %j."""
@@ -188,18 +192,18 @@ async def test_the_logs_of_all_running_jobs_are_kept(
 
 
 @pytest.mark.parametrize("special", ['"', "\\", "\n"])
-def test_a_log_whose_path_slurm_reads_otherwise(tmp_path: Path, special: str) -> None:
+def test_a_log_path_that_slurm_would_misread_is_refused(tmp_path: Path, special: str) -> None:
     job = NewJob("own-1", "1", "true", {}, 60.0, tmp_path / f"my {special}run" / "1.log")
     with pytest.raises(AgentError, match=r"^agent\.job: Slurm cannot write the log .*another folder"):
         filled_script(SCRIPT, job)
 
 
-def test_starts_are_seen_while_jobs_may_wait() -> None:
+def test_poll_s_must_be_less_than_wait_s() -> None:
     with pytest.raises(ValueError, match=r"poll_s \(60\) must be less than wait_s \(60\)"):
         agent(poll_s=60.0, wait_s=60.0)
 
 
-def test_jobs_are_found_whatever_the_template_does_with_their_name(
+def test_jobs_are_found_even_if_the_template_names_them_differently(
     slurm_programs: StandInSlurm, tmp_path: Path
 ) -> None:
     template = tmp_path / "agent.sbatch"
@@ -212,17 +216,17 @@ def test_jobs_are_found_whatever_the_template_does_with_their_name(
     queue.cancel([id])
 
 
-def test_an_answer_without_a_number_is_an_error(slurm_programs: StandInSlurm) -> None:
+def test_an_answer_of_sbatch_without_a_job_number_is_an_error(slurm_programs: StandInSlurm) -> None:
     (slurm_programs.folder / "notice").write_text("Submitted batch job ")
     with pytest.raises(SchedulerError, match=r"wrote no number of a job, but 'Submitted batch job 1\\n'"):
         SlurmJobs(str(SLURM_TEMPLATE), owner="own").submit(new_job())
 
 
 @pytest.mark.parametrize(("code", "status"), [(3 << 8, "3"), (9, "-9"), (127, "-127")])
-def test_no_exit_code_ends_the_following(
+def test_every_wait_status_of_a_failed_job_is_accepted(
     slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, code: int, status: str
 ) -> None:
-    """127 is what the system writes for a process that is stopped; it is no way to end."""
+    """127 is the wait status of a stopped process, which has not ended."""
     listed = f"1|FAILED|{code}|NonZeroExitCode|own-1|\n"
     queue = SlurmJobs(str(SLURM_TEMPLATE), owner="own")
     monkeypatch.setattr(queue.commands, "run", lambda *_, **__: listed)
@@ -248,7 +252,7 @@ EP = Episode("episode-1", "http://10.0.0.1/e/key/v1", "key")
 
 
 def await_job(playing: JobAgent) -> None:
-    """Play one episode, whose program writes something and ends."""
+    """Play one episode to its end."""
 
     async def play() -> None:
         await playing.prepare({}, EP, 60.0)
@@ -274,11 +278,11 @@ async def test_a_job_that_does_not_start_in_time_is_cancelled(
 
 
 async def test_a_job_that_is_cancelled_while_it_waits_has_not_begun(slurm_programs: StandInSlurm) -> None:
-    """Whoever cancelled it, that says nothing about the agent."""
+    """Whoever cancels a waiting job, this says nothing about the agent."""
     (slurm_programs.folder / "held").touch()
     waiting = agent()
     preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
-    while len(slurm_programs.calls()) < 2:  # it is seen to wait
+    while len(slurm_programs.calls()) < 2:  # until the job is listed
         await asyncio.sleep(0.01)
     slurm_programs.end_as(*slurm_programs.states(), "CANCELLED")
     with pytest.raises(AgentNotStarted, match="^before it had started, job 1 ended as CANCELLED$"):
@@ -297,7 +301,7 @@ async def test_a_job_that_is_cancelled_while_it_runs_is_lost(slurm_programs: Sta
     await playing.close()
 
 
-async def test_a_full_queue_is_waited_for_in_vain(
+async def test_an_agent_is_not_started_if_the_queue_stays_full(
     slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (slurm_programs.folder / "full").touch()
@@ -312,7 +316,7 @@ async def test_a_full_queue_is_waited_for_in_vain(
 
 
 @pytest.mark.parametrize("why", ["QOSMaxSubmitJobPerUserLimit", "Unable to contact slurm controller"])
-async def test_a_full_queue_is_asked_again(
+async def test_a_job_is_submitted_again_after_a_full_queue(
     slurm_programs: StandInSlurm, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     full = slurm_programs.folder / "full"
@@ -338,7 +342,7 @@ async def test_a_full_queue_is_asked_again(
         "QOSMaxSubmitJobPerUserLimit",
     ],
 )
-def test_every_limit_on_submitted_jobs_is_a_full_queue(
+def test_every_limit_on_submitted_jobs_counts_as_a_full_queue(
     slurm_programs: StandInSlurm, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     def refuse(*_: object, **__: object) -> str:
@@ -351,7 +355,7 @@ def test_every_limit_on_submitted_jobs_is_a_full_queue(
 
 
 async def test_a_job_that_may_have_been_taken_plays_no_episode(slurm_programs: StandInSlurm) -> None:
-    """Its episode is aborted, because another job would play it beside this one, which is cancelled."""
+    """The job is cancelled and its episode aborted; otherwise two jobs might play the same episode."""
     for name in ("held", "unanswered"):
         (slurm_programs.folder / name).touch()
     waiting = agent()
@@ -366,7 +370,7 @@ async def test_a_job_whose_submission_is_cancelled_is_cancelled(slurm_programs: 
     (slurm_programs.folder / "held").touch()
     waiting = agent()
     preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
-    while not (slurm_programs.folder / "jobs").exists():  # sbatch runs
+    while not (slurm_programs.folder / "jobs").exists():  # until sbatch runs
         await asyncio.sleep(0.001)
     preparing.cancel()
     await asyncio.wait({preparing})
@@ -383,7 +387,7 @@ async def test_a_job_whose_submission_is_cancelled_is_cancelled(slurm_programs: 
         ("squeue", ""),
     ],
 )
-async def test_a_command_that_hangs_does_not_hold_the_end(
+async def test_a_command_that_hangs_does_not_delay_the_end(
     slurm_programs: StandInSlurm,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -391,7 +395,7 @@ async def test_a_command_that_hangs_does_not_hold_the_end(
     hangs: str,
     left: str,
 ) -> None:
-    """Neither does a helper of it, which has its pipes. What it may have left is said."""
+    """Neither does its helper process, which holds its pipes. Jobs that may be left are logged."""
     monkeypatch.setattr(commands, "COMMAND_S", 600.0)
     monkeypatch.setattr(followed, "CLOSE_S", 2.0)
     (slurm_programs.folder / "held").touch()
@@ -399,7 +403,7 @@ async def test_a_command_that_hangs_does_not_hold_the_end(
     program.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {helper}.new; mv {helper}.new {helper}; wait\n")
     waiting = agent()
     preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
-    while not (helper.exists() or slurm_programs.calls()[1:]):  # it hangs, or the job is seen to wait
+    while not (helper.exists() or slurm_programs.calls()[1:]):  # until it hangs, or the job is listed
         await asyncio.sleep(0.01)
     preparing.cancel()
     await asyncio.wait({preparing})
@@ -416,14 +420,16 @@ async def test_a_command_that_hangs_does_not_hold_the_end(
         slurm_programs.end_as(name, "CANCELLED")
 
 
-async def test_a_task_that_no_variable_holds_is_refused(slurm_programs: StandInSlurm) -> None:
+async def test_a_task_that_is_too_long_for_a_variable_is_refused(slurm_programs: StandInSlurm) -> None:
     longest = agent()
     with pytest.raises(AgentError, match="the task has 120012 bytes, and a job gets at most 120000"):
         await longest.prepare({"text": "x" * 120_000}, EP, 60.0)
     await longest.close()
 
 
-async def test_what_slurm_refuses_is_said(slurm_programs: StandInSlurm, tmp_path: Path) -> None:
+async def test_the_error_of_a_submission_that_slurm_refuses_is_reported(
+    slurm_programs: StandInSlurm, tmp_path: Path
+) -> None:
     template = tmp_path / "agent.sbatch"
     template.write_text(SCRIPT.replace("--nodes=1", "--partition=full"))
     refused = JobAgent(["true"], JobConfig(kind="slurm", template=str(template)))
@@ -453,7 +459,7 @@ class Queue:
 
     def states(self) -> Mapping[str, JobState]:
         self.queries += 1
-        if self.queries > 1:  # after the one for what earlier processes have left
+        if self.queries > 1:  # after the query for the jobs of earlier processes
             self.may_look.wait()
         answer = self.answers.pop(0)
         if answer is None:
@@ -470,7 +476,7 @@ class Queue:
         return ""
 
 
-async def test_one_query_is_for_all_jobs_and_may_fail() -> None:
+async def test_one_query_covers_all_jobs_and_may_fail() -> None:
     names = [f"own-{number}" for number in range(40)]
     running, done = dict.fromkeys(names, RUNNING), dict.fromkeys(names, DONE)
     queue = Queue([{}, running, None, None, {**done, "own-7": RUNNING}, {}])
@@ -483,11 +489,11 @@ async def test_one_query_is_for_all_jobs_and_may_fail() -> None:
     assert ends[7].detail == "vanished: the scheduler does not know it any more"
     assert queue.queries == 6 and not queue.answers
     await jobs.close()
-    assert queue.cancelled == [{"own-7"}]  # if that answer was wrong, it would run on
+    assert queue.cancelled == [{"own-7"}]  # it would run on if that answer was wrong
 
 
 async def test_a_listed_job_that_vanishes_while_it_waits_has_not_begun() -> None:
-    """A Job of Kubernetes that somebody deletes is gone at once."""
+    """A Kubernetes Job disappears at once when it is deleted."""
     queue = Queue([{}, {"own-1": WAITING}, {}])
     queue.may_look.clear()
     jobs = FollowedJobs(queue, poll_s=0.1)
@@ -514,7 +520,7 @@ async def test_a_new_job_may_be_listed_late(
 
 
 async def test_a_job_that_is_put_back_into_the_queue_is_lost() -> None:
-    """As Kueue does it with a Job that makes way: another pod would play the episode again."""
+    """Kueue does this with a preempted Job; its next pod would play the episode again."""
     queue = Queue([{}, {"own-1": RUNNING}, {"own-1": WAITING}])
     queue.may_look.clear()
     jobs = FollowedJobs(queue, poll_s=0.1)
@@ -526,7 +532,7 @@ async def test_a_job_that_is_put_back_into_the_queue_is_lost() -> None:
 
 
 async def test_jobs_whose_submission_failed_are_cancelled() -> None:
-    """As when sbatch is killed at its time limit, and the controller takes its job nevertheless."""
+    """For example, sbatch is killed at its time limit, but the controller accepts the job nevertheless."""
     queue = Queue([{}, {"own-1": RUNNING, "taken": RUNNING}, {"own-1": DONE, "taken": RUNNING}])
     queue.may_look.clear()
     jobs = FollowedJobs(queue, poll_s=0.1)
@@ -541,7 +547,7 @@ async def test_jobs_whose_submission_failed_are_cancelled() -> None:
 
 
 async def test_a_job_whose_submission_failed_is_found_although_no_other_job_is_followed() -> None:
-    """Else a controller that takes jobs and answers too late would have more and more of them."""
+    """Otherwise jobs would accumulate at a controller that accepts them but answers too late."""
     queue = Queue([{}, None, {"taken": RUNNING}, {"taken": RUNNING}, {}])
     jobs = FollowedJobs(queue, poll_s=0.1)
     with pytest.raises(SchedulerError, match="did not end within"):
@@ -554,7 +560,7 @@ async def test_a_job_whose_submission_failed_is_found_although_no_other_job_is_f
 
 
 async def test_a_job_that_was_taken_although_the_queue_seemed_full_is_cancelled() -> None:
-    """Also if the scheduler lists it late, and no other job is followed."""
+    """This holds even if the scheduler lists it late and no other job is followed."""
 
     class Full(Queue):
         def submit(self, job: NewJob) -> str:
@@ -576,7 +582,7 @@ async def test_a_job_that_was_taken_although_the_queue_seemed_full_is_cancelled(
     await jobs.close()
 
 
-async def test_a_job_whose_submission_failed_is_named_if_nobody_knows_whether_it_runs(
+async def test_a_job_whose_submission_failed_is_logged_if_it_is_unknown_whether_it_runs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     queue = Queue([{}, None, None])
@@ -659,7 +665,7 @@ async def test_jobs_that_wait_for_their_submission_are_not_submitted_after_the_e
     await asyncio.sleep(0)
     queue.hangs.set()
     await closing
-    assert len(queue.submitted) <= 4  # those that had begun
+    assert len(queue.submitted) <= 4  # those that had already begun
     assert set[str]().union(*queue.cancelled) == {*queue.submitted}
 
 
@@ -701,8 +707,8 @@ async def test_a_refused_cancellation_is_repeated_after_a_pause_or_with_the_next
     assert queue.cancelled == [{"own-1", "own-2"}]
 
 
-async def test_a_command_cancels_a_few_jobs_only() -> None:
-    """One for hundreds of Jobs of Kubernetes would not end in time, and begin with the same ones again."""
+async def test_each_command_cancels_only_a_few_jobs() -> None:
+    """A single command for hundreds of Kubernetes Jobs would time out, and its repetition would too."""
     names = {f"own-{number}" for number in range(500)}
     queue = Queue([dict.fromkeys(names, RUNNING), {}, {}])
     queue.refusals = 20
@@ -714,7 +720,7 @@ async def test_a_command_cancels_a_few_jobs_only() -> None:
     assert max(map(len, queue.cancelled)) == 10
 
 
-async def test_a_fault_of_following_loses_the_jobs_and_does_not_hang() -> None:
+async def test_jobs_are_lost_if_following_them_fails_with_an_internal_error() -> None:
     class Faulty(Queue):
         def states(self) -> Mapping[str, JobState]:
             if self.queries:

@@ -1,4 +1,4 @@
-"""Manifests of Jobs for agents, and what is made of a cluster's answers."""
+"""Manifests of Jobs for agents, and how the answers of a cluster are read."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def new_job(command: str, log: Path | None = None) -> NewJob:
         ('secretRef: {name: "{{name}}"}', "secretRef: {name: keys}", r"needs envFrom: \[\{secretRef: \{name"),
     ],
 )
-def test_a_manifest_that_cannot_be_used(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_manifest_that_cannot_be_used_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     assert old in MANIFEST
     template = tmp_path / "job.yaml"
     template.write_text(MANIFEST.replace(old, new))
@@ -95,7 +95,7 @@ def test_a_manifest_that_cannot_be_used(tmp_path: Path, old: str, new: str, mess
         ("envFrom:\n            - secretRef:", "envFrom:\n            secretRef:", "needs envFrom"),
     ],
 )
-def test_odd_manifests_are_no_internal_errors(
+def test_odd_manifests_cause_no_internal_errors(
     tmp_path: Path, old: str, new: str, message: str | None
 ) -> None:
     assert old in MANIFEST
@@ -108,7 +108,9 @@ def test_odd_manifests_are_no_internal_errors(
             read_manifest(str(template))
 
 
-def test_without_kubectl_there_are_no_jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kubernetes_jobs_are_refused_if_kubectl_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(AgentError, match=r"agent\.job: kubectl is not installed on this machine"):
         KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
@@ -121,7 +123,7 @@ def made(cluster: StandInKubernetes, command: str, template: Path = KUBERNETES_T
     return {kind: cluster.objects(kind)["own-1"] for kind in ("Job", "Secret")}
 
 
-def test_a_job_and_its_secret(kubernetes_programs: StandInKubernetes) -> None:
+def test_a_job_is_created_with_a_secret_for_its_variables(kubernetes_programs: StandInKubernetes) -> None:
     found = made(kubernetes_programs, "echo 1")
     job, secret = found["Job"], found["Secret"]
     labels = {"app.kubernetes.io/managed-by": "areal-agents", "areal-agents/jobs-of": "own"}
@@ -139,7 +141,7 @@ def test_a_job_and_its_secret(kubernetes_programs: StandInKubernetes) -> None:
     assert "own-1" in shown and "e/key" not in shown
 
 
-def test_labels_and_the_namespace_of_the_template_stay(
+def test_labels_and_the_namespace_of_the_template_are_kept(
     kubernetes_programs: StandInKubernetes, tmp_path: Path
 ) -> None:
     template = tmp_path / "job.yaml"
@@ -151,7 +153,7 @@ def test_labels_and_the_namespace_of_the_template_stay(
     assert all(call[:2] == ["--namespace", "training"] for call in kubernetes_programs.calls())
 
 
-def test_the_time_limit_as_the_value_of_a_variable(
+def test_the_time_limit_is_a_string_as_the_value_of_a_variable(
     kubernetes_programs: StandInKubernetes, tmp_path: Path
 ) -> None:
     """Kubernetes refuses a variable whose value is a number."""
@@ -163,8 +165,10 @@ def test_the_time_limit_as_the_value_of_a_variable(
     assert pod["activeDeadlineSeconds"] == 360
 
 
-def test_empty_keys_and_dates_of_a_template(kubernetes_programs: StandInKubernetes, tmp_path: Path) -> None:
-    """YAML reads an empty key as null, and a date as one, which JSON has not."""
+def test_empty_keys_and_dates_in_a_template_are_accepted(
+    kubernetes_programs: StandInKubernetes, tmp_path: Path
+) -> None:
+    """YAML reads an empty value as null, and a date as a date object, which JSON does not have."""
     template = tmp_path / "job.yaml"
     odd = MANIFEST.replace(
         'name: "{{name}}"', 'name: "{{name}}"\n  labels:\n  annotations: {of: 2026-01-02}', 1
@@ -176,10 +180,10 @@ def test_empty_keys_and_dates_of_a_template(kubernetes_programs: StandInKubernet
 
 
 @pytest.mark.parametrize("written", ["", "Unauthorized", "[]"])
-def test_an_answer_that_is_no_object_is_an_error_of_the_scheduler(
+def test_an_answer_that_is_not_an_object_is_an_error_of_the_scheduler(
     kubernetes_programs: StandInKubernetes, monkeypatch: pytest.MonkeyPatch, written: str
 ) -> None:
-    """After it, the jobs are followed further."""
+    """The jobs are still followed after such an error."""
     queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
     monkeypatch.setattr(queue.commands, "run", lambda *_, **__: written)
     for asked in (queue.states, lambda: queue.submit(new_job("true"))):
@@ -197,10 +201,10 @@ def test_the_end_of_a_long_output_is_kept(kubernetes_programs: StandInKubernetes
     assert log.read_text().endswith("\nthe reason\n") and log.stat().st_size < 1_200_000
 
 
-def test_a_log_that_cannot_be_written_is_no_failure_of_the_agent(
+def test_a_log_that_cannot_be_written_is_an_error_of_the_scheduler(
     kubernetes_programs: StandInKubernetes, tmp_path: Path
 ) -> None:
-    """A SchedulerError is a warning there."""
+    """The caller logs a SchedulerError as a warning."""
     queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
     id = queue.submit(new_job("echo said"))
     while not queue.states()[id].has_ended:
@@ -229,11 +233,13 @@ def test_the_schemas_of_kubernetes_accept_what_is_created(
     assert [one["kind"] for one in created] == ["Job", "Secret"]
     for one in created:
         kubernetes_validate.validate(one, release, strict=True)
-    with pytest.raises(kubernetes_validate.ValidationError):  # the places are no values
+    with pytest.raises(kubernetes_validate.ValidationError):  # the placeholders are not valid values
         kubernetes_validate.validate(yaml.safe_load(MANIFEST), release, strict=True)
 
 
-def test_dollars_of_a_command_reach_the_shell(kubernetes_programs: StandInKubernetes, tmp_path: Path) -> None:
+def test_dollar_signs_of_a_command_reach_the_shell(
+    kubernetes_programs: StandInKubernetes, tmp_path: Path
+) -> None:
     queue, log = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own"), tmp_path / "job.log"
     command = "printf %s, \"$OPENAI_API_KEY\" '$$' '$(OPENAI_API_KEY)' $(echo inner); exit 3"
     id = queue.submit(new_job(command, log))
@@ -243,7 +249,7 @@ def test_dollars_of_a_command_reach_the_shell(kubernetes_programs: StandInKubern
     assert queue.output(id, log) == log.read_text() == "key,$$,$(OPENAI_API_KEY),inner,"
 
 
-def test_a_job_that_is_cancelled_leaves_nothing(kubernetes_programs: StandInKubernetes) -> None:
+def test_a_job_that_is_cancelled_leaves_no_objects(kubernetes_programs: StandInKubernetes) -> None:
     (kubernetes_programs.folder / "held").touch()
     queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
     id = queue.submit(new_job("sleep 600"))
@@ -263,10 +269,10 @@ def test_a_job_whose_secret_is_refused_is_deleted(kubernetes_programs: StandInKu
 
 
 @pytest.mark.parametrize(("kind", "error"), [("Job", QueueFull), ("Secret", Unanswered)])
-def test_an_api_server_that_is_away_for_a_moment(
+def test_the_error_of_an_unavailable_api_server_says_whether_a_job_may_run(
     kubernetes_programs: StandInKubernetes, kind: str, error: type[SchedulerError]
 ) -> None:
-    """Without its Secret no Job begins, so another Job may play the episode; with it, perhaps."""
+    """A Job begins only with its Secret, so it may run if the creation of the Secret is not answered."""
     (kubernetes_programs.folder / f"refuse-{kind}").write_text("(ServiceUnavailable): the server is starting")
     queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
     with pytest.raises(error, match="^Kubernetes .* the server is starting"):
@@ -289,13 +295,13 @@ def test_a_quota_that_is_used_up_is_a_full_queue(kubernetes_programs: StandInKub
     ("pod", "phase"),
     [(None, "unstarted"), ({"phase": "Pending"}, "unstarted"), ({"phase": "Running"}, "lost")],
 )
-def test_a_job_that_is_deleted(
+def test_a_job_that_is_deleted_is_unstarted_or_lost(
     kubernetes_programs: StandInKubernetes,
     monkeypatch: pytest.MonkeyPatch,
     pod: dict[str, Any] | None,
     phase: str,
 ) -> None:
-    """One that has not begun says nothing about the agent."""
+    """The deletion of a Job that has not begun says nothing about the agent."""
     metadata = {"name": "own-1", "deletionTimestamp": "2026-01-02T03:04:05Z"}
     items: list[dict[str, Any]] = [{"kind": "Job", "metadata": metadata}]
     if pod is not None:
@@ -314,13 +320,13 @@ def test_a_job_that_is_deleted(
         ([{"state": {"terminated": {"exitCode": 137}}}], "lost"),
     ],
 )
-def test_a_pod_that_is_disrupted(
+def test_a_job_whose_pod_is_disrupted_is_unstarted_or_lost(
     kubernetes_programs: StandInKubernetes,
     monkeypatch: pytest.MonkeyPatch,
     containers: list[dict[str, Any]] | None,
     phase: str,
 ) -> None:
-    """Also a pod that was never placed ends in the phase Failed."""
+    """A pod that was never scheduled ends in the phase Failed, too."""
     disruption = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
     status: dict[str, Any] = {"phase": "Failed", "conditions": [disruption]}
     if containers is not None:
@@ -357,7 +363,7 @@ UNPLACED = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are
             JobState("waiting", "ImagePullBackOff", QUEUE),
         ),
         ({}, {"phase": "Running"}, JobState("running")),
-        ({}, {"phase": "Failed", **terminated(3)}, JobState("running")),  # its Job follows
+        ({}, {"phase": "Failed", **terminated(3)}, JobState("running")),  # its Job is still active
         ({"conditions": [{"type": "Complete", "status": "True"}]}, {"phase": "Succeeded"}, DONE),
         (failed(), {"phase": "Failed", **terminated(3)}, JobState("failed", "exited with status 3")),
         (
@@ -379,7 +385,7 @@ UNPLACED = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are
         (failed(), None, JobState("lost", "failed without its pod (BackoffLimitExceeded)")),
     ],
 )
-def test_the_state_of_a_job(
+def test_the_state_of_a_job_follows_from_its_status_and_that_of_its_pod(
     kubernetes_programs: StandInKubernetes, job: dict[str, Any], pod: dict[str, Any] | None, state: JobState
 ) -> None:
     (kubernetes_programs.folder / "held").touch()

@@ -1,4 +1,4 @@
-"""The rollout process beside real batches: what is trained at which version, what over-sampling leaves."""
+"""A rollout process with real batches: the versions of the trained tokens, and the surplus of groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 3
 async def train(
     served: Any, agent: str, *, swap_between_batches: bool = False, **rollout: Any
 ) -> list[Batch]:
-    """Runs the agent beside a trainer that takes batches, and learns nothing; the batches."""
+    """Run the agent with a trainer that leases batches but learns nothing; return the batches."""
     rows = [{"id": f"t{n}", "folder": str(served.folder / "marks"), "reward": n % 2} for n in range(8)]
     (served.folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (served.folder / "marks").mkdir()
@@ -60,11 +60,11 @@ async def train(
 
 
 def ages(batch: Batch, version: int) -> set[int]:
-    """How old the trained tokens of a batch are."""
+    """Return the staleness values of the trained tokens of a batch."""
     return {version - v for s in batch.samples for v in s.versions[s.loss_mask].tolist()}
 
 
-async def test_at_zero_every_token_is_of_the_version_that_it_trains(served: Any) -> None:
+async def test_with_max_staleness_0_every_token_is_of_the_version_that_it_trains(served: Any) -> None:
     batches = await train(served, "by_turn", max_staleness=0)
     assert [ages(batch, version) for version, batch in enumerate(batches)] == [{0}] * STEPS
     assert all(b.staleness.masked_tokens == b.stale_groups == 0 for b in batches)
@@ -72,7 +72,7 @@ async def test_at_zero_every_token_is_of_the_version_that_it_trains(served: Any)
     assert len(sampled) >= STEPS * 4 and all(e.version_min == e.version_max for e in sampled)
 
 
-async def test_one_step_off_trains_on_the_version_before(served: Any) -> None:
+async def test_one_step_off_trains_on_tokens_of_the_previous_version(served: Any) -> None:
     batches = await train(served, "by_turn", max_staleness=1, swap_between_batches=True)
     assert [ages(batch, version) for version, batch in enumerate(batches)] == [{0}, {1}, {1}]
     trained = [e for e in served.store.episodes(status="finished") if e.version_min is not None]

@@ -1,4 +1,4 @@
-"""While the disk is low nothing is submitted, and running groups are finished; then submission continues."""
+"""While disk space is low no group is submitted, and running groups are finished; then submission resumes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, LOOKS = 3, 2
 
 
 class Disk:
-    """A disk that is low from the first step on, until it was looked at some times."""
+    """A disk that is low on space from the first step until its space has been checked LOOKS times."""
 
     def __init__(self) -> None:
         self.is_low = False
@@ -31,7 +31,9 @@ class Disk:
         return "the disk is full" if self.is_low else None
 
 
-async def test_submission_stops_and_continues(served: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_submission_stops_while_disk_space_is_low_and_then_resumes(
+    served: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="areal_agents.rollout.groups.submission")
     disk, submitted = Disk(), []
     tasks = served.folder / "tasks.jsonl"

@@ -1,6 +1,6 @@
-"""Thousands of episodes at the same time: two proxy workers, two rollout processes, two engines of a script.
+"""Thousands of episodes at the same time: two proxy workers, two rollout processes, two scripted engines.
 
-Each episode is between two model calls while the others begin, so all of them are open at once.
+Each episode waits between two model calls until all others have begun, so all of them are open at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HERE = Path(__file__).parent
 MODEL = HERE.parents[1] / "examples" / "search_agent" / "model"
 GROUP_SIZE = 8
 HOUR_S = 3600.0
-PROCESSES = 2  # of the proxy and of the rollouts, and engines
-LIMIT_BYTES = 4 * 10**9  # of proxies and rollouts together
+PROCESSES = 2  # the numbers of proxy workers, of rollout processes and of engines
+LIMIT_BYTES = 4 * 10**9  # of all proxy and rollout processes together
 
 ROLLOUT = """
 import asyncio, sys
@@ -51,7 +51,7 @@ with Store.open(store) as store:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("episodes", [2_000, 10_000])
-def test_that_many_are_open_at_once_and_none_is_lost(tmp_path: Path, episodes: int) -> None:
+def test_thousands_of_episodes_are_open_at_once_and_none_is_lost(tmp_path: Path, episodes: int) -> None:
     go = tmp_path / "go"
     groups = episodes // GROUP_SIZE
     rows = [{"id": f"t{n}", "n": n, "go": str(go), "text": f"Begin with {n}."} for n in range(groups)]
@@ -106,7 +106,7 @@ def test_that_many_are_open_at_once_and_none_is_lost(tmp_path: Path, episodes: i
 
 
 class Memory:
-    """The most memory that processes and their children had together."""
+    """The peak memory of processes and their children together."""
 
     def __init__(self, roots: list[int]) -> None:
         self._roots = roots
@@ -133,7 +133,7 @@ def family(root: int) -> list[int]:
 
 
 def pss(pid: int) -> int:
-    """The memory of a process in bytes; what it shares with others counts in part."""
+    """The proportional set size of a process, in bytes."""
     lines: list[str] = []
     with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -147,7 +147,7 @@ def cpu_s(pid: int) -> int:
 
 
 def until(is_so: Callable[[], bool], processes: list[subprocess.Popen[bytes]], most: Memory) -> None:
-    """Wait, and measure memory, until it is so; at most 40 minutes."""
+    """Wait until a condition is true, for at most 40 minutes, and measure memory meanwhile."""
     deadline = time.monotonic() + 2400
     while not is_so():
         assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
@@ -166,7 +166,7 @@ def publish(store: Store, engines: list[str], version: int) -> None:
 
 @contextmanager
 def ended(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process within the with-block."""
+    """Run a process for the duration of the with-block."""
     process = subprocess.Popen(command)
     try:
         yield process
@@ -177,7 +177,7 @@ def ended(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def proxy_of(engines: list[str], store: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The workers of a proxy before the engines, and its URL."""
+    """Run a proxy of several workers for the engines; yield its process and its URL."""
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(MODEL)]
     command += [part for url in engines for part in ("--engine-url", url)]
     command += ["--store", str(store), "--port", "0", "--workers", str(PROCESSES)]

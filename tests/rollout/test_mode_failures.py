@@ -1,7 +1,7 @@
-"""What becomes of an episode, its group and everything else when an agent fails, in each mode of running one.
+"""The effects of a failing agent on its episode, its group and the machine, in each mode of running agents.
 
-One run for each mode has a group for each way to fail: the first attempt of each group misbehaves (of the
-group "dropped", the first two), and the others succeed.
+The run of a mode has a group for each way to fail: the first attempt of each group misbehaves (in the group
+"dropped", the first two), and the others succeed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MODES: dict[str, tuple[Any, str]] = {
 
 
 class LimitsOfHangs(TimeLimits):
-    """The time limit of an attempt of the group "hangs" expires when that attempt says that it waits."""
+    """The time limit of an attempt of the group "hangs" expires once that attempt is known to hang."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_waiting: Callable[[int], bool]) -> None:
         super().__init__(monkeypatch, lambda: False)
@@ -72,7 +72,7 @@ class LimitsOfHangs(TimeLimits):
 
 
 def waiting(served: Any, group: str) -> set[int]:
-    """The places of a group whose attempts hang, as decided, after their one call of the model."""
+    """The indexes in a group of the attempts that hang, as decided, after their only model call."""
     return {
         episode.index
         for episode in served.store.episodes(group_id=group)
@@ -86,7 +86,7 @@ def decided_for(served: Any, episode: str) -> str:
 
 
 async def decide(served: Any, decisions: Path) -> None:
-    """Write, for each attempt, how it misbehaves: of each group the first attempt, or the first two."""
+    """Write for each attempt how it misbehaves: the first attempt of each group does, or the first two."""
     decided: set[str] = set()
     left = {f"{how}@0": 2 if how == "dropped" else 1 for how in ENDS}
     while True:
@@ -100,14 +100,14 @@ async def decide(served: Any, decisions: Path) -> None:
 
 
 def connections(url: str) -> tuple[int, int]:
-    """The open connections of this process to a proxy: those that the proxy has, and those of the rollout."""
+    """Count the open connections in this process at the side of a proxy, and at the side of its clients."""
     port = int(url.rsplit(":", 1)[1])
     found = [each for each in psutil.Process().net_connections("tcp") if each.raddr]
     return sum(each.laddr.port == port for each in found), sum(each.raddr.port == port for each in found)
 
 
 def sleeping(nap: str) -> bool:
-    """Whether a process of this machine, also one in a sandbox, sleeps that long."""
+    """Whether a process of this machine, in a sandbox or not, runs `sleep` for this time."""
     return any(
         found.info["cmdline"] == ["sleep", nap] and found.info["status"] != psutil.STATUS_ZOMBIE
         for found in psutil.process_iter(["cmdline", "status"])
@@ -121,7 +121,7 @@ def cgroups(owner: str) -> list[Path]:
 
 @pytest.mark.usefixtures("slurm_programs", "kubernetes_programs")
 @pytest.mark.parametrize("mode", MODES)
-async def test_an_agent_that_fails_in_any_way(
+async def test_an_agent_that_fails_in_any_way_leaves_nothing_behind(
     scripted: Any, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     needs(mode)
@@ -150,7 +150,7 @@ async def test_an_agent_that_fails_in_any_way(
         async with AsyncClient(scripted.url, ADMIN_KEY) as client:
             await client.drop_group("dropped@0", "by hand")
 
-    def are_ended(_step: int) -> bool:  # the agents of the dropped group, while the run continues
+    def are_ended(_step: int) -> bool:  # whether the dropped group's agents have ended
         left = scripted.store.episodes(group_id="dropped@0")
         return len(left) == 2 and all(found.status != "open" for found in left)
 
@@ -179,26 +179,27 @@ async def test_an_agent_that_fails_in_any_way(
 
     for how, (status, error) in ENDS.items():
         check_group(scripted, how, status, error and error.format(exit=exit_error))
-    assert scripted.store.group_counts()["trained"] == groups  # one of the second epoch for the dropped one
+    # A group of the second epoch replaces the dropped one.
+    assert scripted.store.group_counts()["trained"] == groups
     assert not scripted.store.episodes(status="open")
-    # Where an agent may wait for a place, the runner alone holds the time limit.
+    # If an agent may wait for a place, only the runner enforces the time limit.
     episodes = [scripted.store.episode_row(found.id) for found in scripted.store.episodes()]
     is_limited = {"time_s" in episode.limits for episode in episodes}
     assert is_limited == {mode in ("async function", "function in a worker", "node", "command")}
 
-    if mode == "async function":  # its children end with the rollout process, as those of a run do
+    if mode == "async function":  # its children are ended with the rollout process
         assert sleeping(nap)
         end_leftovers(RUN_MARK, RUN)
     await until(lambda: not sleeping(nap))
     left = [found for found in psutil.Process().children(recursive=True) if found not in children]
     assert not [found for found in left if found.status() != psutil.STATUS_ZOMBIE]
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
-    # Sandboxes of all owners have one folder, which stays.
+    # The common folder of the sandboxes of all owners stays.
     assert not [path for path in temporary.rglob("*") if not path.name.startswith("areal-agents-sandboxes-")]
     assert not [found for owner in owners for found in cgroups(owner)]
     assert not containers()
-    # The proxy closes what an agent leaves open. An async function's own ends, of clients that it did not
-    # close, stay open as long as the rollout process.
+    # The proxy closes the connections that an agent leaves open. The clients' ends of an async function's
+    # connections stay open until the rollout process exits.
     of_agents = 1000 if mode == "async function" else 0
     await until(lambda: connections(scripted.url) <= (0, of_agents))
     assert generations(scripted) == 0
@@ -216,8 +217,10 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("how", OUTSIDE)
-async def test_a_program_outside_of_the_run_that_fails(serve_scripted: Any, how: str) -> None:
-    """It opens episodes over HTTP. The proxy can end its episodes and its streams, but not the program."""
+async def test_a_program_outside_of_the_run_that_fails_leaves_nothing_open(
+    serve_scripted: Any, how: str
+) -> None:
+    """The program uses HTTP. The proxy can end its episodes and its streams, but not the program."""
     with serve_scripted(idle_timeout_s=3.0 if how == "exits" else 3600.0) as served:
         async with AsyncClient(served.url, ADMIN_KEY) as client:
             await fail_outside(client, served, how)
@@ -251,9 +254,9 @@ async def fail_outside(client: AsyncClient, served: Any, how: str) -> None:
             await client.fail(episode.id, "boom")
         elif how == "silent":
             assert (await client.finish(episode.id, rewards=[{"reward": 1.0}]))["status"] == "failed"
-        elif how == "exits":  # it says nothing more
+        elif how == "exits":  # it makes no further request
             await until(lambda: served.store.episode_row(episode.id).status != "open")
-        elif how == "hangs":  # and calls again after its time
+        elif how == "hangs":  # it calls the model again after its time limit
             async with asyncio.timeout(LIMIT_S):
                 while await ask(episode) == 200:
                     await asyncio.sleep(0.05)
@@ -292,7 +295,7 @@ def generations(served: Any) -> int:
 
 
 def check_group(served: Any, how: str, status: str, error: str | None) -> None:
-    """Compare the attempts of a group with what they must be: one or two misbehaved, the others succeeded."""
+    """Check that one or two attempts of a group misbehaved as expected, and that the others succeeded."""
     attempts = served.store.episodes(group_id=f"{how}@0")
     if how == "dropped":
         assert [(found.status, found.error) for found in attempts] == [(status, error)] * 2

@@ -1,4 +1,4 @@
-"""One conversation in every mode in which an agent runs: what is recorded is the same in all of them."""
+"""The same conversation in every mode in which an agent can run: all of them record the same episode."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MANY = 200
 
 
 async def play_at_once(served: Any, agent: Agent, count: int) -> list[dict[str, Any]]:
-    """The descriptions of `count` episodes that the agent plays at the same time, as the runner has it."""
+    """Return the descriptions of `count` episodes that the agent plays at the same time, as in a run."""
 
     async def one(client: AsyncClient) -> dict[str, Any]:
         limits = LimitsConfig()
@@ -47,13 +47,13 @@ async def play_at_once(served: Any, agent: Agent, count: int) -> list[dict[str, 
 
 
 async def play_in(served: Any, spec: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The description of an episode that an agent plays which is named as in a configuration."""
+    """Return the description of an episode; `spec` names its agent as in a configuration."""
     (played,) = await play_at_once(served, load_agent(spec, workers=1), 1)
     return played
 
 
 def record(played: Mapping[str, Any]) -> Any:
-    """What must not depend on the mode: ids of episodes and turns, and times, become places."""
+    """Return what must not depend on the mode: turns are identified by index, and times are left out."""
     places = {turn["id"]: index for index, turn in enumerate(played["turns"])}
     turns = [
         {
@@ -72,7 +72,7 @@ def record(played: Mapping[str, Any]) -> Any:
 
 @pytest.fixture
 async def expected(scripted: Any) -> Any:
-    """The record of the async function, which is checked against what the conversation must be."""
+    """The record of the async function, after a check that it has the expected conversation."""
     found = record(await play_in(scripted, f"{HERE / 'mode_agents.py'}:as_coroutine"))
     first, second = found["turns"]
     assert (first["parent"], second["parent"]) == (None, 0)
@@ -83,15 +83,15 @@ async def expected(scripted: Any) -> Any:
     return found
 
 
-async def test_a_function_in_a_worker_process(scripted: Any, expected: Any) -> None:
+async def test_a_function_in_a_worker_process_records_the_same(scripted: Any, expected: Any) -> None:
     assert record(await play_in(scripted, f"{HERE / 'mode_agents.py'}:in_a_worker")) == expected
 
 
 @pytest.mark.parametrize(("function", "count"), [("as_coroutine", MANY), ("in_a_worker", 1)])
-async def test_a_client_that_was_made_before_the_episode(
+async def test_a_client_that_was_created_before_the_episode_records_the_same(
     scripted: Any, expected: Any, monkeypatch: pytest.MonkeyPatch, function: str, count: int
 ) -> None:
-    """Also hundreds of episodes at once with this one client."""
+    """The async client is shared by hundreds of concurrent episodes."""
     monkeypatch.setenv("OPENAI_BASE_URL", f"{scripted.url}/v1")
     agent = load_agent(f"{HERE / 'module_client_agents.py'}:{function}", workers=1)
     played = await play_at_once(scripted, agent, count)
@@ -99,20 +99,20 @@ async def test_a_client_that_was_made_before_the_episode(
     assert [record(episode) for episode in played] == [expected] * count
 
 
-async def test_a_decorated_function_as_a_command(scripted: Any, expected: Any) -> None:
+async def test_a_decorated_function_as_a_command_records_the_same(scripted: Any, expected: Any) -> None:
     command = shlex.join([sys.executable, str(HERE / "mode_agents.py")])
     assert record(await play_in(scripted, {"command": command})) == expected
 
 
 @pytest.mark.usefixtures("slurm_programs", "kubernetes_programs")
 @pytest.mark.parametrize("mode", MODES_OF_PROGRAMS)
-async def test_a_program(scripted: Any, expected: Any, mode: str) -> None:
+async def test_a_program_records_the_same_in_every_mode(scripted: Any, expected: Any, mode: str) -> None:
     needs(mode)
     agent = MODES_OF_PROGRAMS[mode](HERE / "mode_program.py", scripted.folder)
     assert record(await play_in(scripted, agent)) == expected
 
 
-async def test_a_program_in_node(scripted: Any, expected: Any) -> None:
+async def test_a_program_in_node_records_the_same(scripted: Any, expected: Any) -> None:
     needs("node")
     folder = FOLDER / "openai_node"
     node = node_environment(folder).node
@@ -120,7 +120,7 @@ async def test_a_program_in_node(scripted: Any, expected: Any) -> None:
     assert record(await play_in(scripted, {"command": command})) == expected
 
 
-def test_from_outside_over_http(scripted: Any, expected: Any) -> None:
+def test_a_program_outside_of_the_run_records_the_same_over_http(scripted: Any, expected: Any) -> None:
     """A program that the run does not know opens an episode and plays it."""
     admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=scripted.url, headers=admin, timeout=30, trust_env=False) as http:

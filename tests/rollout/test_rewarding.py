@@ -1,4 +1,4 @@
-"""Reward functions apart from the agent, of episodes and of groups, through the real proxy and engine."""
+"""Separate reward functions, of episodes and of groups, with the real proxy and engine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_function_rewards_an_episode(served: Any, name: str, rewards: di
         ("unrewarded", "by_length", {"return": 2.0}, ""),
     ],
 )
-async def test_a_function_adds_to_what_the_agent_gives(
+async def test_the_rewards_of_a_function_are_added_to_those_of_the_agent(
     served: Any, agent: str, name: str, rewards: dict[str, float], said: str
 ) -> None:
     loaded = load_agent(f"{AGENTS}:{agent}")
@@ -119,17 +119,17 @@ async def test_a_function_that_fails_fails_the_episode(served: Any, name: str, m
         raise AssertionError(outcome.error)
 
 
-def test_functions_that_never_return_hold_up_neither_others_nor_the_end_of_the_loop() -> None:
+def test_functions_that_never_return_block_neither_others_nor_the_end_of_the_loop() -> None:
     state = {"id": "e", "task": {"input": {}}, "turns": [], "rewards": [], "limit_reached": None}
     episode = finished_episode(state, truncated=False)
 
     async def rewards() -> tuple[list[Any], Any]:
         hung = function("waits_forever", time_s=0.2)
-        # More than the threads of the event loop's pool, of which there are at most 32.
+        # More calls than the event loop's pool has threads, of which there are at most 32.
         lost = await asyncio.gather(*(hung.of_episode(episode) for _ in range(33)), return_exceptions=True)
         return lost, await function("by_length", time_s=20).of_episode(episode)
 
-    lost, reward = asyncio.run(rewards())  # ends the pool, and waits for its threads
+    lost, reward = asyncio.run(rewards())  # shuts the thread pool down, and waits for its threads
     assert all(isinstance(error, RewardError) and "within 0.2 s" in str(error) for error in lost)
     assert reward == 0.0
 
@@ -161,7 +161,7 @@ def test_every_branch_is_a_conversation() -> None:
 
 
 class LateOnce(RewardFunction):
-    """Ranks its first group only when the proxy has failed every episode for want of a reward."""
+    """Ranks its first group only after the proxy has failed every episode because it had no reward."""
 
     store: Store
     calls = 0
@@ -179,7 +179,7 @@ class LateOnce(RewardFunction):
 async def test_a_group_is_complete_when_its_function_has_rewarded_it(served: Any, case: str) -> None:
     """After a restart, a group whose episodes have all ended without rewards is rewarded.
 
-    So is one whose rewards came too late, when its episodes have been played again.
+    So is a group whose rewards came too late, after its episodes have been played again.
     """
     served.publish(0)
     config = RolloutConfig(groups=1, group_size=4, concurrency=4, limits=LIMITS)

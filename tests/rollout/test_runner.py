@@ -65,12 +65,12 @@ def nothing_is_left(served: Any) -> bool:
     return not served.store.episodes(status="open") and not ours
 
 
-async def test_a_whole_run(served: Any) -> None:
+async def test_a_run_trains_and_evaluates_before_beside_and_after_training(served: Any) -> None:
     bound = 2 * 2 * 2  # (η + 1) · groups · G
     seen: list[int] = []
     given = arguments(served, "good", evaluation=held_out(served, every=2, concurrency=2))
 
-    def may_train(step: int) -> bool:  # the last step not before the evaluation beside it
+    def may_train(step: int) -> bool:  # the last step waits for an evaluation beside training
         labels = {episode.metadata["eval"] for episode in served.store.episodes(split="eval")}
         return step < STEPS or any(label.startswith("step-") for label in labels)
 
@@ -89,7 +89,7 @@ async def test_a_whole_run(served: Any) -> None:
     evaluations: dict[str, list[Any]] = {}
     for episode in served.store.episodes(split="eval"):
         evaluations.setdefault(episode.metadata["eval"], []).append(episode)
-    # Beside training it takes the newest version, which may be a step further.
+    # The evaluation beside training uses the newest version, which may be one step further.
     assert list(evaluations) in [["before", f"step-{step}", "after"] for step in (2, 3)]
     for label in ("before", "after"):
         assert [e.status for e in evaluations[label]] == ["finished"] * 4
@@ -115,10 +115,10 @@ async def test_a_finished_run_has_nothing_left_to_do(served: Any) -> None:
     assert len(served.store.episodes()) == before
 
 
-async def test_what_an_earlier_process_run_published_last_is_not_the_end_of_a_resumed_run(
+async def test_the_last_step_that_an_earlier_process_published_does_not_end_a_resumed_run(
     served: Any,
 ) -> None:
-    """The engine outlived the trainer, which died before it had saved its last step."""
+    """The trainer died before it had saved its last step, and the engine still serves that version."""
     served.publish(1)
     given = arguments(served, "good", evaluation=held_out(served), steps=1, first_version=1)
     with pytest.raises(TimeoutError):
@@ -127,7 +127,7 @@ async def test_what_an_earlier_process_run_published_last_is_not_the_end_of_a_re
     assert not served.store.episodes()
 
 
-async def test_nothing_begins_on_the_weights_that_another_run_left_in_the_engine(served: Any) -> None:
+async def test_no_episode_begins_on_weights_that_another_run_left_in_the_engine(served: Any) -> None:
     served.store.publish_version(0, step=0, path="not swapped in yet")
     body = {"new_version": "7", "abort_all_requests": False}
     httpx.post(f"{served.engine_url}/update_weight_version", json=body).raise_for_status()
@@ -137,7 +137,7 @@ async def test_nothing_begins_on_the_weights_that_another_run_left_in_the_engine
     assert not served.store.episodes()
 
 
-async def test_a_failed_member_is_attempted_again(served: Any) -> None:
+async def test_a_failed_episode_of_a_group_is_attempted_again(served: Any) -> None:
     data = train_tasks(served, folder=str(served.folder))
     (served.folder / "train").mkdir()
     async with served.trainer(groups=2, steps=2), asyncio.timeout(60):
@@ -181,7 +181,7 @@ async def test_an_agent_that_always_fails_ends_the_run_with_its_error(served: An
     assert nothing_is_left(served)
 
 
-async def test_a_proxy_that_is_gone_ends_the_run(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unreachable_proxy_ends_the_run(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "PROXY_TIMEOUT_S", 0.5)
     served.publish(0)
     given = arguments(served, "good", proxy_url="http://127.0.0.1:9")
@@ -191,7 +191,7 @@ async def test_a_proxy_that_is_gone_ends_the_run(served: Any, monkeypatch: pytes
 
 
 class Wire:
-    """Forwards TCP to the proxy, and can be cut."""
+    """Forwards TCP connections to the proxy, and can be cut."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -279,25 +279,25 @@ async def test_stopping_ends_agents_and_aborts_their_episodes(served: Any) -> No
     assert {e.status for e in served.store.episodes()} == {"aborted"}
 
 
-async def test_a_group_that_somebody_else_drops_is_left_alone(served: Any) -> None:
+async def test_a_group_that_is_dropped_from_outside_is_not_continued(served: Any) -> None:
     served.publish(0)
     stop = asyncio.Event()
     outside = config(groups=1, max_staleness=0, outside_rewards=True)
     given = arguments(served, "unrewarded", rollout=outside, stop=stop)
     running = asyncio.create_task(run(**given))
     async with asyncio.timeout(60), AsyncClient(served.url, ADMIN_KEY) as client:
-        while not (finished := served.store.episodes(status="finished")):  # until they have no reward in time
+        while not (finished := served.store.episodes(status="finished")):  # the proxy fails them after 1 s
             await asyncio.sleep(0.02)
         dropped = finished[0].group_id
         await client.drop_group(dropped, "by hand")
-        while not [e for e in served.store.episodes() if e.group_id != dropped]:  # the gate is free again
+        while not [e for e in served.store.episodes() if e.group_id != dropped]:  # the gate has room again
             await asyncio.sleep(0.02)
         stop.set()
         await running
     assert served.store.group_counts()["dropped"] == 1 and nothing_is_left(served)
 
 
-async def test_a_group_that_a_changed_agent_would_complete_is_dropped(served: Any) -> None:
+async def test_a_group_that_was_begun_before_a_change_of_the_agent_is_dropped(served: Any) -> None:
     served.publish(0)
     stop = asyncio.Event()
     outside = config(groups=1, max_staleness=0, outside_rewards=True)
@@ -338,7 +338,7 @@ async def test_rewards_from_outside_complete_a_group(served: Any) -> None:
         while not served.store.group_counts()["complete"]:
             await asyncio.to_thread(judge)
             await asyncio.sleep(0.02)
-        # Nobody rewards the rest: the proxy fails them after 1 s, and they are attempted again.
+        # The other episodes get no reward: the proxy fails them after 1 s, and they are attempted again.
         while not [e for e in served.store.episodes(status="failed") if e.error == "no_reward"]:
             await asyncio.sleep(0.05)
         group = served.store.episodes(status="failed")[0].group_id
@@ -387,7 +387,7 @@ async def test_a_killed_runner_continues_where_it_was(served: Any) -> None:
     counts = served.store.group_counts()
     assert counts["trained"] == STEPS * 2 and counts["dropped"] == 0
     episodes = served.store.episodes(split="train")
-    for group in partial:  # taken up again, not begun anew
+    for group in partial:  # these groups were continued, not begun again
         scored = {e.id for tried in group.attempts.values() for e in tried if e.status == "finished"}
         assert scored <= {rollout.episode.id for rollout in served.store.load_groups([group.id])[0].rollouts}
     groups = [e.group_id for e in episodes if e.index == 0 and e.status == "finished"]
@@ -398,7 +398,7 @@ async def test_a_killed_runner_continues_where_it_was(served: Any) -> None:
     )
 
 
-async def test_a_sync_agent_in_workers(served: Any) -> None:
+async def test_a_sync_agent_runs_in_worker_processes(served: Any) -> None:
     tasks = train_tasks(served, runner=os.getpid())  # the agent compares it with its parent process
     given = arguments(served, "sync_good", data=tasks, steps=1, rollout=config(workers=2, max_staleness=0))
     async with served.trainer(groups=2, steps=1), asyncio.timeout(60):
@@ -408,7 +408,7 @@ async def test_a_sync_agent_in_workers(served: Any) -> None:
     assert {e.score for e in trained} == {1.5}
 
 
-async def test_one_evaluation_by_itself(served: Any) -> None:
+async def test_a_single_evaluation_plays_every_held_out_task(served: Any) -> None:
     served.publish(0)
     given = arguments(served, "by_name", evaluation=held_out(served, n=3), label="extra")
     for name in ("data", "steps"):
@@ -420,7 +420,7 @@ async def test_one_evaluation_by_itself(served: Any) -> None:
     assert served.store.group_counts("train")["pending"] == 0
 
 
-async def test_an_evaluation_repeats_what_failed_and_nothing_else(served: Any) -> None:
+async def test_an_evaluation_repeats_only_failed_episodes(served: Any) -> None:
     served.publish(0)
     rows = [{"id": "bad", "bad": True}, {"id": "good", "n": 1}]
     evaluation = EvalConfig(data=DataConfig(path=tasks_file(served.folder, "held", rows)))
@@ -428,7 +428,7 @@ async def test_an_evaluation_repeats_what_failed_and_nothing_else(served: Any) -
     for name in ("data", "steps"):
         del given[name]
     given["rollout"] = config(retries=1)
-    for attempts_at_bad in (2, 4):  # an evaluation that is started again goes on
+    for attempts_at_bad in (2, 4):  # an evaluation that is started again continues
         async with asyncio.timeout(60):
             await evaluate(**given)
         episodes = served.store.episodes(split="eval", metadata={"eval": "extra"})

@@ -1,4 +1,4 @@
-"""The order in which training takes tasks: shares of sources, pools by difficulty, restarts."""
+"""The order in which tasks are chosen for training: shares of sources, pools by difficulty, restarts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def no_scores(groups: Sequence[str]) -> Mapping[str, Sequence[float]]:
     return {}
 
 
-def test_uniform_takes_every_task_once_in_an_epoch_also_after_a_restart() -> None:
+def test_the_uniform_sampler_takes_every_task_once_per_epoch_even_after_a_restart() -> None:
     tasks = source("t", 5, epochs=2)
     whole = taken(sampler_of(tasks, [], no_scores), 11)
     assert Counter(whole) == Counter((f"t{n}", epoch) for n in range(5) for epoch in range(2))
@@ -45,12 +45,12 @@ def test_sources_have_their_shares_in_every_prefix_and_after_a_restart() -> None
         shares = Counter(task_id[0] for task_id, _ in whole[:count])
         for name, weight in (("a", 3), ("b", 1), ("c", 2)):
             assert abs(shares[name] - count * weight / 6) < 1.5
-    assert len(set(whole)) == 60  # b begins again, in its next epoch
+    assert len(set(whole)) == 60  # b starts again with its next epoch
     for done in (1, 17, 40):
         assert taken(sampler_of(mixture, whole[:done], no_scores), 60 - done) == whole[done:]
 
 
-def test_a_source_that_a_restart_adds_gets_its_share_and_does_not_catch_up() -> None:
+def test_a_source_that_is_added_at_a_restart_gets_its_share_and_does_not_catch_up() -> None:
     begun = taken(sampler_of(TaskMixture((source("a", 900), source("b", 900))), [], no_scores), 1000)
     for changed, shares in (
         ((source("a", 900), source("c", 900)), {"a": 1, "c": 1}),
@@ -70,14 +70,14 @@ def test_a_source_that_has_ended_leaves_its_share_to_the_others() -> None:
     assert sampler.next() is None
 
 
-def test_an_evaluation_takes_every_source_by_its_weight() -> None:
+def test_an_evaluation_takes_tasks_of_every_source_by_its_weight() -> None:
     mixture = TaskMixture((source("a", 3), source("b", 30, weight=2)))
     order = [task.id[0] for task in mixture.epoch(0)]
     assert Counter(order[:9]) == {"a": 3, "b": 6} and Counter(order) == {"a": 3, "b": 30}
 
 
 class Policy:
-    """Solves `rates[task]` of the four episodes of every group, which end `late` groups later."""
+    """Solves the share `rates[task]` of each group's four episodes; the last `late` groups still run."""
 
     def __init__(self, rates: Mapping[str, float], late: int = 0) -> None:
         self.rates, self.late = rates, late
@@ -115,21 +115,21 @@ def test_new_tasks_are_taken_in_the_order_of_an_epoch() -> None:
     assert [task_id for task_id, _ in taken(sampler_of(tasks, [], Policy(RATES)), 40)] == order
 
 
-def test_each_group_has_another_id_and_late_tasks_are_not_begun_twice_in_a_row() -> None:
+def test_groups_have_different_ids_and_a_recent_task_is_not_begun_again() -> None:
     tasks = source("t", 40, difficulty=DifficultyConfig())
     groups = taken(sampler_of(tasks, [], Policy(RATES, late=8)), 500)
     assert len(set(groups)) == 500
     for place in range(500 - 10):
         ids = [task_id for task_id, _ in groups[place : place + 10]]
-        assert len(set(ids)) == 10  # a quarter of the tasks wait
+        assert len(set(ids)) == 10  # a quarter of the tasks, the latest ones, wait
 
 
-def test_one_task_is_enough() -> None:
+def test_a_single_task_is_chosen_repeatedly() -> None:
     tasks = source("t", 1, difficulty=DifficultyConfig())
     assert taken(sampler_of(tasks, [], Policy({"t0": 1.0})), 3) == [("t0", 0), ("t0", 1), ("t0", 2)]
 
 
-def test_a_restart_knows_what_was_solved_and_what_is_in_progress() -> None:
+def test_a_restarted_sampler_knows_what_was_solved_and_what_is_in_progress() -> None:
     tasks = source("t", 40, difficulty=DifficultyConfig())
     first = sampler_of(tasks, [], Policy(RATES))
     begun = taken(first, 200)
@@ -152,7 +152,7 @@ def test_a_task_moves_with_its_latest_group_and_a_dropped_group_changes_nothing(
     assert len(policy.asked) == len(set(policy.asked))  # the scores of a group are read once
 
 
-def test_tasks_of_sources_have_ids_and_names_of_their_own(tmp_path: Path) -> None:
+def test_tasks_of_several_sources_have_unique_ids_and_the_names_of_their_sources(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": "1", "question": "x"}\n')
     (tmp_path / "b.jsonl").write_text('{"id": "1", "data_source": "b"}\n{"id": "2"}\n')
     sources = [{"name": name, "path": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b")]
@@ -199,7 +199,7 @@ def test_one_source_may_be_sampled_by_difficulty(tmp_path: Path) -> None:
         ({"path": "x", "sampler": "difficulty", "difficulty": NO_NEW}, "new must be above 0"),
     ],
 )  # fmt: skip
-def test_faults_of_samplers_are_named(given: dict[str, Any], fault: str) -> None:
+def test_invalid_sampler_settings_are_refused(given: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValidationError, match=fault):
         DataConfig.model_validate(given)
 

@@ -1,4 +1,4 @@
-"""How slots of groups are filled again."""
+"""How the slots of groups are refilled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from areal_agents.rollout.groups.group import GroupRun
 from areal_agents.rollout.groups.settling import SlotSettler
 
 
-async def test_a_slot_that_does_not_begin_pauses_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_pause_of_a_slot_grows_with_each_attempt_that_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A scheduler may cancel jobs at once, and each attempt is an episode in the store."""
     nothing: Any = None
     settler = SlotSettler(groups=nothing, calls=nothing, store=nothing, config=RolloutConfig(retries=9))

@@ -1,6 +1,6 @@
-"""Several rollout processes of one run: real proxy, store and agents; kill -9 and a pause of one of them.
+"""Several rollout processes of one run, with a real proxy, store and agents; one is killed or paused.
 
-`test_schedules.py` has the same with every order of events, and processes that are held for dead wrongly.
+`test_schedules.py` tests the same with random orders of events.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BOUND = 2 * GROUPS  # (η + 1) · groups
 HELD_OUT = 9
 SETTINGS = RolloutConfig(groups=GROUPS, group_size=3, concurrency=6, max_staleness=1)
 
-# The count of the gate at each insertion of a group, in its transaction.
+# Records the count of the gate at each insertion of a group, in the same transaction.
 OBSERVER = """
 CREATE TABLE observed (untrained INTEGER NOT NULL);
 CREATE TRIGGER observe AFTER INSERT ON groups BEGIN INSERT INTO observed SELECT count(*) FROM groups
@@ -80,7 +80,7 @@ def observe(served: Any) -> None:
 
 
 def check(served: Any, data: DataConfig) -> None:
-    """Of a run that has ended: nothing is lost, played twice, beyond the bound, or left open."""
+    """Check that a run has ended with nothing lost, played twice, beyond the bound, or left open."""
     store = served.store
     with closing(sqlite3.connect(store.path)) as connection:
         observed = [count for (count,) in connection.execute("SELECT untrained FROM observed")]
@@ -109,12 +109,12 @@ def runners_of(served: Any, split: str) -> Counter[str]:
     return Counter(e.metadata[RUNNER] for e in served.store.episodes(split=split, status="finished"))
 
 
-async def test_three_share_a_run(scripted: Any) -> None:
+async def test_three_processes_share_a_run(scripted: Any) -> None:
     observe(scripted)
     given = arguments(scripted)
     evaluation = given["evaluation"].model_copy(update={"every": 1})
 
-    def may_train(step: int) -> bool:  # the last step not before the evaluation beside the first
+    def may_train(step: int) -> bool:  # the last step waits for an evaluation beside training
         labels = {episode.metadata["eval"] for episode in scripted.store.episodes(split="eval")}
         return step < STEPS or any(label.startswith("step-") for label in labels)
 
@@ -135,8 +135,10 @@ async def test_three_share_a_run(scripted: Any) -> None:
 
 @pytest.mark.parametrize("split", ["eval", "train"])
 @pytest.mark.parametrize("comes_back", [False, True])
-async def test_what_a_process_leaves_is_taken_over(scripted: Any, split: str, comes_back: bool) -> None:
-    """It is killed, or only held for dead while it is stopped."""
+async def test_the_episodes_that_a_process_leaves_are_taken_over(
+    scripted: Any, split: str, comes_back: bool
+) -> None:
+    """The process is killed, or only considered dead while it is stopped."""
     observe(scripted)
     given = arguments(scripted)
     code = CHILD.format(
@@ -151,14 +153,14 @@ async def test_what_a_process_leaves_is_taken_over(scripted: Any, split: str, co
     worker = WorkerShare(0, 2, "rollout-0", seen_alive.__contains__)
 
     def left() -> list[str]:
-        """What the child is at."""
+        """Return the open episodes of the child."""
         is_at = scripted.store.episodes(split=split, status="open", metadata={RUNNER: "rollout-1"})
         return [episode.id for episode in is_at]
 
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
         async with scripted.trainer(groups=GROUPS, steps=STEPS), asyncio.timeout(120):
-            if split == "train":  # begun together, since the child is slow to start and the run is short
+            if split == "train":  # both begin together: the child starts slowly, and the run is short
                 while not scripted.store.episodes(split="eval", metadata={RUNNER: "rollout-1"}):
                     assert child.poll() is None
                     await asyncio.sleep(0.005)
@@ -168,7 +170,7 @@ async def test_what_a_process_leaves_is_taken_over(scripted: Any, split: str, co
                     assert child.poll() is None
                     await asyncio.sleep(0.005)
                 os.kill(child.pid, signal.SIGSTOP)
-                if abandoned := left():  # the proxy may still have had an answer to read
+                if abandoned := left():  # the proxy may have handled a request of the child meanwhile
                     break
                 os.kill(child.pid, signal.SIGCONT)
             if split == "eval":

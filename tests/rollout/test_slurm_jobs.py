@@ -1,6 +1,6 @@
 """Episodes whose agents are batch jobs of a real Slurm, through the whole rollout path.
 
-`test_modes.py` and `test_mode_failures.py` have the same agents with programs that stand in for Slurm.
+`test_modes.py` and `test_mode_failures.py` run the same agents with a stand-in for Slurm.
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ def jobs(cluster: SlurmCluster) -> dict[str, tuple[str, ...]]:
     return {"-".join(name.split("-")[3:5]): (*found,) for *found, name in lines}
 
 
-async def test_jobs_fail_are_lost_and_are_cancelled(scripted: Any, cluster: SlurmCluster) -> None:
+async def test_attempts_are_repeated_if_their_jobs_fail_are_lost_or_are_cancelled(
+    scripted: Any, cluster: SlurmCluster
+) -> None:
     decisions, tasks = scripted.folder / "decisions", scripted.folder / "tasks.jsonl"
     decisions.mkdir()
     tasks.write_text(
         "\n".join(json.dumps({"id": how, "decisions": str(decisions), "nap": "0"}) for how in ENDS)
     )
-    left = cluster.command(  # by an earlier process of this place
+    left = cluster.command(  # the job of an earlier process with the same owner
         "sbatch",
         "--parsable",
         f"--job-name={OWNER}-train-episode-0",
@@ -142,8 +144,8 @@ async def test_jobs_fail_are_lost_and_are_cancelled(scripted: Any, cluster: Slur
     await until(lambda: not [one for one in jobs(cluster).values() if one[1] in ("PENDING", "RUNNING")])
 
 
-def test_a_job_that_is_cancelled_before_it_begins(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """It has no node; one that is cancelled while it runs has one."""
+def test_a_job_that_is_cancelled_before_it_begins_is_unstarted(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Such a job has no node, unlike one that is cancelled while it runs."""
     template = tmp_path / "agent.sbatch"
     template.write_text(SLURM_TEMPLATE.read_text().replace("#SBATCH --nodes=1", "#SBATCH --nodes=1 --hold"))
     queue = SlurmJobs(str(template), owner=OWNER)
@@ -155,10 +157,10 @@ def test_a_job_that_is_cancelled_before_it_begins(cluster: SlurmCluster, tmp_pat
     assert queue.states()[id] == JobState("unstarted", "ended as CANCELLED")
 
 
-def test_no_listing_and_no_command_line_has_the_key_of_an_episode(
+def test_no_listing_and_no_command_line_contains_the_key_of_an_episode(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    """What Slurm shows of a job, and the command lines of this machine while it is submitted and runs."""
+    """This covers what Slurm shows of a job, and the command lines of this machine while the job runs."""
     key, log = "key-of-an-episode", tmp_path / "job.log"
     queue = SlurmJobs(str(SLURM_TEMPLATE), owner=OWNER)
     base_url = f"http://127.0.0.1:1/e/{key}/v1"

@@ -1,4 +1,4 @@
-"""Which groups a rollout process may take over, and its part of what runs at the same time."""
+"""Which groups a rollout process may take over, and its part of the concurrent episodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_agents.rollout.worker_share import WorkerShare
 from areal_agents.store import Store
 
 
-def test_only_what_no_running_process_has_is_for_the_taking(tmp_path: Path) -> None:
+def test_only_groups_of_processes_that_do_not_run_may_be_taken_over(tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db") as store:
         own = store.claim_role("rollout", 0, host="a", pid=1)
         other = store.claim_role("rollout", 1, host="b", pid=2)
@@ -25,6 +25,8 @@ def test_only_what_no_running_process_has_is_for_the_taking(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("total", "count", "parts"), [(64, 2, [32, 32]), (5, 3, [2, 2, 1]), (1, 2, [1, 1])])
-def test_the_parts_of_all_processes(total: int, count: int, parts: list[int]) -> None:
+def test_the_concurrent_episodes_are_divided_among_the_processes(
+    total: int, count: int, parts: list[int]
+) -> None:
     shares = [WorkerShare(index, count, f"r{index}", lambda name: True) for index in range(count)]
     assert [share.part_of(total) for share in shares] == parts

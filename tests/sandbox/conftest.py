@@ -17,7 +17,7 @@ from areal_agents.sandbox.sandbox import Isolation, Limits, SandboxSpec
 from areal_agents.sockets import listen, url_of
 from areal_agents.tls import TlsConfig
 
-# Small limits: what escapes from them must not harm the machine that runs the tests.
+# The limits are small, so that what escapes from one of them does not harm the machine.
 LIMITS = Limits(memory_mb=256, processes=64, disk_mb=64)
 IMAGE = os.environ.get("AREAL_AGENTS_TEST_IMAGE", "python:3.11-slim")
 
@@ -74,7 +74,7 @@ async def sandbox_host(
     """Serve sandboxes in this process, as a host of a run does.
 
     Args:
-        warm: what two sandboxes are started from ahead, in the isolation `process`.
+        warm: the spec from which two sandboxes are started in advance, in the isolation `process`.
     """
     host = SandboxHost("the token", places=places, model_server=model_server, base=base)
     try:

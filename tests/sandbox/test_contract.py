@@ -1,4 +1,4 @@
-"""What every isolation does in the same way."""
+"""The behavior that all isolations have in common."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_a_command_gets_its_input_its_variables_and_the_working_folder(iso
     assert (await sandbox.run([*SHELL, 'echo "$B"'], timeout_s=20)).stdout.text() == "\n"
 
 
-async def test_a_caller_talks_with_a_command(isolation: Isolation) -> None:
+async def test_a_caller_exchanges_data_with_a_running_command(isolation: Isolation) -> None:
     sandbox = await isolation.start(spec_for(isolation.name))
     inputs, outputs = os.pipe(), os.pipe()
     script = "echo ready; read said; echo got $said; echo oops >&2"
@@ -45,11 +45,13 @@ async def test_a_caller_talks_with_a_command(isolation: Isolation) -> None:
 
 
 @pytest.mark.parametrize("isolation", ["bubblewrap", "docker"], indirect=True)
-async def test_variables_of_a_command_reach_no_program_outside(isolation: Isolation, tmp_path: Path) -> None:
-    """Where they come from a task, they could make the loader or the client of Docker run its code."""
+async def test_variables_of_a_command_reach_no_program_of_the_machine(
+    isolation: Isolation, tmp_path: Path
+) -> None:
+    """A task that sets such variables could make the loader or the client of Docker run its code."""
     given = {
         "LD_DEBUG": "files",
-        "LD_DEBUG_OUTPUT": f"{tmp_path}/loaded",  # a file of each program that heeds it
+        "LD_DEBUG_OUTPUT": f"{tmp_path}/loaded",  # a file for each program that reads the variable
         "DOCKER_HOST": "tcp://127.0.0.1:9",
         "HOME": "/tmp",
         "SAID": "$(echo 1) \"'\n`",
@@ -71,13 +73,13 @@ async def test_variables_of_the_owner_do_not_reach_a_command(
     done = await sandbox.run(
         [*SHELL, "env; cat /proc/1/environ /proc/self/environ 2>/dev/null"], timeout_s=20
     )
-    if isolation.name == "process":  # /proc of this machine is open to it
+    if isolation.name == "process":  # it can read /proc of this machine
         done = await sandbox.run(["env"], timeout_s=20)
     assert "xyzzy" not in done.stdout.text()
 
 
-async def test_a_command_has_no_descriptor_of_its_keeper(isolation_name: str) -> None:
-    """However high the numbers of the owner's are: its lock is passed to the keepers by number."""
+async def test_a_command_inherits_no_descriptor_of_its_keeper(isolation_name: str) -> None:
+    """The owner's lock is passed to the keepers by its number, which may be high."""
     held = [os.dup(0) for _ in range(40)]
     opened = await open_isolation(isolation_name, spec_for(isolation_name))
     try:
@@ -91,7 +93,7 @@ async def test_a_command_has_no_descriptor_of_its_keeper(isolation_name: str) ->
     assert numbers == {"0", "1", "2", "3"}, done.stdout.text()  # 3 is the listing itself
 
 
-async def test_a_sandbox_works_in_a_copy(isolation: Isolation, tmp_path: Path) -> None:
+async def test_a_sandbox_works_in_a_copy_of_its_folder(isolation: Isolation, tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "file").write_text("original")
     (tmp_path / "removed").write_text("still here")
@@ -100,7 +102,7 @@ async def test_a_sandbox_works_in_a_copy(isolation: Isolation, tmp_path: Path) -
     script = "cat deep/file; echo changed > deep/file; rm removed; mv deep moved; mkdir deep; ls deep"
     done = await first.run([*SHELL, script], timeout_s=20)
     assert done.stdout.text() == "original" and done.status == 0, done.stderr.text()
-    assert await first.read("moved/file") == b"changed\n"  # the files stay from command to command
+    assert await first.read("moved/file") == b"changed\n"  # files persist between commands
     assert await second.read("deep/file") == b"original"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "removed"]
     assert (tmp_path / "deep" / "file").read_text() == "original"
@@ -133,7 +135,7 @@ async def test_the_end_of_long_output_is_kept(isolation: Isolation) -> None:
     assert not done.stderr.is_cut
 
 
-async def test_a_command_ends_at_its_time_limit_with_all_that_it_started(isolation: Isolation) -> None:
+async def test_a_command_ends_at_its_time_limit_with_all_of_its_processes(isolation: Isolation) -> None:
     sandbox = await isolation.start(spec_for(isolation.name))
     mark = f"{time.time_ns() % 10**9 + 10**9}"  # a duration that no other process sleeps
     script = f"setsid sleep {mark} & (sleep {mark} &) ; env -i sleep {mark} & echo begun; sleep {mark}"
@@ -145,7 +147,7 @@ async def test_a_command_ends_at_its_time_limit_with_all_that_it_started(isolati
     assert (await sandbox.run(["true"], timeout_s=20)).status == 0
 
 
-async def test_what_a_command_leaves_running_is_killed_when_it_ends(isolation: Isolation) -> None:
+async def test_processes_that_a_command_leaves_running_are_killed_when_it_ends(isolation: Isolation) -> None:
     sandbox = await isolation.start(spec_for(isolation.name))
     mark = f"{time.time_ns() % 10**9 + 10**9}"
     done = await sandbox.run([*SHELL, f"setsid nohup sleep {mark} >/dev/null 2>&1 & echo left"], timeout_s=20)
@@ -164,7 +166,7 @@ async def test_cancelling_kills_the_command(isolation: Isolation) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not _sleeping(mark)
-    assert await sandbox.read("begun") == b"\n"  # the sandbox is still of use
+    assert await sandbox.read("begun") == b"\n"  # the sandbox can still be used
 
 
 async def test_a_program_that_does_not_exist_is_reported(isolation: Isolation) -> None:
@@ -192,8 +194,8 @@ async def test_large_variables_and_arguments_arrive(isolation: Isolation) -> Non
     assert done.stdout.text() == "120000 120000\n"
 
 
-async def test_a_sandbox_needs_no_open_isolation_of_its_own(isolation_name: str) -> None:
-    """Two isolations at once: the start of the second removes nothing of the first."""
+async def test_two_isolations_can_be_open_at_the_same_time(isolation_name: str) -> None:
+    """The start and the end of the second isolation remove nothing of the first."""
     spec = spec_for(isolation_name)
     first = await open_isolation(isolation_name, spec)
     try:
@@ -204,7 +206,7 @@ async def test_a_sandbox_needs_no_open_isolation_of_its_own(isolation_name: str)
         await first.close()
 
 
-def test_a_spec_is_checked() -> None:
+def test_an_invalid_spec_is_refused() -> None:
     with pytest.raises(ValueError, match="the folder /no/such/folder does not exist"):
         SandboxSpec(folder=Path("/no/such/folder"))
     with pytest.raises(ValueError, match="must be absolute and without"):

@@ -1,4 +1,4 @@
-"""What is given to docker and to Kubernetes; no engine and no cluster is needed to see it."""
+"""The arguments of docker and the manifests for Kubernetes, tested without an engine or a cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_container_has_every_limit_and_no_network() -> None:
     assert not {"--privileged", "--volume", "--pid"} & set(words)
 
 
-def test_a_machine_of_its_own_has_its_limits_and_the_network_that_was_asked_for() -> None:
+def test_a_sandbox_that_is_a_machine_has_its_limits_and_the_requested_network() -> None:
     spec = replace(SPEC, as_machine=True)
     words = start_arguments(spec, name="box", owner="1-2", sockets=Path("/tmp/sockets"))
     text = " ".join(words)
@@ -51,7 +51,7 @@ def test_a_machine_of_its_own_has_its_limits_and_the_network_that_was_asked_for(
 
 
 @pytest.mark.parametrize("asked", [{"as_machine": True}, {"network": True}])
-async def test_only_docker_gives_a_machine_or_a_network(asked: dict[str, bool]) -> None:
+async def test_only_docker_supports_a_machine_or_a_network(asked: dict[str, bool]) -> None:
     with pytest.raises(
         SandboxError, match="isolation: process gives a sandbox no network.*isolation: docker"
     ):
@@ -68,7 +68,7 @@ def test_no_key_is_in_the_arguments_of_docker() -> None:
     assert forwarding[:9] == words[:9] and forwarding[-2:] == ["run", "env"]
 
 
-async def test_no_option_of_docker_is_taken_for_the_name_of_an_image() -> None:
+async def test_an_option_of_docker_is_refused_as_the_name_of_an_image() -> None:
     with pytest.raises(SandboxError, match="an image cannot be called '--privileged'"):
         await DockerIsolation("docker").start(SandboxSpec(image="--privileged"))
     with pytest.raises(SandboxError, match="an image cannot be called '-v/:/host'"):
@@ -76,7 +76,7 @@ async def test_no_option_of_docker_is_taken_for_the_name_of_an_image() -> None:
 
 
 def test_docker_knows_every_option() -> None:
-    """The real command line reads the arguments, and fails only where it calls its engine."""
+    """The real command line accepts the arguments, and fails only when it calls its engine."""
     if shutil.which("docker") is None:
         pytest.skip("docker is not installed")
     started = start_arguments(SPEC, name="box", owner="1-2", sockets=Path("/tmp"))
@@ -88,7 +88,7 @@ def test_docker_knows_every_option() -> None:
 
 
 @pytest.mark.slow
-def test_a_command_does_not_start_without_its_way_to_the_model() -> None:
+def test_a_command_does_not_start_without_its_connection_to_the_model() -> None:
     argv = run_arguments("box", ["echo", "started"], [], workdir="/workspace", forwards=True)
     shell = argv[argv.index("box") + 1 :]
     environment = {**os.environ, "AREAL_AGENTS_FORWARD": "raise SystemExit"}
@@ -97,7 +97,7 @@ def test_a_command_does_not_start_without_its_way_to_the_model() -> None:
     assert done.stderr == "nothing forwards to the model after 10 s\n"
 
 
-def test_a_folder_to_show_must_exist(tmp_path: Path) -> None:
+def test_a_readable_folder_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="readable: .*/none does not exist"):
         SandboxSpec(readable=(tmp_path, tmp_path / "none"))
 
@@ -109,7 +109,7 @@ async def test_without_an_engine_docker_is_refused() -> None:
         await check_isolation("docker", SPEC)
 
 
-def test_the_agents_job_reaches_the_proxy_only_and_a_graders_nothing() -> None:
+def test_an_agents_job_reaches_only_the_proxy_and_a_graders_job_nothing() -> None:
     proxy = ProxyPods({"app": "proxy"}, 8000)
     policy, job = job_manifests(SPEC, ["agent"], name="e1", timeout_s=60, proxy=proxy, secret="key-e1")
     pods = {"podSelector": {"matchLabels": {"app": "proxy"}}}
@@ -132,7 +132,7 @@ def test_the_agents_job_reaches_the_proxy_only_and_a_graders_nothing() -> None:
 
 
 def test_kubernetes_knows_every_field() -> None:
-    """kubectl reads the Job into its types and writes it again, without fields that it does not know."""
+    """kubectl parses the Job and writes it again, without the fields that it does not know."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     _, job = job_manifests(

@@ -1,4 +1,4 @@
-"""Graders get none of the agent's keys, and the agent cannot write or foresee a reward."""
+"""Graders get none of the agent's keys, and the agent cannot write or predict a reward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def script(folder: Path, text: str) -> list[str]:
     return ["/bin/sh", "/tests/test.sh"]
 
 
-async def test_the_tests_see_what_the_agent_left_and_reward_it(bubblewrap: Isolation, tests: Path) -> None:
+async def test_the_tests_see_the_agents_files_and_write_rewards(bubblewrap: Isolation, tests: Path) -> None:
     sandbox = await bubblewrap.start(spec_for("bubblewrap"))
     await sandbox.run([*SHELL, "echo 42 > answer"], timeout_s=20)
     argv = script(
@@ -68,9 +68,7 @@ async def test_rewards_that_the_agent_wrote_do_not_count(bubblewrap: Isolation, 
         await grade(sandbox, script(tests, "echo broken >&2; exit 3"), tests=tests, timeout_s=20)
 
 
-async def test_no_process_of_the_agent_is_there_when_the_tests_run(
-    bubblewrap: Isolation, tests: Path
-) -> None:
+async def test_no_process_of_the_agent_runs_during_the_tests(bubblewrap: Isolation, tests: Path) -> None:
     sandbox = await bubblewrap.start(spec_for("bubblewrap"))
     mark = f"{time.time_ns() % 10**9 + 10**9}"
     forger = "while :; do echo 1 > /logs/verifier/reward.txt; echo forged > work; done 2>/dev/null"

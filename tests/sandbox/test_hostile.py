@@ -1,4 +1,4 @@
-"""Hostile code in a bubblewrap sandbox: each attack is contained, and afterwards the sandbox is of use.
+"""Hostile code in a bubblewrap sandbox: each attack is contained, and the sandbox still works after it.
 
 No attack here would harm the machine if it succeeded: writable files are found by the kernel's access check,
 and bombs are bounded by small limits.
@@ -48,7 +48,7 @@ except BlockingIOError:
         sandbox = await isolation.start(spec_for(name))
         done = await python(sandbox, code)
         assert 40 < int(done.stdout.text()) <= 64
-        # The shell itself may fail to fork at the limit, so another program waits for the time to pass.
+        # The shell itself may fail to fork at the limit, so another program waits for the time limit.
         endless = """
 import subprocess, time
 subprocess.Popen(["/bin/sh", "-c", "b(){ b|b& };b 2>/dev/null"])
@@ -78,7 +78,7 @@ async def test_a_memory_bomb_is_killed_at_the_limit(name: str) -> None:
         await isolation.close()
 
 
-async def test_many_processes_share_the_limit_of_memory(bubblewrap: Isolation) -> None:
+async def test_many_processes_share_the_memory_limit(bubblewrap: Isolation) -> None:
     sandbox = await bubblewrap.start(spec_for("bubblewrap"))
     code = (
         "import os, time\nfor _ in range(20): os.fork() or [b'x' * (32 << 20), time.sleep(9)]\ntime.sleep(60)"
@@ -87,7 +87,7 @@ async def test_many_processes_share_the_limit_of_memory(bubblewrap: Isolation) -
     assert done.timed_out and done.out_of_memory
 
 
-async def test_files_of_the_machine_are_not_there(
+async def test_files_of_the_machine_are_not_visible(
     bubblewrap: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secret = tmp_path / "secret"
@@ -117,7 +117,7 @@ async def test_files_of_the_machine_are_not_there(
 
 
 async def test_only_the_working_folder_tmp_and_home_can_be_written(bubblewrap: Isolation) -> None:
-    """The kernel's switches in /proc belong to root, whose processes need no rights to write them."""
+    """The kernel's settings in /proc belong to root, whose processes need no capabilities to write them."""
     sandbox = await bubblewrap.start(spec_for("bubblewrap"))
     code = """
 import os
@@ -144,7 +144,7 @@ for top, folders, files in os.walk('/'):
     }  # fmt: skip
 
 
-async def test_there_is_no_network_and_no_socket_of_the_machine(bubblewrap: Isolation) -> None:
+async def test_no_network_and_no_socket_of_the_machine_can_be_reached(bubblewrap: Isolation) -> None:
     sandbox = await bubblewrap.start(spec_for("bubblewrap"))
     name = f"\0areal-agents-test-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as inet, socket.socket(socket.AF_UNIX) as abstract:
@@ -187,7 +187,7 @@ os.kill(-1, 9)
     assert len(done.stdout.text().split("\n")[0].split(",")) <= 3
 
 
-async def test_rights_cannot_be_gained(bubblewrap: Isolation) -> None:
+async def test_privileges_cannot_be_gained(bubblewrap: Isolation) -> None:
     sandbox = await bubblewrap.start(spec_for("bubblewrap"))
     script = (
         "unshare -Ur true; unshare -m true; mount -t tmpfs x /tmp; chroot / true; hostname evil; su -c id"
@@ -201,7 +201,7 @@ async def test_rights_cannot_be_gained(bubblewrap: Isolation) -> None:
     assert int(values["CapEff"], 16) == 0 and values["NoNewPrivs"] == "1"
 
 
-async def test_a_sandbox_of_root_inside_has_no_rights_either(bubblewrap: Isolation) -> None:
+async def test_a_command_that_is_root_in_the_sandbox_has_no_privileges(bubblewrap: Isolation) -> None:
     sandbox = await bubblewrap.start(spec_for("bubblewrap", user=0))
     done = await sandbox.run([*SHELL, "id -u; touch /usr/x /etc/x; mount -t tmpfs x /mnt"], timeout_s=LIMIT_S)
     assert done.stdout.text() == "0\n" and done.status != 0
@@ -216,7 +216,7 @@ async def test_endless_output_is_bounded_and_ends_at_the_time_limit(bubblewrap: 
     assert len(done.stderr.kept) <= 65_536 < done.stderr.length
 
 
-async def test_files_stop_at_the_limit_of_the_disk(bubblewrap: Isolation) -> None:
+async def test_files_cannot_exceed_the_disk_limit(bubblewrap: Isolation) -> None:
     sandbox = await bubblewrap.start(spec_for("bubblewrap"))
     for path in ("file", "/tmp/file", "/home/agent/file"):
         done = await sandbox.run(
@@ -229,7 +229,7 @@ async def test_files_stop_at_the_limit_of_the_disk(bubblewrap: Isolation) -> Non
     ).stdout.text() == "still\n"
 
 
-async def test_input_that_is_never_read_and_signals_that_are_ignored(bubblewrap: Isolation) -> None:
+async def test_a_command_that_ignores_input_and_signals_ends_at_its_time_limit(bubblewrap: Isolation) -> None:
     sandbox = await bubblewrap.start(spec_for("bubblewrap"))
     begun = time.monotonic()
     script = "trap '' TERM INT HUP QUIT; while :; do sleep 1; done"
@@ -268,13 +268,13 @@ print(len(made))
             stop.set()
             thread.join()
         assert done.stdout.text() == "600\n", done
-        assert 2 * 128 <= most - before < 2 * 128 + 50  # two for each that is forwarded; the others wait
-        async with asyncio.timeout(LIMIT_S):  # connections are closed by the event loop's next rounds
+        assert 2 * 128 <= most - before < 2 * 128 + 50  # two files for each open connection; others wait
+        async with asyncio.timeout(LIMIT_S):  # connections are closed in later iterations of the loop
             while len(os.listdir("/proc/self/fd")) > before:
                 await asyncio.sleep(0.01)
 
 
-async def test_a_mount_of_one_command_is_not_there_for_the_next(
+async def test_a_mount_is_read_only_and_visible_to_only_one_command(
     bubblewrap: Isolation, tmp_path: Path
 ) -> None:
     (tmp_path / "answer").write_text("42")

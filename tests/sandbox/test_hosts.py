@@ -1,4 +1,4 @@
-"""Sandboxes on hosts: who may use one, what a lost owner or host leaves, and who waits for a place."""
+"""Sandboxes on hosts: access, places, folders, and the loss of an owner or a host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from areal_agents.tls import trusting
 from tests.sandbox.conftest import needs, sandbox_host, spec_for
 
 SPEC = spec_for("process")
-_LONGEST_PATH = 4095  # bytes, of Linux
+_LONGEST_PATH = 4095  # in bytes, on Linux
 NOWHERE = HostAddress("http://127.0.0.1:9", "the token")  # the discard port, on which nothing listens
 
 
@@ -64,7 +64,7 @@ async def cut(connection: ServerConnection) -> None:
 
 
 async def goodbye(_: ServerConnection) -> None:
-    """Answer nothing, as a host that is closed just then."""
+    """Send nothing before the connection is closed, like a host that is shutting down."""
 
 
 async def another_program(connection: ServerConnection) -> None:
@@ -72,7 +72,7 @@ async def another_program(connection: ServerConnection) -> None:
 
 
 @pytest.mark.parametrize("answer", [cut, goodbye, another_program])
-async def test_a_host_that_gives_no_place_is_passed_over(
+async def test_a_host_that_offers_no_place_is_skipped(
     answer: Callable[[ServerConnection], Awaitable[None]],
 ) -> None:
     async with serve(answer, "127.0.0.1", 0) as broken, sandbox_host() as host:
@@ -86,7 +86,7 @@ async def test_a_host_that_gives_no_place_is_passed_over(
             await RemoteIsolation("process", alone).start(SPEC)
 
 
-async def test_a_host_that_gives_a_place_and_then_says_nothing_is_not_waited_for(
+async def test_the_start_of_a_sandbox_on_a_host_that_does_not_respond_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def silent(connection: ServerConnection) -> None:
@@ -101,7 +101,7 @@ async def test_a_host_that_gives_a_place_and_then_says_nothing_is_not_waited_for
             await RemoteIsolation("process", hosts).start(SPEC)
 
 
-def test_an_archive_is_not_decompressed(tmp_path: Path) -> None:
+def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     with pytest.raises(SandboxError, match="cannot be copied"):
         unpack(gzip.compress(packed(tmp_path / "from")), tmp_path, is_trusted=False)
@@ -114,7 +114,7 @@ async def test_a_caller_waits_in_line_for_a_place() -> None:
         waiting = [asyncio.create_task(isolation.start(SPEC)) for _ in range(2)]
         done, _ = await asyncio.wait(waiting, timeout=0.2)
         assert not done and (await first.run(["true"], timeout_s=20)).status == 0
-        waiting[0].cancel()  # one that no longer waits takes no place
+        waiting[0].cancel()  # a cancelled caller takes no place
         await first.end()
         async with asyncio.timeout(20):
             await (await waiting[1]).end()
@@ -142,7 +142,7 @@ async def test_a_host_with_tls_is_verified(tmp_path: Path) -> None:
         await isolation.close()
 
 
-async def test_nothing_is_left_of_a_sandbox_whose_owner_has_gone() -> None:
+async def test_nothing_is_left_of_a_sandbox_whose_owner_is_lost() -> None:
     async with sandbox_host(places=1) as host:
         isolation = RemoteIsolation("process", SandboxHosts(lambda: [host]))
         sandbox = await isolation.start(SPEC)
@@ -153,7 +153,7 @@ async def test_nothing_is_left_of_a_sandbox_whose_owner_has_gone() -> None:
         with pytest.raises(SandboxError, match="is lost"):
             await running
         await _until(lambda: not _sleeping(mark) and not Path(sandbox.workdir).exists())
-        await (await isolation.start(SPEC)).end()  # its place is free
+        await (await isolation.start(SPEC)).end()  # the place is free again
         await isolation.close()
 
 
@@ -170,7 +170,7 @@ async def test_a_sandbox_can_be_ended_while_a_command_runs() -> None:
         await _until(lambda: not _sleeping(mark))
 
 
-async def test_a_lost_host_costs_its_sandboxes_and_no_others() -> None:
+async def test_after_the_loss_of_a_host_sandboxes_start_on_another_one() -> None:
     async with sandbox_host(places=1) as lasting:
         host = SandboxHost("the token", places=9)
         listener = listen("127.0.0.1", 0)
@@ -189,7 +189,7 @@ async def test_a_lost_host_costs_its_sandboxes_and_no_others() -> None:
         await isolation.close()
 
 
-async def test_commands_call_the_server_that_the_host_has_for_them() -> None:
+async def test_commands_call_the_model_server_of_their_host() -> None:
     async with sandbox_host(model_server="http://127.0.0.1:9") as host:
         isolation = RemoteIsolation("process", SandboxHosts(lambda: [host]))
         sandbox = await isolation.start(SPEC)
@@ -197,7 +197,7 @@ async def test_commands_call_the_server_that_the_host_has_for_them() -> None:
         await isolation.close()
 
 
-async def test_a_folder_travels_once_and_again_when_it_has_changed(tmp_path: Path) -> None:
+async def test_a_folder_is_sent_once_and_again_after_it_has_changed(tmp_path: Path) -> None:
     folder, base = tmp_path / "folder", tmp_path / "base"
     (folder / "deep").mkdir(parents=True)
     (folder / "deep/file").write_text("1")
@@ -214,8 +214,8 @@ async def test_a_folder_travels_once_and_again_when_it_has_changed(tmp_path: Pat
     assert not [*base.iterdir()]
 
 
-async def test_a_folder_that_a_host_cannot_write_leaves_nothing_there(tmp_path: Path) -> None:
-    """Its longest path is as long as the system allows, and the host keeps it below a longer one."""
+async def test_a_folder_that_a_host_cannot_write_leaves_nothing_on_it(tmp_path: Path) -> None:
+    """The longest path in the folder is as long as the system allows, and would be longer on the host."""
     base, deep = tmp_path / "base", tmp_path / "folder"
     while len(str(deep)) < 3900:
         deep = deep / ("d" * 90)
@@ -231,7 +231,7 @@ async def test_a_folder_that_a_host_cannot_write_leaves_nothing_there(tmp_path: 
         await isolation.close()
 
 
-async def test_a_writable_folder_is_as_the_command_left_it(tmp_path: Path) -> None:
+async def test_a_writable_folder_has_the_changes_of_the_command(tmp_path: Path) -> None:
     needs("bubblewrap")
     for name in ("kept", "gone", "deep/gone", "replaced/gone"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -250,16 +250,16 @@ async def test_a_writable_folder_is_as_the_command_left_it(tmp_path: Path) -> No
     assert ((tmp_path / "kept").read_text(), (tmp_path / "replaced").read_text()) == ("before", "after\n")
 
 
-def test_a_folder_is_read_no_further_than_it_may_travel(tmp_path: Path) -> None:
+def test_a_folder_is_read_only_up_to_the_size_that_may_be_sent(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(b"x" * 5000)
     assert len(packed(tmp_path, most_bytes=20_480)) <= 20_480
     with open(tmp_path / "endless", "wb") as file:
-        file.truncate(1 << 40)  # a sparse file, which no memory could hold
+        file.truncate(1 << 40)  # a sparse file that does not fit into memory
     with pytest.raises(SandboxError, match=r"it has more than the 1 MiB that can be sent at once"):
         packed(tmp_path, most_bytes=1 << 20)
 
 
-async def test_the_folders_of_a_command_are_in_that_of_the_host_and_are_sent_back_up_to_a_size(
+async def test_mounted_folders_are_in_the_folder_of_the_host_and_sent_back_up_to_a_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("bubblewrap")
@@ -276,7 +276,7 @@ async def test_the_folders_of_a_command_are_in_that_of_the_host_and_are_sent_bac
 
         running = asyncio.create_task(run("while [ ! -e /logs/go ]; do sleep 0.02; done"))
         await _until(lambda: [*base.glob("*/mounts/*/0")])
-        [inside] = base.glob("*/mounts/*/0")  # so the next host removes it if this one is killed
+        [inside] = base.glob("*/mounts/*/0")  # so that the next host removes it if this host is killed
         (inside / "go").touch()
         assert await running == 0 and (folder / "go").exists() and not [*base.glob("*/mounts/*")]
         with pytest.raises(SandboxError, match="it has more than the 1 MiB that can be sent at once"):
@@ -286,7 +286,7 @@ async def test_the_folders_of_a_command_are_in_that_of_the_host_and_are_sent_bac
         await isolation.close()
 
 
-async def test_a_warm_sandbox_is_started_before_its_caller_comes(tmp_path: Path) -> None:
+async def test_a_warm_sandbox_is_started_before_it_is_requested(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("here")
     spec = spec_for("process", folder=tmp_path)
     async with sandbox_host(warm=spec) as host:

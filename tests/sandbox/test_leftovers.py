@@ -1,4 +1,4 @@
-"""What remains of sandboxes when their owner is killed: nothing, at the latest after the next start."""
+"""Nothing remains of the sandboxes of a killed owner, at the latest after the next start."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ asyncio.run(main())
 
 
 def test_kill_9_leaves_no_container_of_docker() -> None:
-    """Without another owner that looks for leftovers."""
+    """The containers are removed without the next start of an owner."""
     needs("docker")
 
     def containers(pid: int) -> list[str]:
@@ -86,7 +86,7 @@ def test_kill_9_leaves_nothing(name: str, keepers_too: bool, tmp_path: Path) -> 
         keepers = [one for one in keepers if "launcher.py" in " ".join(one.cmdline())]
         assert len(keepers) == 2
     finally:
-        # The keepers first, so that none of them can clean up for the others.
+        # The keepers are stopped first, so that none of them can clean up.
         for keeper in keepers if keepers_too else ():
             keeper.send_signal(signal.SIGSTOP)
         owner.kill()
@@ -99,14 +99,14 @@ def test_kill_9_leaves_nothing(name: str, keepers_too: bool, tmp_path: Path) -> 
     else:
         _wait(lambda: not _sleeping(mark))
         _wait(lambda: not _cgroups(base))
-        _wait(lambda: remove_leftovers(base) == 1)  # the folder with the lock, which the owner had
+        _wait(lambda: remove_leftovers(base) == 1)  # the folder with the owner's lock
     _wait(lambda: not _sleeping(mark))
     assert not [*base.iterdir()]
     assert not [path for path in Path("/sys/fs/cgroup").rglob(f"{PREFIX}*") if str(base) in str(path)]
     assert not [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(base) in line]
 
 
-async def test_the_next_start_removes_leftovers_and_no_living_sandbox(tmp_path: Path) -> None:
+async def test_the_next_start_removes_leftovers_but_no_running_sandbox(tmp_path: Path) -> None:
     needs("bubblewrap")
     living = LocalIsolation(Bubblewrap(), base=tmp_path)
     sandbox = await living.start(spec_for("bubblewrap"))
@@ -125,7 +125,7 @@ async def test_the_next_start_removes_leftovers_and_no_living_sandbox(tmp_path: 
 
 
 async def test_a_sandbox_that_hides_its_files_is_removed(tmp_path: Path) -> None:
-    """As root this cannot fail, because permissions do not hold for root."""
+    """This cannot fail as root, because permissions do not apply to root."""
     local: Local = Process()
     isolation = LocalIsolation(local, base=tmp_path)
     sandbox = await isolation.start(SandboxSpec(limits=Limits(None, None, None, None)))

@@ -1,4 +1,4 @@
-"""How a command without network reaches the model: the real OpenAI client inside, our proxy outside."""
+"""A command without a network reaches the model: the real OpenAI client is inside, and our proxy outside."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_the_openai_client_calls_the_proxy_and_nothing_else(
                 )
                 assert done.stdout.text() == "True 127.0.0.1\n", done.stderr.text()
                 assert len((await client.get_episode(opened.id))["turns"]) == 3
-                # A command that is not given the model cannot call it, even with the key.
+                # A command without access to the model cannot call it, even with the key.
                 done = await sandbox.run(program, timeout_s=60, environment=variables)
                 assert "APIConnectionError" in done.stderr.text()
                 assert len((await client.get_episode(opened.id))["turns"]) == 3

@@ -33,7 +33,7 @@ async def test_a_warm_sandbox_is_given_out_once(bubblewrap: Isolation, tmp_path:
 
 async def test_nothing_is_left_when_a_pool_and_its_isolation_are_closed(tmp_path: Path) -> None:
     needs("bubblewrap")
-    isolation = LocalIsolation(Bubblewrap(), base=tmp_path)  # its own: other tests start sandboxes meanwhile
+    isolation = LocalIsolation(Bubblewrap(), base=tmp_path)  # not shared with other tests
     pool = SandboxPool(isolation, spec_for("bubblewrap"), warm=3)
     taken = await pool.take()
     taking = [asyncio.create_task(pool.take()) for _ in range(5)]
@@ -50,7 +50,7 @@ async def test_nothing_is_left_when_a_pool_and_its_isolation_are_closed(tmp_path
         await taken.run(["true"], timeout_s=20)
 
 
-async def test_a_sandbox_that_cannot_start_says_why(bubblewrap: Isolation, tmp_path: Path) -> None:
+async def test_a_sandbox_that_cannot_start_is_an_error(bubblewrap: Isolation, tmp_path: Path) -> None:
     spec = SandboxSpec(image=str(tmp_path / "nowhere"))
     pool = SandboxPool(bubblewrap, spec, warm=1)
     with pytest.raises(SandboxError, match="an image is a folder; there is no folder .*nowhere"):
@@ -59,6 +59,6 @@ async def test_a_sandbox_that_cannot_start_says_why(bubblewrap: Isolation, tmp_p
 
 
 def _cgroups(home: str) -> set[str]:
-    """The cgroups of the sandboxes of one owner, whose names have that of its folder."""
+    """Return the cgroups of the sandboxes of one owner, whose names contain the name of its folder."""
     root = Path("/sys/fs/cgroup")
     return {str(path) for path in root.rglob(f"areal-agents-sandbox-{home}-*") if path.is_dir()}

@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server that answers with the key it was called with."""
+"""A small OpenAI-compatible server that answers with the API key of the request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 @dataclass
 class EchoServer:
-    """What it was asked, besides chat: (method, path, bearer, body)."""
+    """The server; `calls` has its requests except those for chat: (method, path, bearer token, body)."""
 
     url: str = ""
     calls: list[tuple[str, str, str, Any]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Where the clients of APIs other than OpenAI's are pointed."""
+"""The base URLs for clients of APIs other than OpenAI's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_an_episode_has_a_url_for_clients_that_add_the_version(echo) -> None:  #
         assert given.anthropic_base_url == given.google_base_url == f"{echo.url}/e/ep-1"
 
 
-def test_outside_a_run_it_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_run_the_base_urls_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AREAL_AGENTS_EPISODE_ID", raising=False)
     monkeypatch.setenv("ANTHROPIC_BASE_URL", "http://somewhere")
     monkeypatch.setenv("GOOGLE_GEMINI_BASE_URL", "http://elsewhere")

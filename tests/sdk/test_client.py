@@ -34,7 +34,7 @@ def test_an_episode_is_opened_rewarded_and_finished(echo) -> None:  # type: igno
     ]
 
 
-async def test_the_async_client_does_the_same(echo) -> None:  # type: ignore[no-untyped-def]
+async def test_the_async_client_sends_the_same_requests(echo) -> None:  # type: ignore[no-untyped-def]
     async with AsyncClient(echo.url) as client:
         ep = await client.open_episode(sampling={"temperature": 0.0}, limits={"max_turns": 3}, split="eval")
         await client.reward(ep.id, 0.5, completion_id="c", name="style")
@@ -61,14 +61,14 @@ def test_the_two_clients_have_the_same_methods() -> None:
     assert methods(Client) == methods(AsyncClient)
 
 
-def test_a_refusal_carries_the_servers_words(echo) -> None:  # type: ignore[no-untyped-def]
+def test_a_refusal_has_the_message_of_the_server(echo) -> None:  # type: ignore[no-untyped-def]
     echo.refuse_with = (409, {"error": {"message": "group t is full", "code": "group_full"}})
     with Client(echo.url) as client, pytest.raises(RequestError, match="group t is full") as caught:
         client.open_episode(group="t")
     assert (caught.value.status, caught.value.code) == (409, "group_full")
 
 
-def test_a_proxy_that_is_not_there_is_named(echo) -> None:  # type: ignore[no-untyped-def]
+def test_an_unreachable_proxy_is_named_in_the_error(echo) -> None:  # type: ignore[no-untyped-def]
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"

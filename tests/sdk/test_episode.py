@@ -65,7 +65,7 @@ def test_a_sync_agent_stays_sync_and_an_explicit_handle_is_used(echo, monkeypatc
     assert agent({}) == "EMPTY"
 
 
-async def test_as_a_command_of_a_run_rewards_go_to_its_episode(echo, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+async def test_rewards_of_an_agent_that_a_run_starts_go_to_its_episode(echo, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     @episode
     async def agent(task: dict, ep: Episode) -> bool:
         ep.reward({"chatcmpl-1": 0.25})
@@ -106,7 +106,7 @@ def test_numbers_of_every_kind_are_rewards(value: Any) -> None:
     "value",
     [math.nan, math.inf, "1", None, [1.0], {}, {"a": math.nan}, {"a": "x"}, {1: 0.5}, {"": 0.5}, 1e308],
 )
-def test_anything_else_is_no_reward(value: Any) -> None:
+def test_invalid_rewards_are_refused(value: Any) -> None:
     with pytest.raises(AgentError, match="reward"):
         checked_reward(value)
 

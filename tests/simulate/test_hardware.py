@@ -1,6 +1,6 @@
-"""The computed speeds of GPUs are near those that others have published.
+"""The computed speeds of GPUs are near published measurements.
 
-The estimates in docs/recipes.md rest on them. Nothing here was measured by this project.
+The estimates in docs/recipes.md are based on these speeds. Nothing here was measured by this project.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Measured:
     """A published measurement of one engine on one GPU under a constant load.
 
     Attributes:
-        running: requests at a time. prompt, completion: tokens of each.
-        tokens_per_s: sampled by all of them.
+        running: number of concurrent requests. prompt, completion: number of tokens of each request.
+        tokens_per_s: number of tokens that all requests sample per second.
     """
 
     model: str
@@ -30,7 +30,7 @@ class Measured:
     source: str
 
     def computed(self) -> float:
-        """Sampled tokens per second, computed."""
+        """Return the computed number of sampled tokens per second."""
         model = MODELS[self.model]
         context = self.prompt + self.completion / 2
         decode = decode_step_s(model, self.gpu, running=self.running, context=context) / self.running
@@ -63,7 +63,7 @@ def test_an_engine_samples_about_as_fast_as_others_measured(measured: Measured) 
 
 
 def test_training_is_about_as_fast_as_others_measured() -> None:
-    """torchtitan's pretraining of an 8B, and AReaL's loop (arXiv 2505.24298), which its trainers limit."""
+    """torchtitan's pretraining of an 8B, and AReaL's loop (arXiv 2505.24298), limited by its trainers."""
     torchtitan = 1 / train_s(MODELS["Qwen/Qwen3-8B"], H100, 1)
     assert 0.8 < torchtitan / 5_762 < 1.2
     distilled = MODELS["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"]

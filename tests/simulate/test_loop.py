@@ -1,4 +1,4 @@
-"""The simulated loop: what it must conserve, what it is in simple cases, and what the paper measured."""
+"""The simulated loop: its invariants, its times in simple cases, and the measurements of the paper."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ scenarios = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(scenarios)
-def test_every_group_is_somewhere_and_the_bounds_hold(scenario: Scenario) -> None:
+def test_every_group_is_accounted_for_and_the_bounds_hold(scenario: Scenario) -> None:
     outcome = simulate(scenario)
     bound = scenario.max_staleness
     assert outcome.trained == scenario.steps * scenario.groups
@@ -62,8 +62,8 @@ def test_every_group_is_somewhere_and_the_bounds_hold(scenario: Scenario) -> Non
     assert 0 <= outcome.trainer_idle <= 1 and 0 <= outcome.rollout_idle <= 1
     if bound is not None:
         assert outcome.most_in_flight <= (bound + 1) * scenario.groups
-        assert outcome.group_staleness <= bound  # the gate bounds the mean, and only it
-        assert max(outcome.staleness, default=0) <= bound  # what is consumed is bounded hard
+        assert outcome.group_staleness <= bound  # the gate bounds only the mean
+        assert max(outcome.staleness, default=0) <= bound  # consumed tokens have a hard bound
     if bound == 0:
         assert outcome.masked == 0 and outcome.overlap_s == 0
 
@@ -79,7 +79,7 @@ def test_a_synchronous_step_is_generation_then_training(swap: dict) -> None:
     assert outcome.running == pytest.approx(16)
 
 
-def test_asynchronous_takes_the_longer_of_both_sides() -> None:
+def test_an_asynchronous_step_takes_the_longer_of_generation_and_training() -> None:
     trainer_bound = simulate(replace(CONSTANT, max_staleness=4, trainer_s=3.0, warm_up=6))
     assert trainer_bound.step_s == pytest.approx(3.25)
     assert trainer_bound.group_staleness == pytest.approx(4)
@@ -90,7 +90,7 @@ def test_asynchronous_takes_the_longer_of_both_sides() -> None:
     assert engine_bound.step_s == pytest.approx(50 * 0.042 / 2, rel=0.02)
 
 
-def test_the_slots_of_an_engine_bound_what_runs() -> None:
+def test_the_slots_of_an_engine_bound_its_running_requests() -> None:
     # 16 requests in 4 slots: four waves.
     outcome = simulate(replace(CONSTANT, slots=4))
     assert outcome.step_s == pytest.approx(4 * 50 * 0.014 + 0.75)
@@ -101,30 +101,30 @@ def test_engines_share_the_episodes() -> None:
     assert outcome.step_s == pytest.approx(50 * 0.018 + 0.75)
 
 
-def test_tools_and_calls_take_their_time() -> None:
+def test_tools_and_calls_add_to_the_time_of_a_step() -> None:
     work = LogNormalWork(LogNormal(50), turns=3, tool_s=LogNormal(0.4))
     outcome = simulate(replace(CONSTANT, work=work, call_s=0.1))
     assert outcome.step_s == pytest.approx(3 * 50 * 0.026 + 3 * 0.1 + 2 * 0.4 + 0.75)
 
 
-def test_speed_grows_with_the_bound() -> None:
+def test_throughput_grows_with_the_staleness_bound() -> None:
     speeds = [simulate(replace(UNEVEN, max_staleness=bound)).tokens_per_s for bound in (0, 1, 2, 4, 8)]
     assert all(later >= 0.98 * earlier for earlier, later in zip(speeds, speeds[1:], strict=False)), speeds
     assert speeds[3] > 1.3 * speeds[0]
 
 
-def test_a_swap_that_waits_for_what_runs_costs_time() -> None:
+def test_a_swap_that_waits_for_running_requests_takes_longer() -> None:
     interrupted, drained = (
         simulate(replace(UNEVEN, max_staleness=4, interruptible=mode)) for mode in (True, False)
     )
     assert drained.step_s > 1.1 * interrupted.step_s
 
 
-def test_tokens_are_counted_to_the_version_that_sampled_them() -> None:
+def test_tokens_are_attributed_to_the_version_that_sampled_them() -> None:
     engine = EngineModel(StepTime(1.0), slots=2)
     engine.submit(10, "a")
     assert engine.advance(4.0) == []
-    engine.swap(pause_s=2.0, recompute_s_per_token=0.25)  # 4 tokens: 3 s in all
+    engine.swap(pause_s=2.0, recompute_s_per_token=0.25)  # 4 recomputed tokens add 1 s: 3 s in all
     engine.submit(3, "b")
     assert engine.next_end() == 4 + 3 + 3
     (b,) = engine.advance(10.0)
@@ -141,18 +141,18 @@ def test_log_normal_has_its_mean() -> None:
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4, 8])
-def test_the_published_shape(bound: int) -> None:
+def test_the_speedup_over_synchronous_training_is_near_the_published_one(bound: int) -> None:
     ratio = throughput(bound, steps=6) / throughput(0, steps=6)
     assert ratio == pytest.approx(THROUGHPUT[bound] / THROUGHPUT[0], rel=0.15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bound", sorted(THROUGHPUT))
-def test_the_published_table(bound: int) -> None:
+def test_the_throughput_is_near_the_published_table(bound: int) -> None:
     assert throughput(bound) == pytest.approx(THROUGHPUT[bound], rel=0.15)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_values_are_refused() -> None:
     with pytest.raises(ValueError, match="groups must be at least 1, got 0"):
         replace(CONSTANT, groups=0)
     with pytest.raises(ValueError, match="pause_s must be at least 0, got nan"):

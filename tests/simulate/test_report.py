@@ -1,4 +1,4 @@
-"""`areal-agents simulate`: the split that it finds, what it prints, and what it refuses."""
+"""`areal-agents simulate`: the split that it finds, its output, and the parameters that it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_engines_of_several_gpus_leave_the_rest_to_the_trainers() -> None:
         splits(read_parameters([*SMALL, "gpus_per_engine=2"]), None, gpus=2)
 
 
-def test_times_follow_the_split() -> None:
+def test_times_are_adapted_to_the_split() -> None:
     changed = with_split(
         Parameters(trainers=2, trainer_s_per_token=1e-3, concurrency=10), engines=3, trainers=8
     )
@@ -50,7 +50,7 @@ def test_times_follow_the_split() -> None:
     assert changed.concurrency == 30
 
 
-def test_it_prints_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_printed_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "deep" / "simulation.png"
     report = run(SMALL, source=None, gpus=3, plot=plot, json=True)
     printed = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_a_wrong_parameter_is_named() -> None:
     assert refused.exit_code == 1 and isinstance(refused.exception, ConfigError)
 
 
-def test_it_imports_no_torch() -> None:
+def test_the_simulator_does_not_import_torch() -> None:
     code = (
         "import sys, areal_agents.simulate.report; print([m for m in ('torch', 'numba') if m in sys.modules])"
     )

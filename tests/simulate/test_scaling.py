@@ -1,5 +1,5 @@
-"""The estimate for large clusters: each figure against an independent calculation, and the page against the
-program."""
+"""The estimate for large clusters: its figures equal independent calculations, and the page shows the output
+of the program."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SHORT = ("turns=2", "tokens={mean: 100}", "tool_s={mean: 0}", "group_size=4")
 
 @pytest.fixture(scope="module")
 def report() -> ScalingReport:
-    """The report of the page."""
+    """The report that the page shows."""
     return scaling_report(read_inputs(()))
 
 
@@ -80,7 +80,7 @@ def test_the_tables_of_the_page_are_what_the_program_prints(report: ScalingRepor
 
 
 @pytest.mark.slow
-def test_so_are_those_of_the_larger_model() -> None:
+def test_the_tables_of_the_larger_model_are_what_the_program_prints() -> None:
     tables = dict(scaling_report(read_inputs(["model=Qwen3-32B"])).tables())
     assert tables["GPUs and speed"] in PAGE and tables["Limits"] in PAGE
 
@@ -97,7 +97,7 @@ def test_the_page_says_first_that_nothing_was_run() -> None:
 def test_a_model_has_the_weights_and_flops_of_its_published_shape(name: str, counted: int) -> None:
     inputs, costs = _costs(f"model={name}")
     model, shape = costs.model, inputs.model
-    assert model.parameters == pytest.approx(counted, rel=1e-3)  # all but the norms
+    assert model.parameters == pytest.approx(counted, rel=1e-3)  # without the norms
     assert model.cache_bytes == 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
     other = ModelShape(
         layers=shape.layers, hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads,
@@ -127,7 +127,7 @@ def test_an_episode_is_counted_turn_by_turn() -> None:
     assert mean(Distribution(mean=9, cap=4)) == 4
 
 
-def test_an_engine_and_the_trainer_by_hand() -> None:
+def test_the_costs_of_an_engine_and_the_trainer_equal_those_by_hand() -> None:
     inputs, costs = _costs()
     model, episode, engine, trainer = costs.model, costs.episode, costs.engine, costs.trainer
     free = 79.6 * 1024**3 * 0.85 - 16.38e9
@@ -155,15 +155,15 @@ def test_an_engine_and_the_trainer_by_hand() -> None:
     assert exposed > 1 and slow.trainer.batch_s(16, 100) == pytest.approx(exposed * trainer.batch_s(16, 100))
 
 
-def test_the_share_of_reading_prompts_follows_from_what_others_published() -> None:
+def test_the_prefill_share_follows_from_published_measurements() -> None:
     shape = "model={layers: 40, hidden: 5120, intermediate: 17408, heads: 40}"
     flops = costs_of(read_inputs([shape])).model.forward_flops(rows=32_000, predictions=0) / 32_000
     assert ScalingInputs().prefill_share == pytest.approx(8299 * flops / 989e12, abs=0.01)
 
 
-def test_the_times_of_a_transaction_are_those_of_the_benchmark() -> None:
-    fixed, turn = 0.00129, ScalingInputs().turn_ms / 1000  # of a transaction, and of each turn in it
-    # 64 writers, each of which waits for its turn's commit, are shared out to processes that take turns.
+def test_the_times_of_a_transaction_equal_those_of_the_benchmark() -> None:
+    fixed, turn = 0.00129, ScalingInputs().turn_ms / 1000  # seconds of a transaction, and of each turn in it
+    # 64 writers, each waiting for the commit of its turn, are divided among processes that write in turn.
     assert 64 / (4 * (fixed + 16 * turn)) == pytest.approx(np.mean([3040, 3528, 3762]), rel=0.01)
     assert 64 / (fixed + 64 * turn) == pytest.approx(4347, rel=0.01)
 
@@ -171,7 +171,7 @@ def test_the_times_of_a_transaction_are_those_of_the_benchmark() -> None:
 # -- the size of a cluster ----------------------------------------------------------------------------
 
 
-def test_the_least_trainer_is_that_of_the_table_of_memory() -> None:
+def test_the_smallest_trainer_is_that_of_the_memory_table() -> None:
     rows = {
         cells[1].strip(): [float(cell) for cell in cells[2:8]]
         for line in (ROOT / "docs" / "gpus.md").read_text().splitlines()
@@ -205,7 +205,7 @@ def test_the_chosen_split_is_the_fastest_by_arithmetic(report: ScalingReport) ->
         best = step_s(inputs, costs, size.groups, size.engines, size.trainers)
         for engines, trainers in splits(inputs, costs, gpus=size.gpus):
             assert best <= step_s(inputs, costs, size.groups, engines, trainers)
-        # The simulation has random lengths and a gate, which arithmetic has not.
+        # The simulation has random lengths and a gate, which the arithmetic leaves out.
         assert best == pytest.approx(size.step_s, rel=0.2) and best <= size.step_s
 
 
@@ -220,7 +220,7 @@ def test_a_slice_runs_like_the_whole_cluster() -> None:
     assert simulate(part).step_s == pytest.approx(simulate(whole).step_s, rel=0.03)
 
 
-def test_publishing_by_hand() -> None:
+def test_the_times_of_publishing_equal_those_by_hand() -> None:
     inputs, costs = _costs()
     found = {name: publication(inputs, costs.model, name, 100) for name in TRANSPORTS}
     whole = costs.model.weight_bytes
@@ -289,7 +289,7 @@ def test_a_turn_has_as_many_bytes_as_the_store_writes(report: ScalingReport) -> 
     assert 0 < written - size.turn_bytes < report.inputs.turn_overhead_bytes
 
 
-def test_each_limit_by_hand(report: ScalingReport) -> None:
+def test_the_load_of_each_limit_equals_that_by_hand(report: ScalingReport) -> None:
     inputs, costs, size = report.inputs, report.costs, report.sizes[-1]
     loads = {limit.name: limit.load for limit in limits(inputs, costs, size)}
     reads = (size.reads_per_s * 1e-4 + size.read_rows_per_s * 1e-6) / 16
@@ -315,7 +315,7 @@ def test_each_limit_by_hand(report: ScalingReport) -> None:
 # -- the inputs ---------------------------------------------------------------------------------------
 
 
-def test_inputs_from_the_code_are_those_of_the_code() -> None:
+def test_inputs_from_the_code_equal_the_values_in_the_code() -> None:
     inputs = ScalingInputs()
     assert inputs.beat_s == BEAT_S
     assert inputs.check_s == PoolLimits().probe_every_s
@@ -330,7 +330,7 @@ def test_inputs_from_the_code_are_those_of_the_code() -> None:
     assert inputs.most_engines == most(EngineConfig, "replicas")
 
 
-def test_every_input_says_where_it_is_from() -> None:
+def test_every_input_names_its_source() -> None:
     for one in listed(ScalingInputs()):
         assert bool(one.source) == (one.kind in ("measured", "published", "code")), one.key
     own = {one.key: one for one in listed(read_inputs(["call_ms=3", "model=Qwen3-32B"]))}
@@ -338,7 +338,7 @@ def test_every_input_says_where_it_is_from() -> None:
     assert own["model.layers"].value == 64
 
 
-def test_the_command() -> None:
+def test_the_command_prints_the_estimate() -> None:
     given = [*SHORT, "groups_per_gpu=2"]
     done = CliRunner().invoke(app, ["simulate", "--scaling", "--gpus", "16", "--json", *given])
     assert done.exit_code == 0, done.output

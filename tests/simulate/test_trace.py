@@ -1,4 +1,4 @@
-"""A trace gives back the cluster that made it."""
+"""The parameters of a cluster are recovered from its trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCENARIO = Scenario(
 
 
 class Recorded(_Simulation):
-    """Notes what the store of a real run would."""
+    """Records the times that the store of a real run would record."""
 
     def run_recorded(self) -> list[TurnTime]:
         self.times: dict[int, list[TurnTime]] = {}
@@ -55,7 +55,7 @@ class Recorded(_Simulation):
         super()._generated_turn(one)
 
 
-def test_the_engine_and_the_tools_are_read_off_the_turns() -> None:
+def test_the_times_of_the_engine_and_the_tools_are_recovered_from_the_turns() -> None:
     turns = _Turns.of(Recorded(SCENARIO).run_recorded())
     step_time, call_s, generation_s, calls_are_told = _engine_times(turns, replicas=1)
     assert calls_are_told
@@ -70,16 +70,16 @@ def test_the_engine_and_the_tools_are_read_off_the_turns() -> None:
     assert simulate(replace(again, max_staleness=0)).step_s == pytest.approx(synchronous, rel=0.15)
 
 
-def test_where_longer_turns_took_no_longer_all_of_their_time_counts_for_tokens() -> None:
+def test_if_longer_turns_took_no_longer_all_time_is_attributed_to_tokens() -> None:
     times = [TurnTime(str(n), 10.0 * n, 10.0 * n + 1.0 - 0.1 * n, 2 + n) for n in range(4)]
     step_time, call_s, generation_s, calls_are_told = _engine_times(_Turns.of(times), replicas=1)
     assert (call_s, calls_are_told) == (0.0, False)
     tokens, seconds = np.arange(2, 6), 1.0 - 0.1 * np.arange(4)
-    assert step_time(1) == pytest.approx((tokens @ seconds) / (tokens @ tokens))  # of least squares
+    assert step_time(1) == pytest.approx((tokens @ seconds) / (tokens @ tokens))  # by least squares
     assert generation_s == pytest.approx(seconds)
 
 
-def test_episodes_whose_turns_were_sampled_side_by_side_are_left_out() -> None:
+def test_episodes_whose_turns_were_sampled_in_parallel_are_left_out() -> None:
     turns = _Turns.of(
         [
             TurnTime("a", 0.0, 1.0, 5),
@@ -105,7 +105,7 @@ def test_least_squares_has_no_negative_coefficients() -> None:
 
 @pytest.fixture
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of four steps of two groups of two, and eight episodes of two turns."""
+    """The folder of a run with four steps of two groups of two, and eight episodes of two turns."""
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
     folder, model = tmp_path / "run", tmp_path / "model"
@@ -130,7 +130,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _record(store: Store, episode: str, *, tokens: int, now: list[float]) -> None:
-    """An episode whose turns take 2 ms, and 1 ms for each token, by the clock `now`."""
+    """Store an episode whose turns take 2 ms, and 1 ms more for each token, by the clock `now`."""
     store.open_episode(NewEpisode(episode, f"key {episode}")).result()
     for turn, count in enumerate((tokens, 2)):
         now[0] += 0.002 + 0.001 * count
@@ -157,7 +157,7 @@ def test_a_run_folder_is_read(run_folder: Path) -> None:
     assert [plan.tokens for plan in trace.work.plans] == [(3.0 + 3 * n, 2.0) for n in range(8)]
 
 
-def test_what_is_not_modelled_of_a_run_is_reported(
+def test_settings_of_a_run_that_are_not_modelled_are_reported(
     run_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert read_trace(run_folder).not_modelled == ()
@@ -176,7 +176,7 @@ def test_what_is_not_modelled_of_a_run_is_reported(
     assert (printed.out + printed.err).count("not modelled: ") == 3
 
 
-def test_what_is_no_run_is_refused(run_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_and_a_run_without_steps_are_refused(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         read_trace(tmp_path)
     (run_folder / "metrics.jsonl").unlink()

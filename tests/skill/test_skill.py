@@ -1,4 +1,4 @@
-"""The skill for coding agents: what it names exists, and it is written whole and replaces nothing unasked."""
+"""The skill for coding agents: what it names exists, and installing it replaces a file only on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areal_agents.skill import NAME, SKILL, install
 TEXT = SKILL.read_text(encoding="utf-8")
 
 
-def test_the_head_is_what_coding_agents_read() -> None:
+def test_the_header_has_the_fields_that_coding_agents_read() -> None:
     head = yaml.safe_load(TEXT.split("---\n")[1])
     assert head["name"] == NAME and re.fullmatch(r"[a-z0-9-]{1,64}", NAME)
     assert 100 < len(head["description"]) <= 1024
@@ -45,11 +45,11 @@ def test_every_setting_exists() -> None:
         assert explain_key(key), key
 
 
-def test_it_is_written_once_and_replaced_only_if_asked(tmp_path: Path) -> None:
+def test_the_skill_is_written_once_and_replaced_only_on_request(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["skill", str(tmp_path)])
     path = tmp_path / ".claude" / "skills" / NAME / "SKILL.md"
     assert done.exit_code == 0 and path.read_text(encoding="utf-8") == TEXT
-    assert install(tmp_path, folder=".claude/skills") == path  # the same again is no change
+    assert install(tmp_path, folder=".claude/skills") == path  # the file is already the same
     path.write_text("mine")
     with pytest.raises(ConfigError, match="give --replace"):
         install(tmp_path, folder=".claude/skills")

@@ -1,4 +1,4 @@
-"""Starter projects are made by the command and run as they are, in each framework."""
+"""Starter projects are made by the command and run unchanged, in each framework."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_existing_project_and_an_unknown_framework_are_refused(tmp_path: Path
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["kept"]
 
 
-def test_the_wheel_has_the_model_and_the_starters_and_nothing_of_the_checkout(tmp_path: Path) -> None:
+def test_the_wheel_has_the_model_and_the_starters_and_nothing_else_of_the_checkout(tmp_path: Path) -> None:
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=ROOT,

@@ -11,7 +11,7 @@ from postgres_server import PostgresServer
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
-    """A server of PostgreSQL, for all tests of this process."""
+    """A PostgreSQL server for all tests of this process."""
     if (missing := PostgresServer.missing()) is not None:
         pytest.skip(missing)
     with PostgresServer() as server:

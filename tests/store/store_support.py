@@ -10,7 +10,7 @@ from areal_agents.store import NewEpisode, Store
 
 
 def make_turn(turn_id: str, parent: str | None = None, version: int = 0) -> Turn:
-    """A turn with every field set that its place allows."""
+    """Return a turn with every field set that a root or a child may have."""
     call = ToolCall("call_1", "search", '{"query": "café"}')
     return Turn(
         id=turn_id,
@@ -35,14 +35,14 @@ def make_turn(turn_id: str, parent: str | None = None, version: int = 0) -> Turn
 def open_episode(
     store: Store, episode_id: str, group: str | None = "t@0", size: int = 2, **fields: object
 ) -> None:
-    """Open an episode of a group, of the task that the group's id names."""
+    """Open an episode of a group, with the task that the group's id names."""
     task = Task(group.partition("@")[0], {"question": 1}) if group else None
     new = NewEpisode(episode_id, f"hash of {episode_id}", task, group, size if group else None, **fields)  # type: ignore[arg-type]
     store.open_episode(new).result()
 
 
 def reward(value: float, name: str = "return") -> list[Reward]:
-    """A reward of the whole episode."""
+    """Return a reward of the whole episode."""
     return [Reward("episode", "", name, value)]
 
 

@@ -1,4 +1,4 @@
-"""The candidate version of a canary: one at a time, judged by the conversations after its swap."""
+"""A canary has one candidate version at a time, which is judged by the conversations after its swap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def converse(store: Store, name: str, score: float | None, *, version: int = 0) 
     store.seal(name, "finished").result()
 
 
-def test_a_promoted_candidate_is_for_all_replicas(store: Store) -> None:
+def test_a_promoted_candidate_is_served_by_all_replicas(store: Store) -> None:
     assert store.served_versions() is None
     with pytest.raises(Conflict, match="no version is served yet"):
         store.publish_candidate(3, step=3, path="v3", share=0.4)
@@ -66,7 +66,7 @@ def test_only_conversations_after_the_swap_are_compared(store: Store) -> None:
     store.publish_candidate(1, step=1, path="v1", share=0.4)
     store.begin_comparison(1)
     converse(store, "first", 0.0)
-    store.begin_comparison(1)  # of a trainer that resumed: the comparison goes on
+    store.begin_comparison(1)  # by a resumed trainer: the comparison continues
     converse(store, "second", 1.0, version=1)
     converse(store, "without reward", None)
     open_episode(store, "running", "running", 1, implicit_key="project/running")
@@ -76,7 +76,7 @@ def test_only_conversations_after_the_swap_are_compared(store: Store) -> None:
     after = served.candidate.canary_after
     assert after == 1
     found = store.scored_conversations(after=after, settle_s=0)
-    # Rewards that came after the end, and after the time to settle, do not count.
+    # Rewards that arrive after the end of an episode and its time to settle do not count.
     assert [(c.id, c.score, c.version_min) for c in found] == complete
     store.set_rewards("without reward", [Reward("turn", "without reward/a", "late", 1.0)]).result()
     assert len(store.scored_conversations(after=after, settle_s=0)) == 2
@@ -94,7 +94,7 @@ def test_groups_of_the_canary_are_as_old_as_the_stable_version(store: Store) -> 
     assert store.waiting_groups()[0].version <= 3, "version 6 may not be swapped in yet"
 
 
-def test_orders_are_for_one_candidate(store: Store) -> None:
+def test_an_order_applies_to_one_candidate_only(store: Store) -> None:
     assert not store.is_frozen()
     store.freeze(True)
     assert store.is_frozen()
@@ -112,7 +112,7 @@ def test_orders_are_for_one_candidate(store: Store) -> None:
     assert store.order_for(3) is None
 
 
-def test_a_late_reward_within_the_time_counts(store: Store) -> None:
+def test_a_late_reward_within_the_time_to_settle_counts(store: Store) -> None:
     store.publish_version(0, step=0, path="v0")
     converse(store, "talk", None)
     store.set_rewards("talk", reward(1.0)).result()

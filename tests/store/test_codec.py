@@ -1,4 +1,4 @@
-"""Routed experts in the store: what is read is what was written, in less space, by whoever needs it."""
+"""Routed experts in the store: they are read as written, take less space, and are read only for training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from areal_agents.store import Store
 from areal_agents.store.codec import COMPRESSED, PLAIN, decode_turn, encode_turn
 
 LAYERS, PER_TOKEN, EXPERTS = 48, 8, 128  # Qwen3-30B-A3B
-RAW_BYTES = LAYERS * PER_TOKEN * 2  # of a token
+RAW_BYTES = LAYERS * PER_TOKEN * 2  # per token
 
 
 def turn_with(routing: Routing | None) -> Turn:
-    """A turn of two sampled tokens, with the experts of all of its tokens but the last."""
+    """Return a turn of two sampled tokens, with the experts of all of its tokens but the last."""
     completion = Completion([5, 6], [-1.0] * 2, [0, 0], "stop", routed_experts=routing)  # type: ignore[arg-type]
     prompt = np.zeros(3 if routing is None else len(routing) - 1, np.int32)
     return replace(make_turn("t0"), new_prompt_ids=prompt, completion=completion)
@@ -54,7 +54,7 @@ def chosen_at_random(tokens: int) -> Routing:
 
 
 def chosen_unevenly(tokens: int) -> Routing:
-    """Experts of unequal load, each layer with its own, and neighbouring tokens that often share some."""
+    """Return experts of unequal load that differs by layer; neighbouring tokens often share some of them."""
     draw = np.random.default_rng(0)
     load, state = draw.normal(size=(LAYERS, EXPERTS)), draw.normal(size=(LAYERS, EXPERTS))
     chosen = []
@@ -65,7 +65,7 @@ def chosen_unevenly(tokens: int) -> Routing:
 
 
 def test_the_routing_of_a_large_model_takes_less_than_half_the_space() -> None:
-    """Random choices carry 55.8 bits per layer, 335 bytes of the 768: there is nothing more to save."""
+    """Random choices carry 55.8 bits per layer, 335 of the 768 bytes, so no more space can be saved."""
     for choose, most in ((chosen_at_random, 345), (chosen_unevenly, 340)):
         stored = encode_turn("e", turn_with(choose(300)), 1.0)["routed_experts"]
         assert len(stored) / 300 < most < RAW_BYTES / 2
@@ -87,8 +87,8 @@ def test_damaged_experts_are_an_error(damage: Callable[[bytes], bytes]) -> None:
         decode_turn({**row, "routed_experts": damage(row["routed_experts"])})
 
 
-def test_only_those_who_train_read_them(tmp_path: Path) -> None:
-    """An episode that is loaded for further calls is not slowed down by experts, not even by damaged ones."""
+def test_experts_are_read_only_for_training(tmp_path: Path) -> None:
+    """An episode that is loaded for further calls is read without its experts, even if they are damaged."""
     with Store.open(tmp_path / "store.db") as store:
         open_episode(store, "e")
         store.add_turn("e", turn_with(np.ones((4, 3, 2), np.int16))).result()

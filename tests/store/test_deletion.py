@@ -1,4 +1,4 @@
-"""Deleted episodes leave nothing in the files of the store, and the trainer does not miss them."""
+"""Deleted episodes leave nothing in the files of the store, and the trainer continues without them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FilesWith = Callable[[str], list[str]]
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[PostgresServer]:
-    """A server whose files have nothing of other tests."""
+    """A server whose files have no data of other modules."""
     if (missing := PostgresServer.missing()) is not None:
         pytest.skip(missing)
     with PostgresServer() as server:
@@ -35,7 +35,7 @@ def store(url: str) -> Iterator[Store]:
 
 @pytest.fixture
 def files_with(store: Store, request: pytest.FixtureRequest) -> FilesWith:
-    """Return the names of the files of the store that have a text."""
+    """A function that returns the names of the store's files that contain a string."""
 
     def search(text: str) -> list[str]:
         if is_postgres(store.url):
@@ -49,7 +49,7 @@ def files_with(store: Store, request: pytest.FixtureRequest) -> FilesWith:
 
 
 def cleared(store: Store, files_with: FilesWith, *texts: str) -> bool:
-    """Clear the log until no file has any of these texts: at first autovacuum may still read deleted rows."""
+    """Clear the log until no file contains a string of `texts`: autovacuum may still read deleted rows."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         store.clear_log(is_alone=True)
@@ -65,11 +65,11 @@ def converse(store: Store, name: str) -> None:
     store.seal(name, "finished").result()
 
 
-def test_nothing_of_it_is_left_in_any_file(store: Store, files_with: FilesWith) -> None:
+def test_nothing_of_a_deleted_episode_is_left_in_any_file(store: Store, files_with: FilesWith) -> None:
     for name in ("kept", "gone"):
         converse(store, name)
     assert files_with("question of gone/a") and files_with("user of gone")
-    with Store.open(store.url) as other:  # another process that has the store open
+    with Store.open(store.url) as other:  # as another process that has the store open
         assert other.load_episode("gone").turns
         assert store.delete_episodes(["gone", "unknown"]).result() == ["gone"]
         assert cleared(store, files_with, "question of gone/a", "answer of gone/a", "user of gone", "gone/a")
@@ -79,7 +79,7 @@ def test_nothing_of_it_is_left_in_any_file(store: Store, files_with: FilesWith) 
     assert store.group_counts()["complete"] == 1
 
 
-def test_an_open_episode_is_ended_first(store: Store) -> None:
+def test_an_open_episode_must_be_ended_before_it_is_deleted(store: Store) -> None:
     open_episode(store, "open", "open", 1)
     with pytest.raises(Conflict, match="open"):
         store.delete_episodes(["open"]).result()
@@ -88,7 +88,7 @@ def test_an_open_episode_is_ended_first(store: Store) -> None:
     assert not any(store.group_counts().values())
 
 
-def test_the_trainer_ends_the_step_of_a_deleted_conversation_and_never_takes_it_again(
+def test_the_trainer_ends_the_step_of_a_deleted_conversation_and_never_leases_it_again(
     store: Store, files_with: FilesWith
 ) -> None:
     for name in ("first", "second"):
@@ -111,7 +111,7 @@ def test_a_group_without_one_of_its_episodes_is_not_trained_on(store: Store) -> 
     assert store.load_episode("t@0/0").turns
 
 
-def test_a_store_in_postgresql_that_is_used_is_vacuumed_once_nobody_reads_deleted_rows(
+def test_a_postgresql_store_in_use_is_vacuumed_once_no_transaction_reads_deleted_rows(
     postgres: PostgresServer,
 ) -> None:
     with Store.open(postgres.new_store()) as store:

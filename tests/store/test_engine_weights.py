@@ -1,4 +1,4 @@
-"""What engines say that they have: one row each, of the process that runs beside it now."""
+"""The weights that engines report: one row per engine, of the process that runs beside it now."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_process_that_lost_its_place_overwrites_nothing(url: str) -> None:
         assert store.show_engine_weights(EngineWeights(0, "newer", epoch=3))
 
 
-def test_a_store_has_one_name(url: str) -> None:
+def test_a_store_keeps_its_run_id(url: str) -> None:
     with Store.open(url) as store:
         first = store.run_id()
         assert first.startswith("run-") and store.run_id() == first

@@ -1,4 +1,4 @@
-"""A standby takes the place of a PostgreSQL server that dies, in the middle of writes."""
+"""A standby takes over from a PostgreSQL server that dies in the middle of writes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def servers() -> Iterator[Servers]:
         primary = running.enter_context(PostgresServer(port=ports[0]))
         standby = running.enter_context(PostgresServer(port=ports[1], standby_of=primary))
         primary.wait_for_standby(synchronous=True)
-        hosts = ",".join(f"127.0.0.1:{port}" for port in reversed(ports))  # the standby is asked first
+        hosts = ",".join(f"127.0.0.1:{port}" for port in reversed(ports))  # the standby is tried first
         yield Servers(primary, standby, f"postgresql://areal@{hosts}/postgres?schema=run7")
 
 
@@ -57,7 +57,7 @@ def free_ports(count: int) -> list[int]:
         return found
 
 
-@pytest.mark.cluster  # two servers for each test, which start for several seconds
+@pytest.mark.cluster  # each test starts two servers, which takes several seconds
 def test_no_acknowledged_commit_is_lost_and_none_is_repeated(servers: Servers) -> None:
     count = 600
     with ExitStack() as opened:
@@ -92,7 +92,7 @@ def test_no_acknowledged_commit_is_lost_and_none_is_repeated(servers: Servers) -
             turns = trainer.load_episode(name).turns
             assert [turn.id for turn in turns] == [f"{name}{index}" for index in range(count)]
         assert trainer.wait(cursor, timeout_s=30) != cursor
-        trainer.mark_trained(["g@0"], step=1, version=1)  # it took its lock again, on the other server
+        trainer.mark_trained(["g@0"], step=1, version=1)  # it took the lock again, on the other server
         assert trainer.lease_group_ids(1, step=2) == ["h@0"]
     with closing(ReadOnlyStore(servers.url)) as reader, reader.read():
         assert reader.mark()
@@ -102,7 +102,7 @@ def test_no_acknowledged_commit_is_lost_and_none_is_repeated(servers: Servers) -
 def test_a_transaction_that_the_standby_did_not_get_is_repeated(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The standby gives its number to a transaction of another process, and commits that."""
+    """The standby gives the number of the lost transaction to one of another process, and commits that."""
     servers.primary.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")  # only a commit sends the log
     servers.primary.execute("SELECT pg_reload_conf()")
     with Store.open(servers.url) as store, Store.open(servers.url) as other:

@@ -1,4 +1,4 @@
-"""A store of an earlier schema is migrated when it is opened: whole, or not at all.
+"""A store of an earlier schema is migrated when it is opened, either completely or not at all.
 
 schema_3.sql and schema_4.sql are dumps of SQLite stores that the last releases with these schemas wrote, and
 schema_4_postgres.sql of one in PostgreSQL: two trained groups, one that its trainer dropped, one leased, one
@@ -76,7 +76,7 @@ def write_old(path: Path, schema: int) -> Path:
 
 @contextmanager
 def connected(url: str) -> Iterator[sa.Connection]:
-    """A transaction on a store, of no process that has it open."""
+    """A transaction on a store, which does not count as a process that has it open."""
     if is_postgres(url):
         engine = engine_of(url, is_pooled=False)
     else:
@@ -156,10 +156,10 @@ def test_a_store_of_the_previous_schema_continues(old: Path, tmp_path: Path) -> 
         ]
         assert store.recorded_groups() == ["trained@0", "older@0", "leased@0", "complete@0"]
         turns = [t for rollout in store.load_groups(["trained@0"])[0].rollouts for t in rollout.episode.turns]
-        assert [turn.recorded_before for turn in turns] == [None] * 4  # which that release did not note
+        assert [turn.recorded_before for turn in turns] == [None] * 4  # which that release did not record
         assert [turn.completion.token_ids.tolist() for turn in turns] == [[8, 9]] * 4
         assert store.return_leases(after_step=2) == 2
-        # What that release trained can be reused; its groups say no version of their own turns.
+        # Groups that the earlier release trained can be reused.
         assert store.lease_group_ids(3, step=3) == ["dropped@0", "leased@0", "complete@0"]
         assert store.lease_replays(9, step=3, min_version=0, max_uses=2) == [
             ("older@0", 1),
@@ -181,16 +181,16 @@ def test_columns_that_schema_3_got_later_may_be_missing(old: Path) -> None:
         assert store.group_counts()["complete"] == 2
 
 
-def test_retention_continues(old: Path) -> None:
+def test_retention_applies_to_a_migrated_store(old: Path) -> None:
     with Store.open(old) as store:
         for version in (3, 4):
             store.publish_version(version, step=version, path="v")
             store.commit_checkpoint(version)
         assert Retention(store, RetainConfig(versions=1)).run_once() == 3 * 4
-        assert store.lease_replays(9, step=5, min_version=0, max_uses=9) == []  # nothing is left of them
+        assert store.lease_replays(9, step=5, min_version=0, max_uses=9) == []  # their turns were deleted
 
 
-def test_schema_4_continues(previous: str) -> None:
+def test_a_store_of_schema_4_continues(previous: str) -> None:
     with Store.open(previous) as store:
         assert store.group_counts() == {
             "pending": 1,
@@ -241,7 +241,7 @@ def test_columns_that_schema_4_got_later_may_be_missing(previous: str) -> None:
 
 
 def open_and_die(url: str, statements: int) -> None:
-    """Run in another process: open a store, and be killed before the last of `statements` changes."""
+    """Run in another process: open a store, and kill the process before the last of `statements` changes."""
 
     @sa.event.listens_for(sa.Engine, "before_cursor_execute")
     def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
@@ -254,7 +254,7 @@ def open_and_die(url: str, statements: int) -> None:
     Store.open(url).close()
 
 
-def test_a_death_in_the_middle_leaves_the_store_as_it_was(previous: str, tmp_path: Path) -> None:
+def test_a_kill_during_the_migration_leaves_the_store_unchanged(previous: str, tmp_path: Path) -> None:
     urls = [previous]
     if not is_postgres(previous):
         urls.append(f"sqlite:///{write_old(tmp_path / 's.db', 3)}")
@@ -276,7 +276,7 @@ def test_a_death_in_the_middle_leaves_the_store_as_it_was(previous: str, tmp_pat
             assert store.group_counts()["trained"] == 2
 
 
-def test_a_migration_that_the_disk_refuses_leaves_the_store_as_it_was(old: Path) -> None:
+def test_a_migration_that_fills_the_disk_leaves_the_store_unchanged(old: Path) -> None:
     before = dump(old)
 
     def fill(_connection: object, cursor: Any, statement: str, *_: object) -> None:
@@ -296,7 +296,7 @@ def test_a_migration_that_the_disk_refuses_leaves_the_store_as_it_was(old: Path)
 
 @pytest.fixture
 def holder(old: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the store open as its own release does, between two transactions."""
+    """A process that has the store open as the earlier release does, between two transactions."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(old)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -319,10 +319,10 @@ def test_a_store_that_another_process_has_open_is_not_migrated_under_it(
     assert holder.stdin is not None and holder.stdout is not None
     holder.stdin.write("UPDATE leases SET state = 'trained', version = 3 WHERE group_id = 'leased@0'\n")
     holder.stdin.flush()
-    assert holder.stdout.readline() == "done\n"  # it goes on
+    assert holder.stdout.readline() == "done\n"  # that process continues
     holder.kill()
     holder.wait(30)
-    with Store.open(old) as store:  # and nothing that it wrote is lost
+    with Store.open(old) as store:  # nothing that the process wrote is lost
         assert store.group_counts()["trained"] == 3
 
 
@@ -381,7 +381,7 @@ def open_store(url: str) -> None:
         assert store.group_counts()["trained"] == 2
 
 
-def test_processes_may_open_it_together(previous: str) -> None:
+def test_several_processes_may_open_and_migrate_a_store_together(previous: str) -> None:
     fork = multiprocessing.get_context("fork")
     others = [fork.Process(target=open_store, args=(previous,)) for _ in range(4)]
     for other in others:
@@ -416,7 +416,7 @@ def test_a_store_of_a_newer_release_is_refused(url: str, schema: str) -> None:
     assert content(url) == before
 
 
-def test_a_store_that_is_only_read_says_how_it_is_migrated(previous: str) -> None:
+def test_the_error_of_a_read_only_store_says_how_to_migrate_it(previous: str) -> None:
     with (
         closing(ReadOnlyStore(previous)) as store,
         pytest.raises(StoreError, match="schema 4, .* `areal-agents episodes ls") as refused,

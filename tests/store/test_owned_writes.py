@@ -1,4 +1,4 @@
-"""A proxy whose open episode another one has taken over can write nothing to it any more."""
+"""A proxy can no longer write to an open episode that another proxy has taken over."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_owner_writes_until_its_episode_is_taken_over(
         assert len(recorded.turns) + len(recorded.rewards) == 2
 
 
-def test_an_ended_episode_has_no_owner_that_matters(url: str) -> None:
+def test_the_owner_of_an_ended_episode_does_not_matter(url: str) -> None:
     with Store.open(url) as store:
         store.open_episode(NewEpisode("e", "hash", owner="proxy.0.1")).result()
         store.add_turn("e", turn("first"), owner="proxy.0.1").result()

@@ -1,4 +1,4 @@
-"""Owners of open episodes: of several that claim one, exactly one gets it."""
+"""Owners of open episodes: if several processes claim an episode, exactly one gets it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_one_of_many_claims_succeeds(url: str) -> None:
         assert store.episode_row("e").owner == f"run.{won.index(True)}.0"
 
 
-def test_only_one_open_episode_of_a_named_session(url: str) -> None:
+def test_a_named_session_has_only_one_open_episode(url: str) -> None:
     def new(episode_id: str) -> NewEpisode:
         return NewEpisode(episode_id, episode_id, implicit_key="me/session-id:1", only_one=True)
 

@@ -1,4 +1,4 @@
-"""What only a store in PostgreSQL does: it survives its server, and its trainer's session can be lost."""
+"""Stores in PostgreSQL: they survive a restart of the server, and the trainer's session can be lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from areal_agents.store.read_only import ReadOnlyStore
 
 @pytest.fixture
 def server() -> Iterator[PostgresServer]:
-    """A server of the test's own, because it is stopped."""
+    """A server for one test only, because the test stops it."""
     if (missing := PostgresServer.missing()) is not None:
         pytest.skip(missing)
     with PostgresServer() as own:
@@ -62,11 +62,11 @@ def test_a_restart_of_the_server_loses_and_repeats_nothing(
         assert [turn.id for turn in store.load_episode("e").turns] == [f"t{index}" for index in range(2000)]
         with Store.open(store.url) as other:
             other.add_turn("e", make_turn("later")).result()
-        while (store.wait(cursor, timeout_s=30)) == cursor:  # its listener is connected again
+        while (store.wait(cursor, timeout_s=30)) == cursor:  # the listener has connected again
             raise AssertionError("a commit of another process was not noticed")
 
 
-def test_a_client_that_is_not_let_in_does_not_wait(server: PostgresServer) -> None:
+def test_a_client_that_the_server_refuses_does_not_wait(server: PostgresServer) -> None:
     url = server.new_store().replace("//areal@", "//stranger@")
     began = time.monotonic()
     with pytest.raises(StoreError, match=r'"stranger" does not exist; give the password .* PGPASSWORD'):
@@ -77,7 +77,7 @@ def test_a_client_that_is_not_let_in_does_not_wait(server: PostgresServer) -> No
 def test_a_commit_whose_answer_was_lost_is_not_repeated(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection breaks after the server has committed, and before the writer knows."""
+    """The connection breaks after the server has committed, and before the writer knows of the commit."""
     with Store.open(server.new_store()) as store:
         open_episode(store, "e")
         broken = threading.Event()
@@ -101,7 +101,7 @@ def test_a_commit_whose_answer_was_lost_is_not_repeated(
             return number
 
         monkeypatch.setattr(backend, "_begin", begin)
-        store.add_turn("e", make_turn("a")).result(timeout=60)  # a repeated one would be refused: same id
+        store.add_turn("e", make_turn("a")).result(timeout=60)  # a repeated write would be refused
         assert broken.is_set()
         assert [turn.id for turn in store.load_episode("e").turns] == ["a"]
 
@@ -121,7 +121,7 @@ def test_a_transaction_that_was_lost_before_its_commit_is_repeated(server: Postg
         assert store._database.submit(job).result(timeout=60) == 2
 
 
-def test_a_process_that_is_stopped_in_its_transaction_does_not_hold_up_the_others(
+def test_a_process_that_is_stopped_in_its_transaction_does_not_block_the_others(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(postgres, "_HELD_S", 1.0)
@@ -142,13 +142,13 @@ def test_a_process_that_is_stopped_in_its_transaction_does_not_hold_up_the_other
         began = time.monotonic()
         assert other.beat_role("engine", 0, place.epoch, url="http://h")
         beaten_s = time.monotonic() - began
-        open_episode(other, "e")  # waits until the server undoes the other transaction
+        open_episode(other, "e")  # waits until the server rolls the other transaction back
         assert beaten_s < 0.9 < time.monotonic() - began < 30.0
         goes_on.set()
         assert written.result(timeout=60) == 1 and runs == [0, 1]
 
 
-def test_only_processes_that_wait_for_commits_are_told_of_them(server: PostgresServer) -> None:
+def test_only_processes_that_wait_for_commits_listen_for_them(server: PostgresServer) -> None:
     url = server.new_store()
     with Store.open(url) as writer, Store.open(url) as waiting:
         listeners = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'LISTEN %'"
@@ -160,10 +160,10 @@ def test_only_processes_that_wait_for_commits_are_told_of_them(server: PostgresS
         assert server.execute(listeners) == [(1,)]
 
 
-def test_writes_do_not_wait_for_a_server_one_after_another(
+def test_queued_writes_wait_for_a_lost_server_together(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that are queued behind the first, which are several batches."""
+    """This also holds for writes that are queued behind the first ones, in several batches."""
     monkeypatch.setattr("areal_agents.store.postgres._LOST_S", 4.0)
     with Store.open(server.new_store()) as store:
         open_episode(store, "e")
@@ -180,7 +180,7 @@ def test_writes_do_not_wait_for_a_server_one_after_another(
 
 
 def test_a_connection_that_breaks_inside_a_statement_is_replaced(server: PostgresServer) -> None:
-    """SQLAlchemy notices it first, and keeps the transaction that it began."""
+    """SQLAlchemy notices the loss first, and keeps the transaction that it began."""
     with Store.open(server.new_store()) as store:
         open_episode(store, "e")
         runs: list[int] = []
@@ -209,7 +209,7 @@ def test_one_run_at_a_time_uses_a_store(postgres: PostgresServer, tmp_path: Path
         pass
 
 
-def test_a_trainer_that_lost_its_session_to_another_writes_nothing_more(server: PostgresServer) -> None:
+def test_a_trainer_that_lost_its_session_to_another_can_no_longer_write(server: PostgresServer) -> None:
     url = server.new_store()
     with Store.open(url) as first, Store.open(url) as second:
         complete_group(first, "g@0", [1.0])
@@ -230,7 +230,7 @@ def test_a_trainer_that_lost_its_session_to_another_writes_nothing_more(server: 
             with pytest.raises(Conflict, match="is (training on|the trainer of)"):
                 write()
         assert second.lease_group_ids(1, step=1) == ["g@0"]
-        second.close()  # the lock is free now, but another trainer has been there
+        second.close()  # the lock is free now, but another trainer has held it
         with pytest.raises(Conflict, match="has been its trainer since"):
             first.commit_checkpoint(1)
 
@@ -238,7 +238,7 @@ def test_a_trainer_that_lost_its_session_to_another_writes_nothing_more(server: 
 def test_a_write_that_was_under_way_when_the_session_was_lost_is_refused(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lock was there when the write was queued, and is another trainer's when it runs."""
+    """The trainer held the lock when the write was queued, and another one holds it when the write runs."""
     url = server.new_store()
     with Store.open(url) as first, Store.open(url) as second:
         first.become_trainer()
@@ -272,7 +272,7 @@ def test_threads_of_a_trainer_take_its_lost_session_back_together(server: Postgr
             write.result()
 
 
-def test_stores_of_one_database_are_apart(postgres: PostgresServer) -> None:
+def test_stores_of_one_database_are_separate(postgres: PostgresServer) -> None:
     with Store.open(postgres.new_store()) as one, Store.open(postgres.new_store()) as other:
         open_episode(one, "e")
         one.become_trainer()
@@ -282,8 +282,8 @@ def test_stores_of_one_database_are_apart(postgres: PostgresServer) -> None:
             _ = one.path
 
 
-def test_texts_may_have_any_character(postgres: PostgresServer) -> None:
-    """PostgreSQL stores no NUL in a text."""
+def test_strings_may_contain_any_character(postgres: PostgresServer) -> None:
+    """PostgreSQL stores no NUL in a string."""
     with Store.open(postgres.new_store()) as store:
         open_episode(store, "e", metadata={"note": "a\0b"})
         store.set_rewards("e", reward(1)).result()
@@ -301,14 +301,16 @@ def test_texts_may_have_any_character(postgres: PostgresServer) -> None:
         ("postgresql://a@/b?schema=Run-7", "lower-case letters"),
     ],
 )
-def test_what_cannot_be_opened_is_said_without_the_password(url: str, says: str, tmp_path: Path) -> None:
+def test_the_error_of_a_store_that_cannot_be_opened_hides_the_password(
+    url: str, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(StoreError, match=says) as raised:
         Store.open(url)
     assert "secret" not in str(raised.value)
 
 
 def shown_pages(url: str) -> list[object]:
-    """What the page of a run shows of a store, without times."""
+    """Return what the page of a run shows of a store, without times."""
     store = ReadOnlyStore(url)
     mark = store.mark()
     with closing(store), store.read() as connection:
@@ -329,7 +331,7 @@ def shown_pages(url: str) -> list[object]:
     return found
 
 
-def test_pages_show_the_same_of_both_stores(postgres: PostgresServer, tmp_path: Path) -> None:
+def test_pages_show_the_same_for_both_backends(postgres: PostgresServer, tmp_path: Path) -> None:
     urls = (f"sqlite:///{tmp_path / 'store.db'}", postgres.new_store())
     for url in urls:
         with Store.open(url) as store:
@@ -355,7 +357,7 @@ def test_a_page_says_that_there_is_no_store(postgres: PostgresServer) -> None:
         pass
 
 
-def test_the_url_of_a_store_says_whether_its_server_is_verified(tmp_path: Path) -> None:
+def test_the_url_of_a_store_sets_whether_its_server_is_verified(tmp_path: Path) -> None:
     if (missing := PostgresServer.missing()) is not None:
         pytest.skip(missing)
     tls, other = made_tls_files(tmp_path / "tls"), made_tls_files(tmp_path / "other")

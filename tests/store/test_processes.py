@@ -1,4 +1,4 @@
-"""Several processes on one store: what was acknowledged survives kill -9, and nobody overtakes anybody."""
+"""Several processes on one store: acknowledged writes survive kill -9, and races lose no writes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def spawn(target: Any, *arguments: Any) -> Any:
     return process
 
 
-def test_two_processes_write_at_once(url: str) -> None:
+def test_several_processes_may_write_at_once(url: str) -> None:
     path = url
     with Store.open(path) as store:
         open_episode(store, "e")
@@ -101,8 +101,8 @@ def lease_all(path: str, groups: int) -> None:
             assert lease_groups(store, 1, step=step)
 
 
-def test_a_reward_is_in_what_the_trainer_leased_or_refused(url: str) -> None:
-    """Proxy and trainer race for each group: no reward is accepted and then not seen."""
+def test_a_reward_is_either_in_the_leased_group_or_refused(url: str) -> None:
+    """Proxy and trainer race for each group: the trainer sees every reward that is accepted."""
     path = url
     with Store.open(path) as store:
         names = [f"g{index}@0" for index in range(60)]
@@ -138,7 +138,7 @@ def test_waiting_sees_commits_of_every_process(url: str) -> None:
         assert store.wait(cursor, timeout_s=0.05) == cursor  # nothing happened
         other = spawn(publish, path, 0.1)
         changed = store.wait(cursor, timeout_s=30)
-        while store.latest_version() is None:  # opening may have committed something first
+        while store.latest_version() is None:  # opening the store may have committed something first
             changed = store.wait(changed, timeout_s=30)
         other.join()
         cursor = store.cursor()

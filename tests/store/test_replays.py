@@ -1,4 +1,4 @@
-"""Reuses of trained groups: which are leased, each trained at most once, and that nothing else sees them."""
+"""Reuses of trained groups: which are leased, that each is trained once, and that none counts elsewhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(store: Store, step: int, *, replays: Sequence[tuple[str, int]] = (), g
 
 
 def rows(store: Store) -> list[tuple[Any, ...]]:
-    """(group, use, state, step, version) of every lease."""
+    """Return (group, use, state, step, version) of every lease."""
     query = sa.select(leases.c["group_id", "use", "state", "step", "version"])
     with store._database.read() as connection:
         return [tuple(row) for row in connection.execute(query.order_by(leases.c.group_id, leases.c.use))]
@@ -70,7 +70,7 @@ def test_trained_groups_are_leased_again_newest_first(store: Store) -> None:
     train(store, 2)
     store.lease_group_ids(1, step=3)
     assert replays(store, 3, count=2) == [("c@0", 1), ("b@0", 1)]
-    assert replays(store, 3) == [("a@0", 1)]  # those of this step are not leased twice
+    assert replays(store, 3) == [("a@0", 1)]  # groups that are leased for this step are not leased again
     assert replays(store, 3) == []
     assert rows(store) == [
         ("a@0", 0, "trained", 1, 1),
@@ -82,7 +82,7 @@ def test_trained_groups_are_leased_again_newest_first(store: Store) -> None:
         ("d@0", 0, "leased", 3, None),
     ]
     store.mark_trained(["d@0", ("c@0", 1), ("b@0", 1)], step=3, version=3)
-    assert replays(store, 4) == [("d@0", 1)]  # of use 1, b and c have had all; a is still leased
+    assert replays(store, 4) == [("d@0", 1)]  # b and c have had both uses; a is still leased
     assert replays(store, 4, uses=3) == [("c@0", 2), ("b@0", 2)]
 
 
@@ -93,7 +93,7 @@ def test_a_group_is_not_reused_in_a_step_that_trained_it(store: Store) -> None:
     assert replays(store, 6) == [("a@0", 1)]
 
 
-def test_max_uses_counts_the_first(store: Store) -> None:
+def test_max_uses_includes_the_first_use(store: Store) -> None:
     complete(store, "a@0")
     train(store, 1)
     assert replays(store, 2, uses=1) == []
@@ -105,7 +105,7 @@ def test_max_uses_counts_the_first(store: Store) -> None:
 
 
 def test_no_token_of_a_reuse_is_older_than_the_bound(store: Store) -> None:
-    """By the tokens themselves: what the group's own row says may be older, or missing."""
+    """The versions of the tokens decide, not the version in the row of the group."""
     for version in range(1, 7):
         store.publish_version(version, step=version, path="v")
     complete(store, "old@0", [2, 5])
@@ -150,7 +150,7 @@ def test_a_reuse_counts_nowhere_else(store: Store) -> None:
     assert store.lease_group_ids(1, step=3) == ["c@0"]
 
 
-def test_only_what_is_leased_for_the_step_is_marked(store: Store) -> None:
+def test_only_uses_that_are_leased_for_the_step_are_marked(store: Store) -> None:
     complete(store, "a@0")
     train(store, 1)
     assert replays(store, 2) == [("a@0", 1)]
@@ -164,7 +164,7 @@ def test_only_what_is_leased_for_the_step_is_marked(store: Store) -> None:
         store.mark_trained([("a@0", 1)], step=2, version=2)
 
 
-def test_a_reuse_that_is_dropped_is_the_last(store: Store) -> None:
+def test_a_group_whose_reuse_is_dropped_is_not_reused_again(store: Store) -> None:
     complete(store, "a@0")
     train(store, 1)
     for use, said in ((1, "not leased"), (0, "trained")):
@@ -190,12 +190,12 @@ def test_groups_that_were_dropped_or_are_held_out_are_not_reused(store: Store) -
 
 
 @pytest.mark.parametrize(("count", "uses"), [(0, 2), (-1, 2), (1, 0)])
-def test_impossible_numbers_are_refused(store: Store, count: int, uses: int) -> None:
+def test_invalid_numbers_are_refused(store: Store, count: int, uses: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         store.lease_replays(count, step=1, min_version=0, max_uses=uses)
 
 
-def test_a_resume_takes_reuses_of_later_steps_back(store: Store) -> None:
+def test_a_resume_returns_the_reuses_of_later_steps(store: Store) -> None:
     for name in ("a@0", "b@0", "c@0"):
         complete(store, name)
     train(store, 1)
@@ -203,17 +203,17 @@ def test_a_resume_takes_reuses_of_later_steps_back(store: Store) -> None:
         found = replays(store, step, uses=9, count=1)
         train(store, step, replays=found)
     assert replays(store, 4, uses=9) == [("c@0", 1), ("b@0", 2), ("a@0", 2)]
-    assert store.return_leases(after_step=2) == 1  # c is complete again; reuses are not counted
+    assert store.return_leases(after_step=2) == 1  # c is complete again; reuses do not count
     assert rows(store) == [
         ("a@0", 0, "trained", 1, 1),
         ("a@0", 1, "trained", 2, 2),
         ("b@0", 0, "trained", 2, 2),
     ]
     assert store.group_counts()["complete"] == 1 and in_flight_episodes(store) == 1
-    assert replays(store, 3, uses=9) == [("b@0", 1), ("a@0", 2)]  # the same numbers again
+    assert replays(store, 3, uses=9) == [("b@0", 1), ("a@0", 2)]  # the same use numbers again
 
 
-def test_a_reuse_of_a_dead_trainer_never_happened(url: str) -> None:
+def test_a_reuse_that_a_dead_trainer_leased_is_void(url: str) -> None:
     with Store.open(url) as store:
         store.publish_version(0, step=0, path="v0")
         complete(store, "a@0")
@@ -221,7 +221,7 @@ def test_a_reuse_of_a_dead_trainer_never_happened(url: str) -> None:
         assert replays(store, 2) == [("a@0", 1)]
     with Store.open(url) as store:
         with pytest.raises(Conflict, match="leased for step"):
-            # It must not be trained on another trainer's word; its own lease comes first.
+            # A trainer can mark only what it has leased itself.
             store.mark_trained([("a@0", 1)], step=3, version=2)
         assert replays(store, 3) == [("a@0", 1)]
         assert rows(store)[1] == ("a@0", 1, "leased", 3, None)
@@ -247,7 +247,7 @@ def test_the_turns_of_a_group_that_is_leased_again_are_kept(store: Store) -> Non
         pass
     assert emptied(store) == {"b@0", "c@0", "d@0", "e@0", "g6@0", "g7@0"}
     assert len(store.load_groups(["a@0"])[0].rollouts[0].episode.turns) == 1
-    # A resume takes the lease back: now a is done with, although later steps were looked through long ago.
+    # A resume returns the lease of a, whose turns now expire although later steps were examined before.
     store.return_leases(after_step=8)
     store.publish_version(9, step=8, path="v9")
     assert keeper.run_once() == 1 and emptied(store) >= {"a@0"}
@@ -255,7 +255,7 @@ def test_the_turns_of_a_group_that_is_leased_again_are_kept(store: Store) -> Non
 
 
 def emptied(store: Store) -> set[str]:
-    """The groups whose turns are gone."""
+    """Return the groups whose turns were deleted."""
     out = set()
     for summary in store.episodes():
         try:
@@ -289,7 +289,7 @@ class Group:
 
 
 class Leases(RuleBasedStateMachine):
-    """Trainers that live, die and resume on one store, beside a model of it in plain Python."""
+    """Trainers that run, die and resume on one store, compared with a model of it in plain Python."""
 
     @initialize()
     def begin(self) -> None:
@@ -301,7 +301,7 @@ class Leases(RuleBasedStateMachine):
         self.versions: list[tuple[int, int]] = []  # (version, step)
         self.step = 0
         self.checkpoints = [0]
-        self.trained: dict[tuple[str, int], int] = {}  # in the history that survives
+        self.trained: dict[tuple[str, int], int] = {}  # of the history that survives
         self.leased: list[tuple[str, int]] = []  # of the step in progress
         self.publish(0)
         self.trainer.commit_checkpoint(0)
@@ -388,7 +388,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(publishes=st.booleans(), newest_is_lost=st.booleans())
     def die(self, publishes: bool, newest_is_lost: bool) -> None:
-        """At any moment of a step, also between the publication and the mark."""
+        """The trainer dies at any moment of a step, also between publishing a version and marking groups."""
         if publishes:
             self.publish(self.step + 1)
         if newest_is_lost and len(self.checkpoints) > 1:
@@ -402,7 +402,7 @@ class Leases(RuleBasedStateMachine):
             kept = [use for use in group.uses if use.state != "leased" and use.step <= self.step]
             assert group.uses[: len(kept)] == kept
             is_lost = bool(group.uses) and not kept
-            if is_lost and group.is_emptied:  # somebody removed more than one checkpoint
+            if is_lost and group.is_emptied:  # more than one checkpoint was removed
                 kept = [Use("dropped", self.step)]
             back += is_lost and not kept
             group.uses = kept
@@ -443,7 +443,7 @@ class Leases(RuleBasedStateMachine):
         }
         done = {pair: step for pair, (state, step) in found.items() if state == "trained"}
         assert done == self.trained
-        for group in self.groups:  # as the schema says: without gaps, in later and later steps
+        for group in self.groups:  # as the schema requires: without gaps, in increasing steps
             steps = [use.step for use in group.uses]
             assert steps == sorted(set(steps))
             assert all(use.state == "trained" for use in group.uses[:-1])

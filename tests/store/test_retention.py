@@ -1,4 +1,4 @@
-"""`store.retain`: what is given up, what never is, and that the disk gets its space back."""
+"""`store.retain`: which turns are deleted, which never are, and that the disk gets its space back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def store(url: str) -> Iterator[Store]:
 
 
 def train(store: Store, step: int, *, checkpoint: bool = True, version: int | None = None) -> None:
-    """A step that trains the group of its name, as the trainer does it."""
+    """Train one group in a step, as the trainer does."""
     complete_group(store, f"g{step}@0", [0.0, 1.0])
     (group,) = lease_groups(store, 1, step=step)
     number = step if version is None else version
@@ -44,7 +44,7 @@ def train(store: Store, step: int, *, checkpoint: bool = True, version: int | No
 
 
 def emptied(store: Store) -> set[str]:
-    """The groups whose turns are gone."""
+    """Return the groups whose turns were deleted."""
     out = set()
     for summary in store.episodes():
         try:
@@ -56,14 +56,14 @@ def emptied(store: Store) -> set[str]:
 
 
 def go_on(keeper: Retention) -> int:
-    """Until nothing is left to be given up."""
+    """Run until nothing is left to delete; return the number of deleted turns."""
     total = 0
     while count := keeper.run_once():
         total += count
     return total
 
 
-def test_turns_of_the_last_versions_stay_and_of_older_ones_what_is_counted(store: Store) -> None:
+def test_turns_of_the_last_versions_are_kept_and_of_older_ones_only_the_counts(store: Store) -> None:
     for step in range(1, 7):
         train(store, step)
     before = store.episodes()
@@ -74,7 +74,7 @@ def test_turns_of_the_last_versions_stay_and_of_older_ones_what_is_counted(store
     assert go_on(Retention(store, RetainConfig(versions=2))) == 0
 
 
-def test_what_a_resume_could_bring_back_is_never_given_up(store: Store) -> None:
+def test_turns_that_a_resume_could_train_again_are_never_deleted(store: Store) -> None:
     keeper = Retention(store, RetainConfig(versions=1))
     for step in range(1, 4):
         train(store, step, checkpoint=False)
@@ -91,11 +91,11 @@ def test_what_a_resume_could_bring_back_is_never_given_up(store: Store) -> None:
     assert [group.id for group in lease_groups(store, 5, step=4)] == [f"g{n}@0" for n in range(4, 9)]
 
 
-def test_a_group_that_cannot_come_back_is_dropped_with_its_reason(store: Store) -> None:
+def test_a_group_whose_turns_were_deleted_is_dropped_by_a_resume(store: Store) -> None:
     for step in range(1, 6):
         train(store, step)
     go_on(Retention(store, RetainConfig(versions=1)))
-    assert store.return_leases(after_step=2) == 1  # somebody removed three checkpoints
+    assert store.return_leases(after_step=2) == 1  # three checkpoints were removed
     counts = store.group_counts()
     assert (counts["complete"], counts["trained"], counts["dropped"]) == (1, 2, 2)
     assert emptied(store) == {f"g{n}@0" for n in range(1, 5)}
@@ -113,7 +113,7 @@ def test_versions_that_a_crash_lost_do_not_count_as_newer_steps(store: Store) ->
     assert emptied(store) == {"g1@0", "g2@0", "g3@0"}
 
 
-def test_a_go_is_bounded_and_open_episodes_are_left_alone(
+def test_a_run_is_bounded_and_open_episodes_are_left_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention_job, "_GROUPS_PER_STEP", 2)
@@ -131,7 +131,7 @@ def test_a_go_is_bounded_and_open_episodes_are_left_alone(
     store.set_rewards("alone", reward(1)).result()
 
 
-def test_what_goes_is_exported_first_and_once(store: Store, tmp_path: Path) -> None:
+def test_turns_are_exported_once_before_they_are_deleted(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "kept"
     config = RetainConfig(versions=1, export=str(out))
     for step in range(1, 4):
@@ -153,7 +153,7 @@ def test_what_goes_is_exported_first_and_once(store: Store, tmp_path: Path) -> N
     assert [len(parquet.read_table(file)) for file in sorted(out.iterdir())] == [8, 4]
 
 
-def test_a_death_between_export_and_giving_up_exports_nothing_twice(
+def test_a_death_between_export_and_deletion_exports_nothing_twice(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "kept"
@@ -165,12 +165,12 @@ def test_a_death_between_export_and_giving_up_exports_nothing_twice(
         with pytest.raises(StoreError, match="killed"):
             Retention(store, config).run_once()
     assert emptied(store) == set()
-    train(store, 4)  # so that another go would take other groups
+    train(store, 4)  # so that another run would select other groups
     go_on(Retention(store, config))
     assert [len(parquet.read_table(file)) for file in sorted(out.iterdir())] == [8, 4]
 
 
-def test_an_export_that_the_disk_refuses_gives_nothing_up(store: Store, tmp_path: Path) -> None:
+def test_nothing_is_deleted_if_the_export_fails(store: Store, tmp_path: Path) -> None:
     for step in range(1, 4):
         train(store, step)
     (tmp_path / "file").write_text("in the way")
@@ -179,7 +179,7 @@ def test_an_export_that_the_disk_refuses_gives_nothing_up(store: Store, tmp_path
     assert emptied(store) == set()
 
 
-def test_what_a_user_may_say() -> None:
+def test_invalid_settings_are_refused() -> None:
     assert StoreConfig.model_validate({"retain": "all"}) == StoreConfig()
     assert StoreConfig.model_validate({"retain": {"versions": 2}}).retain.versions == 2
     for wrong, said in (

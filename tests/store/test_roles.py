@@ -1,4 +1,4 @@
-"""Places of the processes of a cluster: one holder each, told by the clock of the database."""
+"""Places of the processes of a cluster: each has one holder, by the clock of the database."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_place_has_one_process_until_it_leaves_it(url: str) -> None:
         assert store.claim_role("engine", 1, host="b", pid=20).epoch == 2
 
 
-def test_a_process_whose_place_was_taken_learns_it(url: str) -> None:
+def test_a_process_learns_from_its_heartbeat_that_its_place_was_taken(url: str) -> None:
     with Store.open(url) as store:
         first = store.claim_role("proxy", 0, host="a", pid=10)
         _let_time_pass(url, DEAD_AFTER_S + 1)
@@ -38,15 +38,15 @@ def test_a_process_whose_place_was_taken_learns_it(url: str) -> None:
         assert (row.epoch, row.host, row.url, row.is_alive) == (second.epoch, "b", None, True)
 
 
-def test_a_process_that_is_known_to_be_gone_need_not_grow_old(url: str) -> None:
+def test_the_place_of_a_process_that_is_known_to_be_gone_can_be_claimed_at_once(url: str) -> None:
     with Store.open(url) as store:
         store.claim_role("rollout", 0, host="a", pid=10)
         assert store.claim_role("rollout", 0, host="a", pid=20, gone=1).epoch == 2
-        with pytest.raises(Conflict, match="process 20 on a"):  # another has taken the place meanwhile
+        with pytest.raises(Conflict, match="process 20 on a"):  # another one has taken the place meanwhile
             store.claim_role("rollout", 0, host="a", pid=30, gone=1)
 
 
-def test_of_many_claims_at_once_one_succeeds(url: str) -> None:
+def test_one_of_many_simultaneous_claims_succeeds(url: str) -> None:
     won: list[int] = []
     barrier = threading.Barrier(4)
 
@@ -69,7 +69,7 @@ def test_of_many_claims_at_once_one_succeeds(url: str) -> None:
 
 @pytest.mark.parametrize("gone", [None, 1])
 def test_a_heartbeat_that_comes_while_a_place_is_claimed_keeps_it(url: str, gone: int | None) -> None:
-    """Unless its process is known to be gone, or must lose the place."""
+    """It does not if the process is known to be gone, or must lose the place."""
 
     def beat(_connection: sa.Connection, cursor: Any, statement: str, *_: object) -> None:
         if statement.startswith("UPDATE roles"):

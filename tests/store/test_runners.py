@@ -1,4 +1,4 @@
-"""Groups of several rollout processes: the gate of all of them, and one owner for each group."""
+"""Groups of several rollout processes: they share one gate, and each group has one owner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begin(store: Store, name: str, runner: str = "a", at_most: int = 2, at_step:
     return store.begin_group(new).result().state
 
 
-def test_the_gate_counts_what_is_not_trained(store: Store) -> None:
+def test_the_gate_counts_groups_that_are_not_trained(store: Store) -> None:
     complete_group(store, "whole@0", [1, 0])
     complete_group(store, "held out@0", [1], split="eval")
     assert [begin(store, name) for name in "xyx"] == ["begun", "full", "begun"]
@@ -35,7 +35,7 @@ def test_the_gate_counts_what_is_not_trained(store: Store) -> None:
     assert [begin(store, "z", at_step=step) for step in (0, 2, 1)] == ["full", "full", "begun"]
 
 
-def test_a_group_that_exists_is_taken_unless_it_is_repeated(store: Store) -> None:
+def test_a_group_that_exists_is_taken_unless_the_same_request_is_repeated(store: Store) -> None:
     open_episode(store, "e", "alone@0")
     assert begin(store, "alone") == begin(store, "alone", runner="b") == "taken"
     new = NewGroup("x@0", Task("x", {}), 2, 1, "a", 9)
@@ -74,7 +74,7 @@ def test_a_group_has_one_process_at_a_time(store: Store) -> None:
             open_episode(store, "of another", "x@0", metadata=other)
     assert store.runners() == {"a"}
     claims = [store.claim_group("x@0", expected, "b").result() for expected in ("c", "a", "a", "b")]
-    assert claims == [False, True, True, True]  # repeating it changes nothing
+    assert claims == [False, True, True, True]  # a repeated claim changes nothing
     assert not store.claim_group("x@0", "a", "c").result()
     with pytest.raises(Conflict, match="played by b, and only that"):
         open_episode(store, "late", "x@0", metadata={RUNNER: "a"})
@@ -91,7 +91,7 @@ def test_a_group_without_episodes_is_not_abandoned(store: Store) -> None:
     assert store.abandoned_groups() == []
 
 
-def test_an_id_is_given_once(store: Store) -> None:
+def test_the_id_of_an_episode_is_used_only_once(store: Store) -> None:
     open_episode(store, "mine", None, is_named=True)
     store.seal("mine", "aborted").result()
     with pytest.raises(Conflict, match="there is an episode mine already"):

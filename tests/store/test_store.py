@@ -1,4 +1,4 @@
-"""What is written is what is read; states move only as they may."""
+"""Data is read as it was written, and states change only as they may."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(url: str) -> Iterator[Store]:
 
 
 def assert_same_turn(left: Turn, right: Turn) -> None:
-    """Turns hold arrays, so they do not compare by themselves."""
+    """Compare turns by field, because they contain arrays."""
     for field in dataclasses.fields(Turn):
         a, b = getattr(left, field.name), getattr(right, field.name)
         if field.name == "completion":
@@ -98,7 +98,7 @@ def test_two_data_sets_may_share_task_ids(store: Store) -> None:
     assert [store.load_episode(id).task.input["q"] for id in ("e1", "e2")] == ["train", "held out"]
 
 
-def test_unknown_ids(store: Store) -> None:
+def test_unknown_ids_are_not_found(store: Store) -> None:
     for read in (
         store.load_episode,
         lambda group_id: store.load_groups([group_id]),
@@ -128,11 +128,11 @@ def test_a_sealed_episode_takes_no_turn(store: Store) -> None:
     assert store.seal("e", "finished").result().status == "finished"
 
 
-def test_a_reached_limit_makes_finishing_truncated(store: Store) -> None:
+def test_an_episode_that_reached_a_limit_finishes_as_truncated(store: Store) -> None:
     open_episode(store, "e")
     store.mark_limit("e", "max_turns").result()
     store.mark_limit("e", "max_tokens").result()
-    assert store.episode_row("e").limit_reached == "max_turns"  # the first one stands
+    assert store.episode_row("e").limit_reached == "max_turns"  # the first limit is kept
     assert store.seal("e", "finished", truncated_reward=-1).result().status == "truncated"
     assert store.seal("e", "finished").result().status == "truncated"
     assert store.load_episode("e").score == -1
@@ -140,7 +140,7 @@ def test_a_reached_limit_makes_finishing_truncated(store: Store) -> None:
     assert store.load_episode("e").score == 0.5
 
 
-def test_the_last_write_of_a_reward_wins_and_names_sum(store: Store) -> None:
+def test_the_last_write_of_a_reward_wins_and_rewards_of_all_names_are_summed(store: Store) -> None:
     open_episode(store, "e")
     for value in (1.0, 0.25):
         store.set_rewards("e", reward(value)).result()
@@ -148,10 +148,10 @@ def test_the_last_write_of_a_reward_wins_and_names_sum(store: Store) -> None:
     assert store.load_episode("e").score == 2.25
     with pytest.raises(NotFound, match="no completion"):
         store.set_rewards("e", [*reward(9), Reward("turn", "none", "x", 1)]).result()
-    assert store.load_episode("e").score == 2.25  # all of a write or nothing
+    assert store.load_episode("e").score == 2.25  # a write is applied completely or not at all
 
 
-def test_a_group_from_pending_to_trained(store: Store) -> None:
+def test_a_group_goes_from_pending_to_trained(store: Store) -> None:
     open_episode(store, "e0")
     open_episode(store, "e1")
     store.set_rewards("e0", reward(1)).result()
@@ -176,7 +176,7 @@ def test_a_group_from_pending_to_trained(store: Store) -> None:
         store.set_rewards("e1", reward(1)).result()
 
 
-def test_failed_attempts_leave_their_place(store: Store) -> None:
+def test_failed_attempts_free_their_place(store: Store) -> None:
     open_episode(store, "e0", index=1)
     store.seal("e0", "failed", error="crash").result()
     open_episode(store, "e1", index=1)
@@ -213,7 +213,7 @@ def test_groups_are_leased_oldest_first_all_or_none(store: Store) -> None:
         lease_groups(store, 0, step=1)
 
 
-def test_dropping(store: Store) -> None:
+def test_groups_in_any_state_before_training_can_be_dropped(store: Store) -> None:
     complete_group(store, "a@0", [0, 0])
     complete_group(store, "b@0", [0, 0])
     open_episode(store, "e", "c@0")
@@ -229,7 +229,7 @@ def test_dropping(store: Store) -> None:
         store.drop_open_group("a@0", "x").result()
 
 
-def test_a_resume_takes_back_what_came_after_the_checkpoint(store: Store) -> None:
+def test_a_resume_returns_the_leases_after_the_checkpoint(store: Store) -> None:
     for name in ("a@0", "b@0", "c@0", "d@0"):
         complete_group(store, name, [0, 1])
     assert latest_checkpoint(store) is None
@@ -243,7 +243,7 @@ def test_a_resume_takes_back_what_came_after_the_checkpoint(store: Store) -> Non
     assert store.return_leases(after_step=0) == 3
     assert latest_checkpoint(store) == 0
     assert store.group_counts() == {"pending": 0, "complete": 3, "leased": 0, "trained": 1, "dropped": 0}
-    store.set_rewards("b@0/0", reward(5)).result()  # no longer held
+    store.set_rewards("b@0/0", reward(5)).result()  # the group is no longer leased
     assert [group.id for group in lease_groups(store, 3, step=1)] == ["b@0", "c@0", "d@0"]
 
 
@@ -259,22 +259,22 @@ def test_versions_only_grow(store: Store) -> None:
     assert store.max_version() == 5
 
 
-def test_a_finished_episode_without_a_reward_fails_in_time(store: Store) -> None:
+def test_a_finished_episode_without_a_reward_can_be_failed(store: Store) -> None:
     open_episode(store, "e0")
-    open_episode(store, "e1", group=None)  # outside a group nobody waits for its reward
+    open_episode(store, "e1", group=None)  # outside a group, no reward is required
     store.seal("e0", "finished").result()
     store.seal("e1", "finished").result()
     open_episode(store, "e3", index=1)
     assert store.unrewarded_episodes() == ["e0"]
-    assert store.fail_unrewarded(["e1", "e3"]).result() == []  # the one waits for none, the other goes on
+    assert store.fail_unrewarded(["e1", "e3"]).result() == []  # e1 requires no reward, and e3 is open
     assert store.fail_unrewarded(["e0", "e1"]).result() == ["e0"]
     assert store.unrewarded_episodes() == []
     assert (store.episode_row("e0").status, store.episode_row("e0").error) == ("failed", "no_reward")
     open_episode(store, "e2", index=0)
 
 
-def test_a_broken_write_does_not_take_others_with_it(store: Store) -> None:
-    """Writes are committed together, and fail apart."""
+def test_a_failed_write_does_not_fail_others(store: Store) -> None:
+    """Writes are committed together, but fail separately."""
     open_episode(store, "e")
     futures = [store.add_turn("e", make_turn(f"t{index % 9}")) for index in range(18)]
     failures = [future.exception() for future in futures]
@@ -339,7 +339,7 @@ def test_a_turn_of_another_codec_is_refused(store: Store) -> None:
 
 
 def test_loading_a_group_takes_a_handful_of_queries(store: Store) -> None:
-    """The trainer loads eight groups a step: never one query per turn or episode."""
+    """The number of queries does not depend on the number of episodes or turns."""
     complete_group(store, "small@0", [0])
     complete_group(store, "large@0", [0] * 16)
 
@@ -361,7 +361,7 @@ def test_loading_a_group_takes_a_handful_of_queries(store: Store) -> None:
 
 @pytest.fixture
 def few_variables() -> Iterator[None]:
-    """SQLite's own limit; some distributions build it with more. PostgreSQL's is 65,535."""
+    """Apply SQLite's default limit, because some distributions raise it. PostgreSQL's is 65,535."""
 
     def limit(connection: Any, record: object) -> None:
         if isinstance(connection, sqlite3.Connection):
@@ -372,13 +372,15 @@ def few_variables() -> Iterator[None]:
     sqlalchemy.event.remove(sqlalchemy.Engine, "connect", limit)
 
 
-def test_batches_of_more_groups_than_a_statement_binds_variables(few_variables: None, tmp_path: Path) -> None:
+def test_a_batch_may_have_more_groups_than_a_statement_binds_variables(
+    few_variables: None, tmp_path: Path
+) -> None:
     with Store.open(tmp_path / "store.db") as store:
         lease_and_return_many(store)
 
 
 @pytest.mark.slow
-def test_batches_of_many_groups_in_postgresql(postgres: PostgresServer) -> None:
+def test_a_batch_may_have_many_groups_in_postgresql(postgres: PostgresServer) -> None:
     with Store.open(postgres.new_store()) as store:
         lease_and_return_many(store)
 

@@ -1,4 +1,4 @@
-"""Groups with more places than members, and how old the tokens of a group may be."""
+"""Groups that play more episodes than they need, and how old the tokens of a group may be."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def statuses(store: Store) -> dict[str, str]:
     return {episode.id: episode.status for episode in store.episodes()}
 
 
-def test_a_group_is_complete_with_as_many_as_its_size_and_the_surplus_is_aborted(store: Store) -> None:
+def test_a_group_is_complete_with_as_many_episodes_as_its_size_and_aborts_the_others(store: Store) -> None:
     for name in "abcd":
         open_episode(store, name, surplus=2)
         store.add_turn(name, make_turn(f"{name}-t")).result()
@@ -41,7 +41,7 @@ def test_a_group_is_complete_with_as_many_as_its_size_and_the_surplus_is_aborted
     assert len(store.load_groups(["t@0"])[0].rollouts) == 2
 
 
-def test_a_reward_from_outside_completes_it_too(store: Store) -> None:
+def test_a_reward_from_outside_completes_a_group_too(store: Store) -> None:
     for name in "abc":
         open_episode(store, name, surplus=1)
     for name in "ab":
@@ -51,7 +51,7 @@ def test_a_reward_from_outside_completes_it_too(store: Store) -> None:
     assert statuses(store) == {"a": "finished", "b": "finished", "c": "aborted"}
 
 
-def test_every_member_says_the_same_surplus_or_none(store: Store) -> None:
+def test_every_episode_of_a_group_names_the_same_surplus_or_none(store: Store) -> None:
     open_episode(store, "a", surplus=1)
     open_episode(store, "b")
     with pytest.raises(Conflict, match="has surplus 1, got surplus 2"):
@@ -61,7 +61,7 @@ def test_every_member_says_the_same_surplus_or_none(store: Store) -> None:
     assert (group.size, group.surplus, sorted(group.attempts)) == (2, 1, [0, 1, 2])
 
 
-def test_a_group_knows_a_version_that_none_of_its_tokens_is_older_than(store: Store) -> None:
+def test_a_group_has_a_lower_bound_of_the_versions_of_its_tokens(store: Store) -> None:
     def begins(name: str) -> int:
         complete_group(store, name, [1])
         return {group.id: group.version for group in store.waiting_groups()}[name]
@@ -83,7 +83,7 @@ def test_after_a_resume_a_waiting_group_may_get_tokens_of_an_earlier_step(store:
     for step in range(4):
         store.publish_version(step, step=step, path="nowhere")
     open_episode(store, "e", "t@0", 1)
-    assert [group.version for group in store.waiting_groups()] == [2]  # 3 may not be swapped in yet
+    assert [group.version for group in store.waiting_groups()] == [2]  # version 3 may not be swapped in yet
     store.publish_version(4, step=1, path="nowhere")  # resumed
     store.publish_version(5, step=2, path="nowhere")
     open_episode(store, "f", "u@0", 1)

@@ -1,4 +1,4 @@
-"""One trainer lives at a time; whose leases count is not a question of any clock."""
+"""Only one trainer runs at a time, and which trainer's leases are valid does not depend on any clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with Store.open(sys.argv[1]) as store:
 
 
 def start_trainer(path: Path) -> subprocess.Popen[str]:
-    """A process that has leased a group, and does not end by itself."""
+    """Start a process that leases a group, and does not end by itself."""
     process = subprocess.Popen([sys.executable, "-c", TRAINER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "1\n"
     process.stdout.close()
@@ -56,8 +56,8 @@ def test_a_lease_lasts_as_long_as_its_trainer_whatever_the_clock_says(
             assert store.group_counts()["leased"] == 1
         finally:
             kill(trainer)
-        store.become_trainer(wait_s=60)  # a server of PostgreSQL notices a moment later
-        # of the dead trainer's lease nothing is left: its group is the oldest again
+        store.become_trainer(wait_s=60)  # a PostgreSQL server notices it a moment later
+        # the dead trainer's lease is void: its group is the oldest again
         assert [group.id for group in lease_groups(store, 2, step=1)] == ["a@0", "b@0"]
 
 
@@ -72,19 +72,19 @@ def test_a_trainer_that_is_ending_is_waited_for(url: str) -> None:
         ending.start()
         store.become_trainer(wait_s=60)
         ending.join()
-        assert store.return_leases(after_step=7) == 1  # of an earlier step, yet of a dead trainer
+        assert store.return_leases(after_step=7) == 1  # a lease of an earlier step, but of a dead trainer
         assert store.group_counts()["complete"] == 1
 
 
-def test_a_trainer_waits_for_somebody_who_checks_whether_one_runs(url: str) -> None:
-    """An engine pool does, every now and then, and is no trainer: the first lease never meets a Conflict."""
+def test_a_trainer_waits_for_a_process_that_checks_the_lock(url: str) -> None:
+    """An engine pool checks the lock regularly but is no trainer, so the first lease meets no Conflict."""
     path = url
     with Store.open(path) as store, ThreadPoolExecutor(1) as pool:
         complete_group(store, "a@0", [0])
         with TrainerLock.of(path).unheld() as alone:
             assert alone
             with TrainerLock.of(path).unheld() as also:
-                assert not also  # two who look do not both act
+                assert not also  # of two checks at a time, only one finds the lock free
             leasing = pool.submit(store.lease_group_ids, 1, step=1)
             with pytest.raises(TimeoutError):
                 leasing.result(0.2)
@@ -92,11 +92,11 @@ def test_a_trainer_waits_for_somebody_who_checks_whether_one_runs(url: str) -> N
         with TrainerLock.of(path).unheld() as alone:
             assert not alone
             store.close()
-            TrainerLock.of(path).take()  # whoever was told that a trainer lives holds up none
+            TrainerLock.of(path).take()  # a check that found the lock held blocks no trainer
 
 
-def test_a_trainer_begins_while_pools_look(url: str) -> None:
-    """A hundred times over, without the wait that it may give an earlier trainer."""
+def test_a_trainer_takes_the_lock_while_pools_check_it(url: str) -> None:
+    """The lock is taken a hundred times, without waiting for an earlier trainer."""
     path, ended = url, threading.Event()
     Store.open(url).close()
 

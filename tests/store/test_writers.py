@@ -1,4 +1,4 @@
-"""Processes that add turns to a store in PostgreSQL at the same time, and beside writes that end episodes."""
+"""Processes that add turns to a PostgreSQL store at the same time, and while others end episodes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from areal_agents.store import Conflict, Store
 
 @pytest.fixture
 def stores(postgres: PostgresServer) -> Iterator[list[Store]]:
-    """A store that four processes have open."""
+    """A store that is opened four times, as by four processes."""
     url = postgres.new_store()
     with ExitStack() as opened:
         yield [opened.enter_context(Store.open(url)) for _ in range(4)]
 
 
-def test_turns_are_committed_beside_each_other_and_beside_nothing_else(
+def test_writes_that_add_turns_run_together_and_exclude_all_others(
     stores: list[Store], postgres: PostgresServer
 ) -> None:
     for name in "abc":
@@ -36,7 +36,7 @@ def test_turns_are_committed_beside_each_other_and_beside_nothing_else(
         inside.wait(60)
         leave.wait(60)
 
-    # Two transactions that only add rows meet inside, which they could not if one excluded the other.
+    # Two transactions that only add rows meet inside, which is impossible if one excludes the other.
     adding = [store._database.submit(held, only_adds=True) for store in stores[:2]]
     inside.wait(60)
     sealing = stores[2].seal("c", "finished", given=reward(1))
@@ -52,7 +52,7 @@ def test_turns_are_committed_beside_each_other_and_beside_nothing_else(
 
 
 def test_no_turn_is_added_to_an_episode_that_has_ended(stores: list[Store]) -> None:
-    """What a seal counts is what the episode has in the end, whoever adds turns meanwhile."""
+    """The number of turns that a seal returns is final, although other processes add turns meanwhile."""
     names = [f"e{number}" for number in range(40)]
     for name in names:
         open_episode(stores[0], name, name, 1)

@@ -1,4 +1,4 @@
-"""Spans of episodes and model calls in OpenTelemetry's SDK, and their export to a collector."""
+"""The spans of episodes and model calls in OpenTelemetry's SDK, and their export to a collector."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
         yield Traced(proxy, exporter)
 
 
-def test_an_episode_with_its_calls(traced: Traced) -> None:
+def test_the_spans_of_calls_are_below_that_of_their_episode(traced: Traced) -> None:
     episode = traced.proxy.open_episode(task={"id": "t1", "input": {}}, split="eval")
     answers = [traced.ask(episode), traced.ask(episode, temperature=0.5, max_tokens=1)]
     traced.finish(episode)
-    traced.finish(episode)  # again: it has ended already
+    traced.finish(episode)  # the episode has already ended
     first, second, whole = traced.spans()
     assert [span.name for span in (first, second, whole)] == ["chat my-model"] * 2 + ["invoke_agent my_agent"]
     for span in (first, second, whole):
@@ -123,7 +123,7 @@ def test_an_episode_is_below_the_span_that_opened_it(traced: Traced) -> None:
     assert shown["metadata"] == {"a": 1, **HEADERS}
 
 
-def test_failures_and_retries(traced: Traced) -> None:
+def test_spans_show_failures_and_count_the_tokens_of_a_retry_once(traced: Traced) -> None:
     episode = traced.proxy.open_episode()
     with pytest.raises(APIStatusError):
         traced.ask(episode, temperature="hot")
@@ -140,7 +140,7 @@ def test_failures_and_retries(traced: Traced) -> None:
     assert (whole.status.status_code, whole.status.description) == (StatusCode.ERROR, "no disk")
 
 
-def test_calls_without_an_episodes_key(traced: Traced) -> None:
+def test_calls_without_an_episode_key_have_spans_of_an_implicit_episode(traced: Traced) -> None:
     traced.proxy.openai(None).completions.create(model="my-model", prompt="Lyon is")
     (span,) = traced.spans()
     assert span.name == "text_completion my-model"
@@ -161,7 +161,7 @@ def test_calls_without_an_episodes_key(traced: Traced) -> None:
         ("", None),
     ],
 )
-def test_traceparent(header: str, expected: SpanContext | None) -> None:
+def test_a_traceparent_header_is_parsed(header: str, expected: SpanContext | None) -> None:
     assert parse_traceparent(header) == expected
 
 
@@ -181,7 +181,7 @@ def test_an_undecided_trace_follows_the_sampler(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[tuple[str, ExportTraceServiceRequest]]]]:
-    """An OTLP receiver, and what it got: the path and the message of each request."""
+    """The URL of an OTLP receiver, and the path and the message of each request that it received."""
     got: list[tuple[str, ExportTraceServiceRequest]] = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -237,7 +237,7 @@ OFF = [
 
 
 @pytest.mark.parametrize(("environ", "warning"), OFF)
-def test_nobody_asks_or_the_environment_asks_in_vain(
+def test_there_are_no_spans_if_no_endpoint_is_set_or_it_cannot_be_used(
     environ: dict[str, str], warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), exporting(TelemetryConfig(), "proxy", environ=environ) as spans:
@@ -245,8 +245,10 @@ def test_nobody_asks_or_the_environment_asks_in_vain(
     assert warning in caplog.text and bool(warning) == bool(caplog.text)
 
 
-def test_without_opentelemetry(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The configuration cannot be followed; variables in the environment may be meant for other programs."""
+def test_without_opentelemetry_only_a_configured_endpoint_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An endpoint in the environment is no error, because it may be meant for other programs."""
     for name in [name for name in sys.modules if name.startswith("opentelemetry")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "path", [])
@@ -260,7 +262,7 @@ def test_without_opentelemetry(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert "no spans are exported: OpenTelemetry is not installed: pip install" in caplog.text
 
 
-def test_nothing_is_imported_that_nobody_asks_for() -> None:
+def test_opentelemetry_is_not_imported_without_an_endpoint() -> None:
     code = (
         "import sys, areal_agents.proxy.traces, areal_agents.telemetry as t\n"
         "with t.exporting(t.TelemetryConfig(), 'proxy', environ={}) as spans: assert spans is None\n"

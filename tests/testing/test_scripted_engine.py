@@ -1,4 +1,4 @@
-"""The scripted engine keeps SGLang's protocol: what our client and a plain HTTP client see of it."""
+"""The scripted engine follows SGLang's protocol, as our client and a plain HTTP client see it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLING = SamplingParams(64)
 
 
 class Server:
-    """A running scripted engine that may be asked over plain HTTP."""
+    """A running scripted engine that accepts requests over plain HTTP."""
 
     def __init__(self, app: ScriptedApp, url: str) -> None:
         self.app = app
@@ -53,7 +53,7 @@ class Server:
         return response.json()
 
     def stream(self, prompt: str = "hello", **body: Any) -> list[dict[str, Any]]:
-        """The events of a streamed answer, [DONE] checked and left out."""
+        """The events of a streamed response, without the final [DONE], which is checked."""
         body = {"input_ids": self.ids(prompt), "return_logprob": True, "stream": True} | body
         with httpx.stream("POST", self.url + "/generate", json=body, timeout=20) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -71,7 +71,7 @@ def shared_server() -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared_server: Server) -> Server:
-    """The module's server, saying "ok", with nothing remembered."""
+    """The module's server, which replies "ok" and has no recorded requests."""
     shared_server.app.script = lambda call: "ok"
     shared_server.app.exchanges.clear()
     shared_server.app.aborted.clear()
@@ -94,7 +94,7 @@ def test_an_answer_has_ids_logprobs_versions_and_the_stop_token(server: Server) 
     assert exchange.input_ids.tolist() == server.ids("hello")
 
 
-async def test_our_client_reads_it(server: Server) -> None:
+async def test_our_client_reads_a_response(server: Server) -> None:
     async with SGLangEngine(server.url) as engine:
         info = await engine.model_info()
         assert (info.model_path, info.version, info.max_context) == (str(MODEL), 0, 4096)
@@ -107,7 +107,7 @@ async def test_our_client_reads_it(server: Server) -> None:
         assert exchange.body["sampling_params"]["max_new_tokens"] == 64
 
 
-def test_the_same_call_is_answered_alike_and_another_with_other_logprobs(server: Server) -> None:
+def test_the_same_prompt_gets_the_same_logprobs_and_another_prompt_gets_others(server: Server) -> None:
     first, again, other = (server.generate(text)["meta_info"] for text in ("a b", "a b", "a c"))
     assert first["output_token_logprobs"] == again["output_token_logprobs"]
     assert first["output_token_logprobs"] != other["output_token_logprobs"]
@@ -160,7 +160,7 @@ async def test_our_client_reads_a_stream(incremental: bool, chunk_tokens: int) -
     assert [best[0][0] for best in whole.top_logprobs] == whole.token_ids.tolist()
 
 
-def test_the_request_ends_a_reply(server: Server) -> None:
+def test_the_limits_of_a_request_end_a_reply(server: Server) -> None:
     server.app.script = lambda call: "one two three four"
     ids = [*server.ids("one two three four"), server.stop_id]
 
@@ -184,7 +184,7 @@ def test_the_request_ends_a_reply(server: Server) -> None:
     assert on["output_ids"] == ids
 
 
-def test_replies_that_the_script_cuts_off(server: Server) -> None:
+def test_the_script_can_cut_off_replies(server: Server) -> None:
     server.app.script = repeat(
         [ScriptedReply("half a", finish="length"), ScriptedReply("ha", finish="abort"), ScriptedReply("end")]
     )
@@ -203,7 +203,7 @@ def test_top_logprobs_have_the_sampled_token_first(server: Server) -> None:
         assert len({entry[1] for entry in best}) == 3
 
 
-def test_scripts_see_the_prompt(server: Server) -> None:
+def test_scripts_receive_the_prompt(server: Server) -> None:
     prompt = "<|im_start|>user\nweather<|im_end|>\n<|im_start|>user\nnews<|im_end|>\n<|im_start|>assistant\n"
     seen = []
     rules = by_prompt([("weather", "sunny"), ("news", ScriptedReply("none"))])
@@ -241,7 +241,7 @@ def test_scripts_see_the_prompt(server: Server) -> None:
         ({"input_ids": [1], "sampling_params": {"stream_interval": 0}}, "stream_interval"),
     ],
 )
-def test_what_a_real_server_refuses_or_dies_of_is_refused(
+def test_requests_that_a_real_server_refuses_or_crashes_on_are_refused(
     server: Server, body: dict[str, Any], message: str
 ) -> None:
     for stream in (False, True):
@@ -270,7 +270,7 @@ async def until_running(engine: SGLangEngine, count: int) -> None:
 SLOW = ScriptedReply("one two three four five six seven eight nine ten", delay_s=0.005, chunk_delay_s=60.0)
 
 
-async def test_an_abort_answers_with_what_was_sampled(server: Server) -> None:
+async def test_an_aborted_request_returns_what_was_sampled(server: Server) -> None:
     server.app.script = lambda call: SLOW
     async with SGLangEngine(server.url) as engine:
         call = asyncio.create_task(engine.generate("long", as_token_ids([5]), SAMPLING))
@@ -285,7 +285,7 @@ async def test_an_abort_answers_with_what_was_sampled(server: Server) -> None:
         assert server.app.aborted == ["long" + RID_END, "nobody" + RID_END]
 
 
-async def test_a_client_that_hangs_up_ends_its_generation(server: Server) -> None:
+async def test_a_client_that_disconnects_ends_its_generation(server: Server) -> None:
     server.app.script = lambda call: SLOW
     async with SGLangEngine(server.url) as engine, httpx.AsyncClient(base_url=server.url) as client:
         for stream in (False, True):
@@ -327,7 +327,7 @@ async def test_a_pause_that_aborts_ends_what_runs_and_holds_what_comes(server: S
         assert (await call).finish_reason == "abort"
         held = asyncio.create_task(engine.generate("h", as_token_ids([5]), SAMPLING))
         await until_running(engine, 1)
-        await engine.abort("h")  # a pause holds no abort
+        await engine.abort("h")  # a pause does not delay an abort
         assert (await held).finish_reason == "abort"
         await engine.resume()
 
@@ -356,7 +356,7 @@ def test_the_process_answers_with_filler_and_ends_with_its_parent() -> None:
         process.stdout.close()
 
 
-def test_what_cannot_be_scripted_is_refused(tmp_path: Path, server: Server) -> None:
+def test_invalid_scripts_and_replies_are_refused(tmp_path: Path, server: Server) -> None:
     with pytest.raises(ConfigError, match="not a model folder"):
         ScriptedApp.from_folder(tmp_path, lambda call: "ok")
     with pytest.raises(ValueError, match="at least one reply"):

@@ -1,4 +1,4 @@
-"""Users of a served model, on both sides of a canary, and the run that trains on their conversations."""
+"""Users of the stable version and of a candidate, and the run that trains on their conversations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from areal_agents.training.config import TrainerConfig
 from areal_agents.training.run import RunResult, run
 
 SHARE, GROUPS = 0.5, 3
-# The probability of a thumb up, by version: the first candidate is better, and the second is damaged.
+# The probability of a thumbs-up, by version: the first candidate is better, and the second is worse.
 THUMBS = {0: 0.2, 1: 0.9, 2: 0.1, 3: 0.9}
 RULES = CanaryRules(
     share=SHARE,
@@ -43,9 +43,9 @@ RULES = CanaryRules(
 
 @contextmanager
 def users(store_path: Path, urls: Sequence[str], thumbs: Mapping[int, float] = THUMBS) -> Iterator[None]:
-    """Users who converse all the time within the block, and rate each conversation by what served it.
+    """Simulate users within the block, who rate each conversation by the version that served it.
 
-    They call the engines through a pool, as the proxy does, and record as it does.
+    The users call the engines through a pool, and record their conversations, as the proxy does.
     """
     stop = threading.Event()
     failures: list[BaseException] = []
@@ -123,7 +123,7 @@ def train(
     rules: CanaryRules = RULES,
     stop: threading.Event | None = None,
 ) -> RunResult:
-    """Begin or resume the run, and train to the end."""
+    """Start or resume the run, and train until it ends."""
     with Store.open(run_dir / "store.db") as store:
         return run(
             TrainerConfig(

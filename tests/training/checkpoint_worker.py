@@ -1,4 +1,4 @@
-"""What each of two ranks does in test_checkpoint_ranks: spawned, so importable by name."""
+"""The program of the two ranks in test_checkpoint_ranks, which spawned processes import by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)
 
 
 def build(folder: Path, group: Ranks) -> Parts:
-    """A policy under Muon, its state away between steps, and a critic under AdamW."""
+    """Return a policy with Muon, whose state is offloaded between steps, and a critic with AdamW."""
     config = TrainerConfig(lr=1e-2, optimizer="muon", offload="optimizer")
     policy, critic = load_policy(folder, group), load_critic(folder, group)
     plain = TrainerConfig(lr=1e-2)
@@ -41,7 +41,7 @@ def build(folder: Path, group: Ranks) -> Parts:
 
 
 def step(parts: Parts, group: Ranks, seed: int) -> None:
-    """A step of the policy on samples, and one of the critic on a made-up gradient."""
+    """Take a step of the policy on samples, and a step of the critic with an arbitrary gradient."""
     policy, optimizer = parts["policy"]
     samples = random_group(np.random.default_rng(seed), group_id=str(seed))
     data = training_data(samples) if group.is_first else None
@@ -54,7 +54,7 @@ def step(parts: Parts, group: Ranks, seed: int) -> None:
 
 
 def whole(parts: Parts) -> dict[str, Tensor]:
-    """Every weight and moment of the parts. Collective."""
+    """Return all weights and moments of the parts, unsharded. Collective."""
     out: dict[str, Any] = {}
     for name, (module, optimizer) in parts.items():
         out |= {f"{name} {key}": value for key, value in module.state_dict().items()}
@@ -65,7 +65,7 @@ def whole(parts: Parts) -> dict[str, Tensor]:
 def train_recorded(
     model: Path, run_dir: Path, recorded: Path, *, steps: int, first: bool = True, **settings: Any
 ) -> RunResult:
-    """`steps` steps of SFT in all, from wherever the run's last checkpoint is."""
+    """Train by SFT up to step `steps`, from the run's last checkpoint if there is one."""
     trainer = {"lr": 1e-2, "checkpoint_every": 1, "device": "cpu", "microbatch_tokens": 128, **settings}
     own = Store.open(run_dir / "store.db") if first else None
     source = Store.open(recorded) if first else None
@@ -89,7 +89,7 @@ def train_recorded(
 
 
 def main(rank: int, port: int, model: Path, out: Path) -> None:
-    """Load what one rank saved, continue, and save; load a damaged shard; take the second step of a run."""
+    """Load a checkpoint of one rank, continue and save; load a damaged shard; take a second step of a run."""
     torch.set_num_threads(1)
     environment = {
         "MASTER_ADDR": "127.0.0.1",
@@ -107,7 +107,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
         stepped = whole(parts)
         checkpoints = Checkpoints(out / "two", group)
         checkpoints.save(parts, TrainingProgress(2, 2))
-        step(parts, group, 2)  # while it is being written
+        step(parts, group, 2)  # while the checkpoint is being written
         checkpoints.finish()
         checkpoints.close()
         try:

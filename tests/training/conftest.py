@@ -20,7 +20,7 @@ from areal_agents.training.model.model import Policy, load_policy
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Sums in one order, and cores left to the servers."""
+    """Use one thread, so that the order of sums is fixed and other cores are left to the servers."""
     torch.set_num_threads(1)
 
 
@@ -32,7 +32,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def running_engine_url(model_folder: Path) -> Iterator[str]:
-    """A running embedded engine; tests leave it unpaused, with whatever weights: see `served_url`."""
+    """A running embedded engine. Tests leave it unpaused, with any weights; `engine_url` resets it."""
     with running_engine(model_folder, kernel="torch", threads=1, slots=16, max_context=256) as url:
         yield url
 
@@ -48,7 +48,7 @@ def engine_url(running_engine_url: str, model_folder: Path) -> str:
 def sglang_url(
     sglang_python: str, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """A real SGLang on the tiny model; tests leave it unpaused, with whatever weights: see `served_url`."""
+    """A real SGLang on the tiny model. Tests leave it unpaused, with any weights; `served_url` resets it."""
     folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("sglang") / "model")
     add_tokenizer(folder)
     with running_sglang(sglang_python, folder, lora_rank=16) as url:
@@ -57,7 +57,7 @@ def sglang_url(
 
 @pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def served_url(request: pytest.FixtureRequest, model_folder: Path) -> str:
-    """Each engine that new weights have to reach by every transport; it serves the initial ones."""
+    """Each engine that must support every transport, serving the initial weights as version 0."""
     if request.param == "embedded":
         return str(request.getfixturevalue("engine_url"))
     url = str(request.getfixturevalue("sglang_url"))
@@ -74,13 +74,13 @@ def group() -> Iterator[Ranks]:
 
 @pytest.fixture
 def policy(model_folder: Path, group: Ranks) -> Policy:
-    """The tiny model, to be trained."""
+    """The tiny model as a policy to be trained."""
     return load_policy(model_folder, group)
 
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are sent in several buckets where there would be one."""
+    """Make buckets so small that weights which would fit into one are sent in several."""
     monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
 
 

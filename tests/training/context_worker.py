@@ -1,4 +1,4 @@
-"""What each of two ranks of one context does: run by torch.multiprocessing, so importable by name."""
+"""The program of the two ranks in test_context_parallel, which spawned processes import by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCALE = 0.3
 
 
 def batches() -> list[MicroBatch]:
-    """Micro-batches of samples that share prefixes, one of them with an odd number of rows, and a filler."""
+    """Return micro-batches with shared prefixes, one with an odd number of rows; the last one is a filler."""
     packed = pack(samples(), token_budget=250, ranks=2)
     packed += pack(samples()[:1], token_budget=250, ranks=2)[1:]
     assert any(len(batch.input_ids) % 2 for batch in packed[:-1]) and packed[-1].scored_tokens == 0
@@ -30,14 +30,14 @@ def batches() -> list[MicroBatch]:
 
 
 def policy_results(folder: Path, group: Ranks) -> tuple[list[tuple[Tensor, ...]], dict[str, Tensor]]:
-    """Per micro-batch this rank's sample indices, targets and logprobs; the gradient of
+    """Return this rank's sample indices, targets and logprobs for each micro-batch, and the gradient of
     Σ advantage · logprob."""
     policy = load_policy(folder, group)
     entries = []
     for batch in batches():
         mine = local_share(batch, group.context_rank, group.context_count, group.context_group)
         logprobs, *_ = policy(mine)
-        # FSDP averages over all ranks, and the loss is a sum over them
+        # FSDP averages over all ranks, whereas the loss is a sum over them
         ((logprobs * mine.advantages).sum() * group.count).backward()
         entries.append((mine.sample_index, mine.target_ids, logprobs.detach()))
     gradients = {
@@ -51,7 +51,8 @@ def policy_results(folder: Path, group: Ranks) -> tuple[list[tuple[Tensor, ...]]
 def attention_difference(
     heads: int, kv_heads: int, group: dist.ProcessGroup, window: int | None = None
 ) -> float:
-    """Largest difference of outputs and gradients, attention of all rows here against split rows.
+    """Return the largest difference, in outputs and gradients, between attention over all rows on this rank
+    and attention over rows that are split between the ranks.
 
     Every head has an attention sink, whose gradient is the sum over the ranks.
     """
@@ -84,7 +85,7 @@ def attention_difference(
 
 
 def main(rank: int, port: int, models: list[str], out: str) -> None:
-    """Score and differentiate micro-batches of which each rank has half the rows."""
+    """Compute logprobs and gradients of micro-batches of which each rank has half of the rows."""
     torch.set_num_threads(1)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
     os.environ.update({name: str(value) for name, value in environment.items()})

@@ -1,4 +1,4 @@
-"""What each of three ranks does in test_control: spawned, so importable by name."""
+"""The program of the three ranks in test_control, which spawned processes import by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNT = 3
 
 
 def parts() -> list[dict[str, Any]]:
-    """What the first rank has for each rank: arrays of every size, none at all, and other values."""
+    """Return what the first rank sends to each rank: arrays, some of them empty, and other values."""
     rng = np.random.default_rng(0)
     return [
         {
@@ -32,7 +32,7 @@ def parts() -> list[dict[str, Any]]:
 
 
 def exchange() -> dict[str, Any]:
-    """What this rank gets by each operation."""
+    """Return the result of each operation on this rank."""
     with ranks("cpu") as group:
         return {
             "scattered": group.scatter(parts() if group.is_first else None),
@@ -43,7 +43,7 @@ def exchange() -> dict[str, Any]:
 
 
 def late(released: Path) -> str:
-    """The error when the last rank does not come while the first waits for it."""
+    """Return the error that is raised when the last rank does not reach a barrier in time."""
     with ranks("cpu", timeout_s=8) as group:
         if group.rank == COUNT - 1:
             while not released.exists():
@@ -58,7 +58,7 @@ def late(released: Path) -> str:
 
 
 def die() -> str:
-    """The error when the last rank dies while the others wait for it in a collective of the device."""
+    """Return the error that is raised when the last rank dies while the others wait in a collective."""
     try:
         with ranks("cpu", timeout_s=60) as group:
             group.barrier()
@@ -71,10 +71,10 @@ def die() -> str:
 
 
 def main(rank: int, ports: list[int], out: str) -> None:
-    """Exchange values; miss a rank that is late; lose one that dies."""
+    """Exchange values, wait for a rank that is late, and lose a rank that dies."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", WORLD_SIZE=str(COUNT), RANK=str(rank))
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as with torchrun, no rank keeps the store
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as with torchrun, no rank hosts the store
     results: dict[str, Any] = {}
     calls = {"exchanged": exchange, "late": lambda: late(Path(out) / "released"), "died": die}
     for port, (name, call) in zip(ports, calls.items(), strict=True):

@@ -1,9 +1,9 @@
 """Runs forward passes on fake CUDA tensors, without a GPU: shapes, types and devices are checked, values are
 not computed. Prints one line for each pass.
 
-A build of torch without CUDA has no guard for its devices, which even fake tensors need. The guard of the
-CPU, which does nothing, takes its place; so this runs in a process of its own. There is no backward pass:
-autograd's engine needs streams; `meta_gpu_worker.py` has one.
+A build of torch without CUDA has no device guard for CUDA, which even fake tensors need. The CPU's guard,
+which does nothing, is used instead, so this program runs in a separate process. There is no backward pass,
+because autograd's engine needs streams; `meta_gpu_worker.py` runs backward passes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def add_guard() -> None:
-    """Let CUDA devices have the guard of the CPU, if torch was built without them."""
+    """Use the CPU's device guard for CUDA devices if torch was built without CUDA."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     if guards[1] is None:
@@ -40,7 +40,7 @@ def add_guard() -> None:
 
 
 def fake_policy(model: PreTrainedModel) -> Policy:
-    """The model with fake weights on the GPU, in bfloat16."""
+    """Return the model with fake weights on the GPU, in bfloat16."""
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
@@ -54,14 +54,14 @@ def fake_policy(model: PreTrainedModel) -> Policy:
 
 
 def train(name: str, policy: Policy, batch: MicroBatch) -> None:
-    """Logprobs and entropies of a micro-batch."""
+    """Compute the logprobs and entropies of a micro-batch."""
     out = policy(batch)
     assert {out.logprobs.device, out.entropies.device} == {CUDA}
     print(name, out.logprobs.dtype, tuple(out.logprobs.shape), flush=True)
 
 
 def serve(arch: Architecture, weights: Weights) -> None:
-    """A step of the engine: a prompt and three decodes, and a copied prefix."""
+    """Run a step of the engine with one prompt and three decodes, and copy a prefix."""
     runner = TorchRunner(arch, slots=4, max_context=256, device=CUDA, dtype=torch.bfloat16)
     runner.load(weights)
 
@@ -83,7 +83,7 @@ def serve(arch: Architecture, weights: Weights) -> None:
 
 def main(folder: Path, vocab: int) -> None:
     add_guard()
-    # of the compiler only the part that needs no GPU
+    # use only the part of the compiler that needs no GPU
     flex = attention_gpu.compiled_flex("eager")
     attention_gpu.compiled_flex = lambda: flex  # type: ignore[assignment]
     samples = training_data([Recorder(vocab, seed=0).answers(0, prompt=64, lengths=[40] * 4)]).samples

@@ -1,4 +1,4 @@
-"""Prints, for one of many ranks that exist only on paper, how much of its gradient is whole.
+"""Prints how much of the gradient one of many simulated ranks holds unsharded.
 
 Run as a program: `fake_ranks_worker.py MODEL RANKS REPLICAS`. The process group is fake, the weights are on
 the meta device, and tensors are fake, so a model of any size takes seconds and no memory.
@@ -54,7 +54,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def build(name: str, count: int, replicas: int) -> tuple[Policy, Ranks]:
-    """A policy on the meta device, divided as in a run."""
+    """Return a policy on the meta device, sharded as in a run, and its ranks."""
     names = ("replicate", "shard")
     mesh = (
         init_device_mesh("cpu", (count,))
@@ -74,7 +74,7 @@ def build(name: str, count: int, replicas: int) -> tuple[Policy, Ranks]:
 
 
 def unsharded_gradient(policy: nn.Module) -> int:
-    """Bytes of the gradient that are whole on this rank."""
+    """Return the number of bytes of unsharded gradients on this rank."""
     held = 0
     for module in policy.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
@@ -87,7 +87,7 @@ def unsharded_gradient(policy: nn.Module) -> int:
 
 
 def kept_gradient(policy: nn.Module) -> int:
-    """Bytes that this rank keeps of the gradient, with the shards that the copies have not added up."""
+    """Return the number of bytes of gradients on this rank, with shards not yet summed over the replicas."""
     shards = [p.grad.to_local() for p in policy.parameters() if p.grad is not None]
     for module in policy.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
@@ -106,7 +106,7 @@ def micro_batch(mode: FakeTensorMode) -> MicroBatch:
 
 
 def main(name: str, count: int, replicas: int) -> dict[str, int | list[int]]:
-    """Compute a micro-batch, drop its gradient as after a stop, and compute a last one."""
+    """Process a micro-batch, drop its gradient as after a stop, and process a last micro-batch."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     attention.register()
     policy, group = build(name, count, replicas)

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 MOST_PARAMETERS = 80_000_000
-WINDOW = 24  # shorter than the samples, so that a window that is ignored shows
+WINDOW = 24  # shorter than the samples, so that ignoring the window changes the result
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 32),
@@ -44,7 +44,7 @@ DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 
 
 def families() -> list[str]:
-    """The model types of transformers' causal language models that read nothing but text."""
+    """Return the model types of transformers' causal language models that take only text."""
     return [family for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if _reads_text(family)]
 
 
@@ -54,11 +54,11 @@ def _reads_text(family: str) -> bool:
 
 
 def tiny_config(family: str) -> PretrainedConfig:
-    """The family's own defaults, with small sizes and two blocks, or one of each kind of layer."""
+    """Return the family's defaults with small sizes and two blocks, or one block of each kind of layer."""
     kind = CONFIG_MAPPING[family]
     default = kind().to_dict()
     values = {name: size for name, size in SIZES.items() if default.get(name) is not None}
-    for name in NOT_NONE:  # None is another size's function, or no size at all
+    for name in NOT_NONE:  # None: derived from another size, or not set at all
         if name in default:
             values[name] = SIZES[name]
     if "kv_lora_rank" in default:  # latent attention has no groups of heads
@@ -77,15 +77,15 @@ def tiny_config(family: str) -> PretrainedConfig:
 
 
 def build_family(family: str, folder: Path) -> Path:
-    """A random model of a family in a Hugging Face folder; no parameter is at a value that hides mistakes."""
+    """Write a random model of a family to a Hugging Face folder; no parameter value hides mistakes."""
     return build_tiny(tiny_config(family), folder)
 
 
 def build_tiny(config: PretrainedConfig, folder: Path) -> Path:
-    """A random model of a configuration, see `build_family`.
+    """Write a random model with a configuration to a folder, as `build_family` does.
 
     Raises:
-        ValueError: it is not tiny, because the family names its sizes differently.
+        ValueError: the model is not tiny, because the family names its sizes differently.
     """
     with torch.device("meta"):
         count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
@@ -100,7 +100,7 @@ def build_tiny(config: PretrainedConfig, folder: Path) -> Path:
         elif parameter.ndim > 1 and not parameter.std() > 0.05:
             nn.init.normal_(parameter, 0.0, 0.15)
     for name, buffer in model.named_buffers():
-        if "bias" in name and buffer.is_floating_point():  # of the experts' choice
+        if "bias" in name and buffer.is_floating_point():  # a bias in the choice of experts
             nn.init.normal_(buffer, 0.0, 0.1)
     model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""What each of two ranks does in test_ipc, where one of them may fail: spawned, so importable by name."""
+"""The program of the two ranks in test_ipc, one of which may fail; spawned processes import it by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {f"w{number}": (25,) for number in range(6)}  # 100 bytes each, two in 
 
 
 def weights(group: Ranks, fails: str) -> Iterator[tuple[str, Tensor]]:
-    """The weights, each of which the ranks gather together; the second rank may get one that does not fit."""
+    """Yield the weights, which the ranks gather together; one on the second rank may have a wrong size."""
     for number, (name, shape) in enumerate(SHAPES.items()):
         group.barrier()
         is_wrong = fails == "packing" and number == 2 and not group.is_first
@@ -31,7 +31,7 @@ def weights(group: Ranks, fails: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def hand_over(group: Ranks, fails: str) -> tuple[list[list[bool]], str, list[str]]:
-    """Which ranks had handles of each bucket; how it ended; and what is left in shared memory."""
+    """Return which ranks had handles of each bucket, how the transfer ended, and what is in shared memory."""
     seen, ended = [], "whole"
     handles = ipc.Handles()
     size: dict[str, Any] = {"dtype": torch.float32, "bucket_bytes": 200}
@@ -46,17 +46,17 @@ def hand_over(group: Ranks, fails: str) -> tuple[list[list[bool]], str, list[str
                     raise ValueError("the first rank cannot send")
     except (ValueError, RuntimeError, TrainingError) as error:
         ended = str(error)
-        error.__traceback__ = None  # it holds the buffers
-    exhaust(gathered, None)  # as every rank does, together with the others
+        error.__traceback__ = None  # the traceback holds the buffers
+    exhaust(gathered, None)  # as every rank does, in step with the others
     handles.give_back(())
     group.barrier()  # the ranks are still in step
     del buckets, handed, buffers
-    bucket = None  # noqa: F841 - it holds a buffer
+    bucket = None  # noqa: F841 - the variable holds a buffer
     return seen, ended, [name for name in os.listdir(ipc.SHARED_MEMORY) if f"torch_{os.getpid()}_" in name]
 
 
 def main(rank: int, port: int, out: str) -> None:
-    """Hand buckets over, while nothing and while each rank fails."""
+    """Hand over buckets, first without a failure, and then with a failure on each rank."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(COUNT), RANK=str(rank))
     with ranks("cpu", timeout_s=60) as group:

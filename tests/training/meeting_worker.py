@@ -1,8 +1,8 @@
-"""A rank without a model, for tests of how ranks meet and notice each other's end.
+"""A rank without a model, for tests of how ranks form a group and notice that a rank has ended.
 
-JOIN_TIMEOUT_S FACT BEHAVIOUR: wait (for the others, without end), short (the same, but the time for
-connections ends as soon as rank 1 alone is missing), finish, fail, compute (in collectives), or vanish (once
-all ranks are registered, before it is watched).
+Arguments: JOIN_TIMEOUT_S FACT BEHAVIOUR. The behaviours are wait (forever), short (like wait, but the time
+limit for connections expires once only rank 1 is missing), finish, fail, compute (in collectives forever),
+and vanish (after all ranks have registered, before this rank is watched).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _wait_for_all = rank_watch.RankWatch._wait_for_all
 
 
 def wait_for_all_but_one(watch: rank_watch.RankWatch) -> None:
-    """Wait without a limit until only rank 1 is missing, and then hardly at all."""
+    """Wait without a time limit until only rank 1 is missing, and then with a very short one."""
     while watch._missing != {1}:
         time.sleep(0.02)
     rank_watch._CONNECT_S = 0.1

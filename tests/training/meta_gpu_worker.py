@@ -1,8 +1,8 @@
-"""Runs forward and backward passes of the GPU's code path on meta tensors: kernels take their arguments, and
-each trained weight gets a gradient of its shape and type. Prints one line for each pass.
+"""Runs forward and backward passes of the GPU's code path on meta tensors: kernels accept their arguments,
+and each trained weight gets a gradient of its shape and type. Prints one line for each pass.
 
-Autograd's engine needs streams for fake CUDA tensors, and none for meta tensors. The choices by device are
-made as for a GPU. That no tensor is left on the CPU is for `fake_gpu_worker.py` to show.
+Autograd's engine needs streams for fake CUDA tensors, but not for meta tensors. Kernels are chosen as for a
+GPU. `fake_gpu_worker.py` checks that no tensor is left on the CPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ META = torch.device("meta")
 
 
 def as_on_a_gpu() -> list[str]:
-    """Choose the kernels of a GPU for meta tensors; return the names of those that are called."""
+    """Choose the kernels of a GPU for meta tensors; return a list to which called kernels add their names."""
     called: list[str] = []
-    # of the compiler only the part that needs no GPU
+    # use only the part of the compiler that needs no GPU
     flex = attention_gpu.compiled_flex("eager")
     attention_gpu._uncompiled_flex = lambda: flex
     flex_attention._validate_device = lambda query, key, value: None
@@ -46,7 +46,7 @@ def as_on_a_gpu() -> list[str]:
 
 
 def noted(name: str, kernel: Callable[..., Tensor], called: list[str]) -> Callable[..., Tensor]:
-    """The kernel, which notes its calls."""
+    """Return the kernel, wrapped to append its name to `called` at each call."""
 
     def call(*args: Any, **options: Any) -> Tensor:
         called.append(name)
@@ -56,7 +56,7 @@ def noted(name: str, kernel: Callable[..., Tensor], called: list[str]) -> Callab
 
 
 def policy(folder: Path, options: ModelOptions) -> Policy:
-    """The model on the meta device, its weights in the type in which they are gathered."""
+    """Return the model on the meta device, with its weights in the type in which FSDP gathers them."""
     module, model = build_without_weights(folder, policy_around(options), options=options)
     checkpoint_blocks(model, options.activation_checkpointing)
     return module.to(torch.bfloat16)

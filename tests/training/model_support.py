@@ -21,7 +21,7 @@ EXPERTS, CHOSEN = 6, 2
 
 
 def build_moe(path: Path) -> Path:
-    """A random Qwen3-MoE: a dense block between two with experts."""
+    """Write a random Qwen3-MoE with a dense block between two blocks with experts."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
@@ -44,7 +44,7 @@ def build_moe(path: Path) -> Path:
 
 
 def build_wide(path: Path) -> Path:
-    """A random Qwen3 whose rows can be packed in blocks of 64 weights."""
+    """Write a random Qwen3 whose rows can be packed in blocks of 64 weights."""
     torch.manual_seed(3)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -55,7 +55,7 @@ def build_wide(path: Path) -> Path:
 
 
 def set_adapters(policy: Policy) -> None:
-    """Give all adapters values, the same on any number of ranks."""
+    """Set all adapters to random values that do not depend on the number of ranks."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -73,8 +73,11 @@ def samples(seed: int = 0, temperature: float = 1.0) -> list[TrainingSample]:
 def reference(
     folder: Path, batch: Sequence[TrainingSample], *, change: Callable[[nn.Module], None] = lambda model: None
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Logprobs of the trained tokens per sample, and the gradient of Σ advantage · logprob, from
-    transformers' own eager attention, one unpadded sequence at a time; `change` sees the model first."""
+    """Return the logprobs of the trained tokens of each sample, and the gradient of Σ advantage · logprob.
+
+    They are computed by transformers' eager attention, one unpadded sequence at a time, after `change` was
+    applied to the model.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -94,7 +97,7 @@ def reference(
 def packed(
     policy: Policy, batch: Sequence[TrainingSample], **options: object
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The same from packed micro-batches."""
+    """Return what `reference` returns, computed by the policy from packed micro-batches."""
     by_sample: dict[int, list[float]] = {i: [] for i in range(len(batch))}
     for micro in pack(batch, **{"token_budget": 4096, **options}):  # type: ignore[arg-type]
         chosen, *_ = policy(micro)

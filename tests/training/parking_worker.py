@@ -1,6 +1,6 @@
-"""Moves a policy and its optimizer between host memory and a fake GPU, and prints where everything was.
+"""Moves a policy and its optimizer between host memory and a fake GPU, and prints their devices.
 
-Run as a program: `parking_worker.py MODEL`. Tensors are fake, the process group too; see `fake_gpu_worker`.
+Run as a program: `parking_worker.py MODEL`. Tensors and the process group are fake; see `fake_gpu_worker`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def where(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, list[str]]:
-    """The devices of all weights, of what FSDP gathers from, and of the moments."""
+    """Return the devices of all weights, of the shards that FSDP gathers, and of the moments."""
     gathered = []
     for module in policy.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
@@ -61,7 +61,7 @@ def main(folder: Path, *, lora: bool, offload: Offload) -> list[Any]:
             pinned.append(options["pin_memory"])
         return empty_like(tensor, **options)
 
-    torch.empty_like = allocate  # of the next call too, which records its own
+    torch.empty_like = allocate  # the next call of `main` wraps this function again
     out: list[Any] = []
     options = ModelOptions(dtype=torch.bfloat16, lora=LoraOptions(rank=2) if lora else None)
     with fake_ranks(2) as group:

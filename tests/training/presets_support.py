@@ -1,4 +1,4 @@
-"""One step of any preset on a tiny model, and what it left behind."""
+"""Takes one step of any preset on a tiny model, and returns the weights after it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ WHOLE = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1e9)
 
 
 def groups(names: Sequence[str] = "abcd") -> list[RolloutGroup]:
-    """Groups that differ in everything that an algorithm looks at."""
+    """Return groups that differ in everything that an algorithm uses."""
     return episode_groups(np.random.default_rng(1), names)
 
 
 def preset(name: str, **fields: object) -> AlgorithmConfig:
-    """A preset that fits episodes of some dozen tokens."""
+    """Return a preset with settings that suit episodes of a few dozen tokens."""
     small: dict[str, dict[str, float]] = {
         "dapo": {"overlong_limit": 24, "overlong_buffer": 12},
         "clip_cov": {"clip_cov_share": 0.1, "clip_cov_low": 0.05},
         "kl_cov": {"kl_cov_share": 0.1},
-        "maxrl": {"reward_bias": 5.0},  # the scores of `groups` reach below 0
+        "maxrl": {"reward_bias": 5.0},  # some scores of `groups` are negative
     }
     return AlgorithmConfig.model_validate({"preset": name, **small.get(name, {}), **fields})
 
@@ -53,10 +53,10 @@ def train_once(
     chunk_logits: int | None = None,
     version: int = 0,
 ) -> tuple[StepResult, dict[str, Tensor]]:
-    """Train fresh models on one batch by plain SGD, so that what the weights moved is the gradient.
+    """Train new models on one batch by plain SGD, so that the weights change by a multiple of the gradient.
 
     Returns:
-        The result, and all weights afterwards, those of the critic under `critic.`.
+        The result, and all weights after the step; the names of the critic's weights begin with `critic.`.
     """
     policy = load_policy(folder, ranks)
     if chunk_logits is not None:
@@ -85,7 +85,7 @@ def train_once(
 
 
 def teacher_of(algorithm: AlgorithmConfig, folder: Path, ranks: Ranks) -> Teacher | None:
-    """What a preset of distillation learns from; a held model is that of `folder`."""
+    """Return the teacher of a distillation preset, from `folder` if the trainer holds it; or None."""
     loss = algorithm.policy_loss
     if not isinstance(loss, DistillationLoss):
         return None
@@ -95,12 +95,12 @@ def teacher_of(algorithm: AlgorithmConfig, folder: Path, ranks: Ranks) -> Teache
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a sharded tensor, whole. Collective."""
+    """Return an unsharded copy of a tensor. Collective."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Over all weights of both; nan if one of them is."""
+    """Return the largest difference between two sets of weights; NaN if a weight is NaN."""
     assert left.keys() == right.keys()
     return float(torch.stack([(left[name] - right[name]).abs().max() for name in left]).max())

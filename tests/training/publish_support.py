@@ -1,4 +1,4 @@
-"""Publishers around a policy, engines that fail on purpose, and what an engine says about its weights."""
+"""Publishers of a policy, engines that fail on purpose, and checks of the weights that an engine serves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areal_agents.training.publish.publisher import Publisher
 
 PROMPT = as_token_ids([5, 9, 2, 40, 17, 33])
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
-WHOLE = ("disk", "tensor", "broadcast", "ipc")  # transports of all weights
+WHOLE = ("disk", "tensor", "broadcast", "ipc")  # transports that send all weights
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def publisher(
 
 
 def disturb(policy: Policy, seed: int, scale: float = 0.05) -> None:
-    """Change everything that is trained, as an optimizer step would."""
+    """Change all trained weights, as an optimizer step would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -62,7 +62,7 @@ def disturb(policy: Policy, seed: int, scale: float = 0.05) -> None:
 
 
 def sample(url: str, *, tokens: int = 12, adapters: bool = False) -> Completion:
-    """What the engine continues PROMPT with."""
+    """Return the engine's completion of PROMPT."""
 
     async def ask() -> Completion:
         async with SGLangEngine(url, adapters=adapters, control_timeout_s=20) as engine:
@@ -74,25 +74,25 @@ def sample(url: str, *, tokens: int = 12, adapters: bool = False) -> Completion:
 
 
 def policy_logprobs(policy: Policy, completion: Completion) -> np.ndarray:
-    """[C] the trainer's logprobs of what the engine sampled. Collective."""
+    """Return the policy's logprobs [C] of the tokens that the engine sampled. Collective."""
     ids = [*PROMPT.tolist(), *completion.token_ids.tolist()]
     told = make_sample(ids, range(len(PROMPT), len(ids)), rng=np.random.default_rng(0))
     (micro,) = pack([told], token_budget=4096)
     with torch.no_grad():
         logprobs, *_ = policy(micro)
-    policy.reshard()  # what a backward pass would do: the root's weights are whole until then
+    policy.reshard()  # as a backward pass does; until then the root's weights are unsharded
     return logprobs.numpy()
 
 
 def assert_serves(url: str, policy: Policy, version: int, *, adapters: bool = False) -> None:
-    """The engine samples as the policy would, and says under which version."""
+    """Assert that the engine samples with the weights of the policy, and reports this version."""
     completion = sample(url, adapters=adapters)
     assert completion.versions.tolist() == [version] * 12
     np.testing.assert_allclose(completion.logprobs, policy_logprobs(policy, completion), atol=1e-4)
 
 
 async def paused_generation(engine: Engine, mode: PauseMode) -> asyncio.Task[Completion]:
-    """A generation that an engine is in the midst of, and paused so; for a drain, which waits, it runs."""
+    """Return an unfinished generation of an engine, and pause the engine unless the mode is `drain`."""
     if mode != "drain":
         return await held_generation(engine, lambda: engine.pause(mode), engine.resume)
     begun = asyncio.Event()
@@ -107,7 +107,7 @@ async def held_generation(
     release: Callable[[], Awaitable[object]],
     sampling: SamplingParams = LONG,
 ) -> asyncio.Task[Completion]:
-    """A generation that an engine is in the midst of, and held; one that ended before is begun anew."""
+    """Return an unfinished generation after `hold`; if it ended before, another generation is started."""
     for attempt in range(50):
         begun, pieces = asyncio.Event(), []
 
@@ -119,7 +119,7 @@ async def held_generation(
         await asyncio.wait_for(begun.wait(), 60)
         await hold()
         seen = -1
-        while len(pieces) > seen:  # what was on its way still arrives
+        while len(pieces) > seen:  # pieces that were already sent still arrive
             seen = len(pieces)
             await asyncio.sleep(0.1)
         if not running.done():
@@ -130,7 +130,7 @@ async def held_generation(
 
 
 def resume(url: str) -> None:
-    """Undo a pause that a test has left."""
+    """Resume an engine that a test left paused."""
 
     async def ask() -> None:
         async with SGLangEngine(url) as engine:
@@ -140,7 +140,7 @@ def resume(url: str) -> None:
 
 
 def serve_folder(url: str, folder: Path) -> None:
-    """Have the engine serve a model folder, as a server that was just started on it does."""
+    """Load a model folder into the engine as version 0, as if a server had just been started with it."""
 
     async def ask() -> None:
         async with SGLangEngine(url) as engine:
@@ -150,8 +150,8 @@ def serve_folder(url: str, folder: Path) -> None:
 
 
 class ReturningEngine(SGLangEngine):
-    """The client of a server that refuses its first request to `refuses`, dies of that to `dies_at`, and is
-    back, started anew, when it has been looked for `looks` times; never without."""
+    """The client of a server that rejects the first request to `refuses`, and dies at the first request to
+    `dies_at`. The restarted server is reachable after `looks` failed probes, or never if `looks` is None."""
 
     def __init__(
         self, url: str, first_weights: Path, *, dies_at: str, refuses: str = "", looks: int | None = 2
@@ -191,7 +191,7 @@ class ReturningEngine(SGLangEngine):
         raise EngineUnavailable(f"{self.base_url}{path} is not reachable")
 
     async def start_anew(self) -> None:
-        """Leave nothing of what a trainer did to the server."""
+        """Reset the server to its state after a restart."""
         async with SGLangEngine(self.base_url) as engine:
             for call in (
                 engine.abandon_weight_update(),

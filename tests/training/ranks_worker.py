@@ -1,4 +1,4 @@
-"""What each of two ranks does in test_ranks: run by torch.multiprocessing, so importable by name."""
+"""The program of the two ranks in test_ranks, which spawned processes import by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from areal_agents.training.step.step import StepOptions, Stopped, train_batch
 ALGORITHM = AlgorithmConfig(clip_high=0.28, minibatches=2)
 OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)
 OBSERVATIONS = "m2po with observations"
-LAYOUTS = {  # how two ranks share the work, and the presets that are trained so
+LAYOUTS = {  # how two ranks share the work, and the presets that are trained in this way
     "data": (
         "ppo",
         "grpo",
@@ -84,8 +84,8 @@ def batch(group: Ranks, count: int | None = None) -> TrainingData | None:
 def train_preset(
     name: str, folder: Path, reference: Path, group: Ranks, records: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], float]:
-    """The weights after a batch, the statistics, and the norm of the gradient. `records` is the folder of a
-    run, to which the rank's tokens are written."""
+    """Return the weights after a batch, the statistics, and the norm of the gradient. The token records of
+    this rank are written to the run folder `records`."""
     options = replace(WHOLE_BATCH, microbatch_tokens=150, records_tokens=True)
     algorithm = preset(name.split()[0], observation_coefficient=0.5 if name == OBSERVATIONS else 0.0)
     result, weights = train_once(algorithm, folder, reference, group, options=options)
@@ -99,7 +99,7 @@ def train_preset(
 
 
 def train_layouts(folder: Path, reference: Path, records: Path) -> dict[tuple[str, str], tuple]:
-    """Every preset of every layout, by (layout, preset)."""
+    """Train with every preset of every layout; return the results by (layout, preset)."""
     results = {}
     for layout, names in LAYOUTS.items():
         with ranks("cpu", **({layout: 2} if layout != "data" else {})) as group:
@@ -109,7 +109,8 @@ def train_layouts(folder: Path, reference: Path, records: Path) -> dict[tuple[st
 
 
 def train(folder: Path, group: Ranks, *, offload: Offload = "none") -> tuple[dict, dict[str, torch.Tensor]]:
-    """Three AdamW steps of two minibatches; statistics of the last, and the weights."""
+    """Train on three batches of two minibatches, and on one sample; return the statistics of the third batch,
+    and the weights."""
     on_host = offload == "all"
     options = replace(OPTIONS, gradients_on_host=on_host)
     placement = ModelOptions(placement="offloaded" if on_host else "device")
@@ -119,15 +120,15 @@ def train(folder: Path, group: Ranks, *, offload: Offload = "none") -> tuple[dic
         result = train_batch(
             policy, optimizer, batch(group), ALGORITHM, options, ranks=group, version=0, seed=seed
         )
-    # one sample: the other rank has nothing of its own, and takes part all the same
+    # the other rank has no sample, but must still take part in the collectives
     alone = AlgorithmConfig()
     train_batch(policy, optimizer, batch(group, 1), alone, options, ranks=group, version=0, seed=3)
     return {**result.statistics.as_dict(), "grad_norm": result.grad_norm}, policy.full_state_dict()
 
 
 def stop_within_a_step(folder: Path, group: Ranks) -> tuple[bool, bool]:
-    """Stop, on the second rank's signal, when a micro-batch has left a gradient in its shards. Returns
-    whether this rank stopped, and whether it still has gradients or gathered weights."""
+    """Stop a step once the second rank has the gradient of a micro-batch in its shards. Return whether this
+    rank stopped, and whether it still has gradients or unsharded weights."""
     policy = load_policy(folder, group, options=ModelOptions(reshard="step"))
     shards = list(policy.parameters())
     stopped = False
@@ -144,8 +145,9 @@ def stop_within_a_step(folder: Path, group: Ranks) -> tuple[bool, bool]:
 
 
 def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> dict[str, float]:
-    """By transport, how far the engine's logprobs are from the policy's after it is published, though it was
-    lost on the way; and how it ends where the engine is not there."""
+    """Publish by each transport to an engine that restarts meanwhile, and to one that is not running. Return,
+    by transport, the largest difference between the engine's and the policy's logprobs, and which ranks
+    raised which error."""
     results: dict[str, float] = {}
     preflight._POLL_S = swapping._FIRST_PAUSE_S = 0.02
     for number, transport in enumerate((*WHOLE, "lora"), 1):
@@ -155,7 +157,7 @@ def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> d
         store = Store.open(out / transport / "store.db") if group.is_first else None
         engines: list[SGLangEngine] = []
         if group.is_first:
-            serve_folder(engine_url, folder)  # adapters are of the model that the run began with
+            serve_folder(engine_url, folder)  # adapters belong to the initial model of the run
             dies_at = "/load_lora_adapter" if lora else "/pause_generation"
             engines = [ReturningEngine(engine_url, folder, dies_at=dies_at)]
         with publisher(
@@ -174,7 +176,7 @@ def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> d
                 alone.publish(version=number + 1, step=1)
             except EngineUnavailable:
                 results[f"{transport} lost"] = 0
-            except TrainingError:  # of a rank that was told so
+            except TrainingError:  # on the other rank
                 results[f"{transport} lost"] = 1
         if store is not None:
             store.close()
@@ -184,8 +186,8 @@ def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> d
 def sleep_beside_a_slow_rank(
     folder: Path, group: Ranks, engine_url: str, out: Path
 ) -> dict[bool, dict[str, float]]:
-    """When this rank had freed its memory, and when the first rank's engine was told to take it back, by
-    whether the step was stopped. The clock is that of the machine."""
+    """Return when this rank had freed its memory, and when the first rank told the engine to resume its own,
+    by whether the step was stopped. The times are those of the machine's monotonic clock."""
     times: dict[bool, dict[str, float]] = {False: {}, True: {}}
 
     class Waking(SGLangEngine):
@@ -210,8 +212,8 @@ def sleep_beside_a_slow_rank(
 
 
 def watched_loop(*arguments: Any) -> tuple[Any, list[Span], list[Span]]:
-    """As `loop`; when the first rank waited for a batch or engines, and when this rank was in a collective
-    of the device."""
+    """Return the result of `loop`, the times at which the first rank waited for a batch or for engines, and
+    the times at which this rank was in a collective of the device group."""
     waits: list[Span] = []
     next_batch, run_on_loop = source.next_batch, EventLoopThread.run
 
@@ -237,7 +239,7 @@ def watched_loop(*arguments: Any) -> tuple[Any, list[Span], list[Span]]:
 
 
 def loop(model: Path, run_dir: Path, store: Store | None, engine_url: str, steps: int) -> Any:
-    """How the whole loop ends: step, version and latest checkpoint, or the error that every rank gets."""
+    """Run the training loop; return its step, version and latest checkpoint, or the message of its error."""
     try:
         result = run(
             TrainerConfig(steps=steps, lr=1e-2, batch_timeout_s=2, checkpoint_every=10, device="cpu"),
@@ -257,8 +259,8 @@ def loop(model: Path, run_dir: Path, store: Store | None, engine_url: str, steps
 
 
 def keep_files_from_children() -> None:
-    """Keep open files from processes that this one starts. PyTorch's daemon of shared memory (ipc on a CPU)
-    lives as long as the engine, and would hold the pipe by which the parent sees that this process ended."""
+    """Do not pass open files to child processes. PyTorch's shared-memory daemon (ipc on a CPU) runs as long
+    as the engine, and would hold the pipe by which the parent notices that this process has ended."""
     for name in os.listdir("/dev/fd"):
         with suppress(OSError):
             if int(name) > 2:
@@ -266,7 +268,7 @@ def keep_files_from_children() -> None:
 
 
 def main(rank: int, port: int, model: str, reference: str, out: str, engine_url: str) -> None:
-    """Train like one rank, save a checkpoint, stop together, and run the whole loop."""
+    """Train, save a checkpoint, stop within a step, run the training loop, publish, and train all layouts."""
     torch.set_num_threads(1)
     keep_files_from_children()
     environment = {

@@ -1,6 +1,6 @@
-"""A gloo group that takes the part of the device's, and records when each of its collectives began and ended.
+"""A gloo backend for the device group, which records when each of its collectives began and ended.
 
-On a CPU the group of the device and the control group are both gloo's; this one tells them apart.
+On a CPU both the device group and the control group use gloo; this backend tells them apart.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 NAME = "recording"
 
-Span = tuple[str, float, float]  # what, and its begin and end on the clock of the machine
+Span = tuple[str, float, float]  # name, begin and end, by the machine's monotonic clock
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """Collectives of a gloo group, each of which ends before the call returns."""
+    """A gloo process group whose collectives complete before the call returns."""
 
     spans: list[Span] = []  # of all groups of this process
 
@@ -61,5 +61,5 @@ for _name in (
 
 
 def register() -> None:
-    """Make the backend known, so that `init_process_group(NAME)` takes it."""
+    """Register the backend, so that `init_process_group(NAME)` accepts it."""
     dist.Backend.register_backend(NAME, RecordingGroup, devices=["cpu"])

@@ -1,4 +1,4 @@
-"""What each of two ranks does in test_sharding: run by torch.multiprocessing, so importable by name."""
+"""The program of the two ranks in test_sharding, which spawned processes import by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NF4 = ModelOptions(lora=LoraOptions(rank=3, base="nf4"), activation_checkpointin
 def gradients(
     policy: Policy, group: Ranks, batch: Sequence[TrainingSample] | None = None
 ) -> dict[str, Tensor]:
-    """The gradient of Σ advantage · logprob over all samples, of which this rank computes its share."""
+    """Return the gradient of Σ advantage · logprob over all samples, of which this rank processes a share."""
     batches = pack(batch or samples(), token_budget=250, ranks=group.data_count)
     for batch in batches[group.data_rank :: group.data_count]:
         logprobs, *_ = policy(batch)
@@ -47,14 +47,14 @@ def gradients(
 
 
 def main(rank: int, port: int, folders: dict[str, Path], out: Path) -> None:
-    """Load and differentiate every kind of model in every kind of mesh."""
+    """Load every kind of model in every kind of mesh, and compute its gradients."""
     torch.set_num_threads(1)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
     os.environ.update({name: str(value) for name, value in environment.items()})
     results: dict[str, Any] = {}
     with ranks("cpu") as group:
         for name, options in OPTIONS.items():
-            torch.manual_seed(5 + rank)  # adapters begin as the first rank's seed says
+            torch.manual_seed(5 + rank)  # the first rank's seed determines the initial adapters
             policy = load_policy(folders["untied"], group, options=options)
             results[name] = gradients(policy, group)
         policy = load_policy(folders["tied"], group)
@@ -75,7 +75,7 @@ def main(rank: int, port: int, folders: dict[str, Path], out: Path) -> None:
         results["nf4 adapter"] = policy.adapter_state_dict()
         results["nf4 local"] = sum(p.to_local().nbytes for p in policy.parameters() if not p.requires_grad)
         policy = load_policy(folders["vision"], group)
-        # one image for one rank: the other has none, and takes part all the same
+        # only one rank has an image, but both must take part in the collectives
         results["vision"] = gradients(policy, group, samples_with_images()[::5])
         with ranks("cpu", replicas=2) as replicated:
             policy = load_policy(folders["tied"], replicated)

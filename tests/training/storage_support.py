@@ -1,4 +1,4 @@
-"""The two sides of a run whose versions go through an object storage, here a folder."""
+"""The trainer and the engine of a run whose versions go through an object storage, here a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 60.0
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Wait until something is so, for at most `WAIT_S`."""
+    """Wait until a condition is true, for at most `WAIT_S` seconds."""
     deadline = time.monotonic() + WAIT_S
     while not is_so():
         assert time.monotonic() < deadline
@@ -31,7 +31,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 class Site:
-    """A storage, a store, and the two sides that meet in them."""
+    """An object storage and a store, with the publisher and the weight fetcher that use them."""
 
     def __init__(self, folder: Path, store: Store, model: Path, *, adapters: bool = False) -> None:
         self.store, self.model, self.adapters = store, model, adapters
@@ -47,7 +47,7 @@ class Site:
 
     @contextmanager
     def fetcher(self, url: str) -> Iterator[None]:
-        """Run what runs in the process of an engine; when it has ended, its row is gone."""
+        """Run the weight fetcher of an engine, and check that it removes its row when it ends."""
         stop = threading.Event()
 
         async def fetch() -> None:
@@ -79,12 +79,12 @@ class Site:
         raise AssertionError(self.store.engine_weights())
 
     def stored(self, version: int) -> Path:
-        """The folder of a version in the storage."""
+        """Return the folder of a version in the storage."""
         [found] = (self.bucket / self.store.run_id()).glob(f"v{version}-*")
         return found
 
     def stored_versions(self) -> list[str]:
-        """The versions in the storage, each of which has one folder."""
+        """Return the names of the versions in the storage, one for each folder."""
         return sorted(path.name.partition("-")[0] for path in (self.bucket / self.store.run_id()).iterdir())
 
     def config(self, **config: float) -> PublishConfig:

@@ -1,4 +1,4 @@
-"""Groups written straight into a store: known scores, lengths and versions, and rows that are broken."""
+"""Groups written directly to a store, with known scores, lengths and versions, and invalid rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def put_group(
     version: int | Sequence[int] = 0,
     token: int = 7,
 ) -> None:
-    """A complete group of one-turn episodes with these scores, of one version or of one each."""
+    """Store a complete group of one-turn episodes with these scores, of one version or of one each."""
     versions = [version] * len(scores) if isinstance(version, int) else version
     for index, (score, own) in enumerate(zip(scores, versions, strict=True)):
         _put(store, f"{name}-{index}", name, len(scores), index, score, prompt, own, token)
@@ -36,7 +36,7 @@ def put_group(
 def put_episode(
     store: Store, name: str, score: float, *, split: Split = "train", temperature: float = 1.0
 ) -> None:
-    """A scored episode of no group."""
+    """Store a scored episode that belongs to no group."""
     _put(store, name, None, 1, 0, score, PROMPT, 0, 7, split=split, temperature=temperature)
 
 
@@ -83,28 +83,28 @@ def _put(
 
 
 def execute(store: Store, statement: str, *values: object) -> None:
-    """Change rows behind the store's back, as a disk or another program would."""
+    """Change rows without the store's checks, as a faulty disk or another program would."""
     with sqlite3.connect(store.path) as connection:
         connection.execute(statement, values)
 
 
 def drop_reasons(store: Store) -> dict[str, str]:
-    """Why the trainer dropped groups, by id."""
+    """Return the reasons for which the trainer dropped groups, by group id."""
     with sqlite3.connect(store.path) as connection:
         return dict(connection.execute("select group_id, reason from leases where state = 'dropped'"))
 
 
 def break_reward(store: Store, episode: str) -> None:
-    """A reward that is infinite."""
+    """Make the rewards of an episode infinite."""
     execute(store, "update rewards set value = 9e999 where episode_id = ?", episode)
 
 
 def shorten_logprobs(store: Store, episode: str) -> None:
-    """One logprob fewer than tokens."""
+    """Store one logprob fewer than there are tokens."""
     blob = np.full(SAMPLED - 1, -1.5, np.float32).tobytes()
     execute(store, "update turns set logprobs = ? where episode_id = ?", blob, episode)
 
 
 def empty_group(store: Store, group: str) -> None:
-    """A complete group whose episodes are gone."""
+    """Remove every episode from a complete group."""
     execute(store, "update episodes set group_id = null where group_id = ?", group)

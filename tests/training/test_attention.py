@@ -1,4 +1,4 @@
-"""Packed tree attention against a dense float64 softmax over what each row may see."""
+"""Packed tree attention equals a dense float64 softmax over the rows that each row may attend to."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def dense_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """[1, H, T, D]: every row sees the last `window` rows of the sequences that it is part of, up to itself;
-    a sink [H] adds exp(sink) to the denominator of the softmax."""
+    """Return the output [1, H, T, D]. Each row attends to the last `window` rows, up to itself, of every
+    sequence that contains it; a sink [H] adds exp(sink) to the denominator of the softmax."""
     size = len(tree.token_ids)
     seen = torch.zeros(size, size, dtype=torch.bool)
     for rows in tree.rows:
@@ -144,7 +144,7 @@ def test_bfloat16_takes_the_gathered_path_and_agrees_to_its_precision() -> None:
 
 
 def long_tree() -> TokenTree:
-    """Three levels over several blocks of 128 rows, and documents that share nothing."""
+    """Return a tree of three levels over several blocks of 128 rows, and a document that shares no prefix."""
     rng = np.random.default_rng(1)
     root, middle = rng.integers(0, 9, 700), rng.integers(0, 9, 300)
     tails = [rng.integers(10, 99, n) for n in (40, 260, 1)]
@@ -153,11 +153,11 @@ def long_tree() -> TokenTree:
     return build_tree(sequences, min_saved=1)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")  # compiled it is on a GPU only
+@pytest.mark.filterwarnings("ignore:flex_attention called without")  # it is compiled only on a GPU
 @pytest.mark.parametrize(
     ("make", "heads", "groups"), [(make_tree, 4, 2), (long_tree, 4, 4), (long_tree, 4, 1)]
 )
-def test_flex_attention_sees_what_gathered_attention_sees(make, heads: int, groups: int) -> None:  # type: ignore[no-untyped-def]
+def test_flex_attention_equals_gathered_attention(make, heads: int, groups: int) -> None:  # type: ignore[no-untyped-def]
     tree = make()
     query, key, value = (t.detach() for t in inputs(tree, heads, groups, torch.float32))
     mask = tree_block_mask(tree.segments, torch.device("cpu"))
@@ -168,7 +168,7 @@ def test_flex_attention_sees_what_gathered_attention_sees(make, heads: int, grou
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(("with_sinks", "window"), [(True, None), (True, 300), (False, 40), (False, 300)])
-def test_flex_attention_with_sinks_and_windows_is_dense_attention(
+def test_flex_attention_with_sinks_and_windows_equals_dense_attention(
     with_sinks: bool, window: int | None
 ) -> None:
     tree = long_tree()
@@ -185,10 +185,10 @@ def test_flex_attention_with_sinks_and_windows_is_dense_attention(
 
 
 @pytest.mark.parametrize("window", [None, 40, 128, 300, 5000])
-def test_blocks_that_see_all_and_nothing_are_found(window: int | None) -> None:
+def test_the_block_mask_finds_full_and_empty_blocks(window: int | None) -> None:
     tree = long_tree()
     mask = tree_block_mask(tree.segments, torch.device("cpu"), window=window)
-    seen = torch.zeros(mask.shape[-2:], dtype=torch.bool)  # rows of padding too
+    seen = torch.zeros(mask.shape[-2:], dtype=torch.bool)  # including rows of padding
     for rows in tree.rows:
         for position, row in enumerate(rows):
             first = 0 if window is None else max(0, position - window + 1)
@@ -211,11 +211,11 @@ def test_blocks_that_see_all_and_nothing_are_found(window: int | None) -> None:
     assert torch.equal(found[0], full)
     partial = blocks.any(3).any(2) & ~full
     assert (found[1] | ~partial).all() and not (found[1] & full).any()
-    # the ends of a window are found by block, so that a block at its edge may turn out to see nothing
+    # the ends of a window are found by block, so a block at its edge may be listed although it is empty
     assert torch.equal(found[1], partial) if window is None else found[1].sum() <= 1.5 * partial.sum()
 
 
-def test_a_gpus_plan_takes_documents_apart_and_trees_whole() -> None:
+def test_a_gpu_plan_separates_documents_and_keeps_trees_whole() -> None:
     rng = np.random.default_rng(0)
     flat = build_tree([rng.integers(0, 9, n) for n in (5, 3, 9)], min_saved=None)
     made = gpu_plan(flat.segments, torch.device("cpu"))
@@ -278,7 +278,7 @@ def test_heads_narrower_than_a_kernel_needs_are_padded() -> None:
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
-def test_flash_attention_takes_the_widths_and_types_for_which_it_has_kernels(
+def test_flash_attention_is_used_for_the_widths_and_types_that_it_supports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[str] = []
@@ -305,7 +305,7 @@ def test_flash_attention_takes_the_widths_and_types_for_which_it_has_kernels(
 def test_flash_attention_is_called_as_each_version_of_torch_declares_it(
     shares_heads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch 2.11 has no argument `enable_gqa`; its kernel shares heads by their number."""
+    """torch 2.11 has no argument `enable_gqa`; its kernel infers shared heads from the numbers of heads."""
     from torch.nn.attention import varlen
 
     calls: list[dict[str, Any]] = []
@@ -333,7 +333,7 @@ def test_flash_attention_is_called_as_each_version_of_torch_declares_it(
 
 
 def test_a_few_compiled_programs_serve_all_batches_windows_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More would exceed dynamo's limit of 8 programs a function, which ends the run."""
+    """A run ends if it exceeds dynamo's limit of 8 compiled programs for each function."""
     import torch._dynamo
     from torch._dynamo.testing import CompileCounter
 

@@ -1,4 +1,4 @@
-"""What a whole run does with bad input: an error that names it, nothing trained on it, nothing lost."""
+"""A run with bad input: errors name the input, nothing is trained on it, and no other group is lost."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def put_good(store: Store, *names: str) -> None:
         put_group(store, name, [0, 1, 1])
 
 
-# How a group is spoiled, and what the error says of it; five in all, over the two batches of a run.
+# How each group is damaged, and a part of its error; the groups are spread over the two batches of a run.
 BAD: dict[str, tuple[Callable[[Store, str], None], str]] = {
     "infinite": (lambda store, name: break_reward(store, f"{name}-1"), "a reward must be a finite number"),
     "nan": (
         lambda store, name: execute(
             store, "update rewards set value = 'nan' where episode_id = ?", f"{name}-0"
         ),
-        "it cannot be read: must be real number",  # SQLite takes it as a text only
+        "it cannot be read: must be real number",  # SQLite stores NaN only as a string
     ),
     "empty": (empty_group, "group empty must have at least one rollout"),
     "short": (lambda store, name: shorten_logprobs(store, f"{name}-0"), "5 token ids, 4 logprobs"),
@@ -69,7 +69,7 @@ def put_bad(store: Store, name: str) -> None:
     BAD[name][0](store, name)
 
 
-def test_bad_groups_are_named_dropped_and_leave_no_trace(
+def test_bad_groups_are_named_and_dropped_and_do_not_affect_the_weights(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     for name in ("infinite", "nan", "empty"):
@@ -84,9 +84,9 @@ def test_bad_groups_are_named_dropped_and_leave_no_trace(
     for name, (_, said) in BAD.items():
         assert said in reasons[name], (name, reasons[name])
     assert [line["groups_bad"] for line in metrics_of(run_dir)] == [3, 2]
-    # Nothing is lost: the good ones are all trained, once, and the rest waits.
+    # Nothing is lost: the good groups of both batches are trained once, and the last group remains complete.
     assert store.group_counts() == {"pending": 0, "complete": 1, "leased": 0, "trained": 4, "dropped": 5}
-    # Nothing was trained on the bad ones: the weights are those of a run that never met them.
+    # Nothing was trained on the bad groups: the weights equal those of a run without them.
     with Store.open(tmp_path / "clean" / "store.db") as clean:
         put_good(clean, "a", "b", "c", "d")
         train(clean, engine_url, model_folder, tmp_path / "clean")
@@ -97,7 +97,7 @@ def test_bad_groups_are_named_dropped_and_leave_no_trace(
 
 
 def flip(file: Path) -> None:
-    """Change bytes in the middle of a file, and not its length."""
+    """Change bytes in the middle of a file, but not its length."""
     data = bytearray(file.read_bytes())
     middle = len(data) // 2
     data[middle : middle + 64] = bytes(byte ^ 0xFF for byte in data[middle : middle + 64])
@@ -108,13 +108,13 @@ def state(store: Store) -> tuple[dict[str, int], int]:
     return store.group_counts(), store.max_version()
 
 
-def test_a_checkpoint_that_cannot_be_used_stops_before_anything_is_taken(
+def test_an_unusable_checkpoint_is_refused_before_any_group_is_leased(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     put_good(store, "a", "b", "c", "d", "e", "f")
     train(store, engine_url, model_folder, run_dir)
     before = state(store)
-    # of another model
+    # a checkpoint of another model
     with pytest.raises(TrainingError, match="step-2 is a checkpoint of another model"):
         train(store, engine_url, build_model(tmp_path / "llama", "llama"), run_dir, steps=3)
     assert state(store) == before
@@ -127,26 +127,26 @@ def test_a_checkpoint_that_cannot_be_used_stops_before_anything_is_taken(
     ):
         train(store, engine_url, model_folder, run_dir, steps=3)
     assert state(store) == before
-    # The right model and the whole shard: it goes on, with what it had not taken before.
+    # With the right model and the intact shard, the run continues with the remaining groups.
     shard.write_bytes(kept)
     assert train(store, engine_url, model_folder, run_dir, steps=3) == RunResult(3, 4, finished=True)
     assert [line["step"] for line in metrics_of(run_dir)] == [1, 2, 3]
     assert store.group_counts()["trained"] == 6
 
 
-def test_without_the_damaged_checkpoint_the_one_before_can_be_resumed(
+def test_a_run_resumes_from_the_previous_checkpoint_if_the_last_one_is_removed(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     put_good(store, "a", "b", "c", "d")
     train(store, engine_url, model_folder, run_dir)
     shutil.rmtree(run_dir / "checkpoints" / "step-2")
     assert train(store, engine_url, model_folder, run_dir) == RunResult(2, 4, finished=True)
-    assert store.group_counts()["trained"] == 4  # those of step 2 were given back, and trained again
+    assert store.group_counts()["trained"] == 4  # the groups of step 2 were returned, and trained again
     assert [line["step"] for line in metrics_of(run_dir)] == [1, 2]
 
 
 @pytest.mark.parametrize(("damage", "said"), [("cut", "not a valid safetensors file"), ("nan", "not finite")])
-def test_a_model_with_a_corrupted_shard_is_refused_by_file(
+def test_a_model_with_a_corrupted_shard_is_refused_with_the_name_of_the_file(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path, tmp_path: Path, damage: str, said: str
 ) -> None:
     put_good(store, "a", "b")
@@ -156,7 +156,7 @@ def test_a_model_with_a_corrupted_shard_is_refused_by_file(
     if damage == "cut":
         shard.write_bytes(data[: len(data) // 2])
     else:
-        shard.write_bytes(data[:-400] + b"\xff" * 400)  # every float of it is nan
+        shard.write_bytes(data[:-400] + b"\xff" * 400)  # every float in it is NaN
     with pytest.raises(TrainingError, match=said) as caught:
         train(store, engine_url, folder, run_dir)
     assert str(shard) in str(caught.value)

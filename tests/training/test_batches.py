@@ -1,4 +1,4 @@
-"""Batches: full of groups that can be trained on, whatever lies among them, and every other one named."""
+"""Batches are filled with groups that can be trained on; other groups are dropped with a reason."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def take(
     )
 
 
-def test_a_batch_waits_for_those_that_must_be_ahead_of_it(store: Store) -> None:
+def test_a_batch_is_taken_only_while_enough_further_groups_are_complete(store: Store) -> None:
     for name in "abcd":
         put_group(store, name, [0, 1])
     with pytest.raises(TrainingError, match="did not get 6 complete groups within the time limit"):
@@ -73,7 +73,7 @@ def test_equal_groups_are_replaced_and_counted(store: Store) -> None:
     assert batch.equal_groups == 3 and batch.bad_groups == {}
     assert {sample.group_id for sample in batch.samples} == {"b", "e"}
     assert drop_reasons(store) == dict.fromkeys("acd", "all its episodes have the same score")
-    assert in_flight_episodes(store) == in_flight - 6  # their places in the gate are free
+    assert in_flight_episodes(store) == in_flight - 6  # the gate no longer counts them
     assert store.group_counts()["leased"] == 2
 
 
@@ -85,7 +85,7 @@ def test_without_refill_equal_groups_stay_in_the_batch_untrained(store: Store) -
     assert {sample.group_id for sample in batch.samples} == {"b"}
 
 
-def test_refilling_ends_so_that_a_solved_data_set_does_not_hang(store: Store) -> None:
+def test_refilling_is_limited_so_that_a_solved_data_set_does_not_stop_training(store: Store) -> None:
     for index in range(12):
         put_group(store, f"g{index:02}", [1, 1])
     batch = take(store, REFILL, groups=1)
@@ -163,17 +163,17 @@ def test_a_bad_group_is_dropped_named_and_replaced(
     assert all(math.isfinite(reward) for reward in batch.report.rewards)
 
 
-def test_nothing_but_bad_groups_ends_the_run_with_the_reason(store: Store) -> None:
+def test_too_many_bad_groups_end_the_run_with_the_reason(store: Store) -> None:
     for index in range(9):
         put_group(store, f"g{index}", [0, 1], prompt=80)
     with pytest.raises(TrainingError, match=r"5 groups cannot be trained on.*trainer\.microbatch_tokens"):
         take(store)
-    assert store.return_leases(0) == 6  # the fault mended, a resume gets them all back
+    assert store.return_leases(0) == 6  # a resumed run gets all of them back
     batch = take(store, budget=128)
     assert batch is not None and len(batch.group_ids) == 2
 
 
-def test_a_pair_of_which_one_is_stale_is_no_pair(store: Store) -> None:
+def test_a_pair_with_a_stale_episode_is_left_out(store: Store) -> None:
     put_group(store, "a", [0, 1], version=(0, 3))
     put_group(store, "b", [0, 1], version=(3, 3))
     batch = take(store, DPO, version=3, max_staleness=1)

@@ -1,4 +1,4 @@
-"""A trainer with a canary, two real engines, and users: promotions, rollbacks, and deaths in between."""
+"""A trainer with a canary, two real engines, and users: promotions, rollbacks, and kills in between."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def adapter(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
 
 
 def check_ended(run_dir: Path, urls: Sequence[str]) -> None:
-    """The first candidate was promoted, the second was rolled back, and everything serves what is left."""
+    """Check that the first candidate was promoted and the second rolled back, and what the engines serve."""
     with Store.open(run_dir / "store.db") as store:
         rows = store.published_versions()
         trained = {step: set(store.groups_of_step(step)) for step in (1, 2, 3)}
@@ -80,8 +80,8 @@ def test_a_better_candidate_is_promoted_and_a_worse_one_rolled_back(
     check_ended(run_dir, engines)
 
 
-# The moment at which a trainer dies: what is called, before or after it, at which call. Checkpoints are saved
-# for step 0, for each candidate, and after the rollback.
+# The point at which a trainer is killed: at which call of a function, and whether before or after it.
+# Checkpoints are saved for step 0, for each candidate, and after the rollback.
 POINTS: dict[str, tuple[Any, str, str, int]] = {
     "between the candidate's checkpoint and its row": (Store, "publish_candidate", "before", 1),
     "between the candidate's row and its swap": (Store, "publish_candidate", "after", 1),
@@ -94,7 +94,7 @@ POINTS: dict[str, tuple[Any, str, str, int]] = {
 
 
 def train_until_killed(point: str, run_dir: Path, model: Path, urls: Sequence[str]) -> None:
-    """In a process of its own: train, and die at a point."""
+    """Train in a separate process that is killed at a point."""
     owner, name, when, calls = POINTS[point]
     setattr(owner, name, dying(getattr(owner, name), when, calls))
     train(run_dir, model, urls)
@@ -108,7 +108,7 @@ def train_until_killed(point: str, run_dir: Path, model: Path, urls: Sequence[st
         for point in POINTS
     ],
 )  # fmt: skip
-def test_a_run_that_was_killed_goes_on_with_the_same_candidate(
+def test_a_killed_run_resumes_with_the_same_candidate(
     point: str, engines: list[str], run_dir: Path, model_folder: Path
 ) -> None:
     processes = multiprocessing.get_context("forkserver")
@@ -123,10 +123,11 @@ def test_a_run_that_was_killed_goes_on_with_the_same_candidate(
     check_ended(run_dir, engines)
 
 
-def test_the_operator_comes_before_the_test(
+def test_an_order_of_the_operator_overrides_the_statistical_test(
     engines: list[str], run_dir: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frozen, nothing is decided or trained; an order decides against the scores; a stop leaves it open."""
+    """A frozen run neither decides nor trains, a stop leaves the candidate undecided, and an order decides
+    against the scores."""
     looked, stop = threading.Event(), threading.Event()
     wait = Canary._wait
 
@@ -137,7 +138,7 @@ def test_the_operator_comes_before_the_test(
     monkeypatch.setattr(Canary, "_wait", waiting)
     results: list[Any] = []
     with Store.open(run_dir / "store.db") as store, users(run_dir / "store.db", engines):
-        # In this range a difference of thumbs is not found in the time of a test: only an order decides.
+        # With this range of scores the comparison does not decide within the test; only an order does.
         rules = replace(RULES, low=-1e6, high=1e6, most_conversations=10**9)
 
         def train_on() -> None:
@@ -153,7 +154,7 @@ def test_the_operator_comes_before_the_test(
         rows = store.published_versions()
         assert [row.canary for row in rows] == [None, "candidate"]
         store.give_order(1, "roll_back")
-        # Frozen, but ordered: the candidate ends, and no further batch is taken.
+        # The run is frozen, but the order ends the candidate; no further batch is taken.
         stop.clear()
         thread = threading.Thread(target=train_on)
         thread.start()

@@ -1,4 +1,4 @@
-"""Checkpoints: training continues as if nothing had happened, and errors name damaged files."""
+"""Checkpoints: a resumed run continues exactly, and errors name damaged files."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def assert_equal(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tenso
     ("saved", "resumed"),
     [
         ({}, {}),
-        ({"offload": "optimizer"}, {}),  # a checkpoint does not say where the state was kept
+        ({"offload": "optimizer"}, {}),  # a checkpoint does not depend on where the state was kept
         ({}, {"offload": "optimizer"}),
         ({"optimizer": "muon"}, {"optimizer": "muon", "offload": "optimizer"}),
     ],
@@ -82,11 +82,11 @@ def test_a_resumed_run_takes_the_same_steps(
     straight.step(2, 3)
     again = Run(model_folder, group, **resumed)
     assert again.load(path) == TrainingProgress(2, 2)
-    again.step(2, 3)  # the moments are there too, or the optimizer would step elsewhere
+    again.step(2, 3)  # these steps differ unless the moments are restored too
     assert_equal(again.weights(), straight.weights())
 
 
-def test_what_is_saved_is_what_was_there_when_saving_began(
+def test_a_checkpoint_has_the_state_from_when_saving_began(
     model_folder: Path, tmp_path: Path, group: Ranks
 ) -> None:
     run = Run(model_folder, group)
@@ -94,7 +94,7 @@ def test_what_is_saved_is_what_was_there_when_saving_began(
     checkpoints = Checkpoints(tmp_path, group)
     path = checkpoints.save(run.parts, TrainingProgress(1, 4, 9))
     want = run.weights()
-    run.step(1, 2)  # while it is being written
+    run.step(1, 2)  # while the checkpoint is being written
     checkpoints.finish()
     again = Run(model_folder, group)
     assert again.load(path) == TrainingProgress(1, 4, 9)
@@ -127,11 +127,11 @@ def test_the_random_state_is_restored(model_folder: Path, tmp_path: Path, group:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_last_and_the_best_are_kept_and_nothing_unfinished_is_found(
+def test_the_last_and_the_best_are_kept_and_unfinished_checkpoints_are_ignored(
     model_folder: Path, tmp_path: Path, group: Ranks
 ) -> None:
     assert latest_checkpoint(tmp_path) is None
-    (tmp_path / ".step-11.tmp").mkdir()  # of a run that was killed
+    (tmp_path / ".step-11.tmp").mkdir()  # left by a run that was killed
     written: list[int] = []
     run = Run(model_folder, group)
     checkpoints = Checkpoints(tmp_path, group, keep=2, keep_best=1, written=written.append)
@@ -140,7 +140,7 @@ def test_the_last_and_the_best_are_kept_and_nothing_unfinished_is_found(
     checkpoints.finish()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-11", "step-12", "step-3"]
     assert latest_checkpoint(tmp_path) == tmp_path / "step-12"
-    assert written == [2, 3, 9, 10, 11, 12]  # each only once it had its name
+    assert written == [2, 3, 9, 10, 11, 12]  # each is reported once
 
 
 def test_a_protected_checkpoint_outlasts_later_ones(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
@@ -157,7 +157,7 @@ def test_a_protected_checkpoint_outlasts_later_ones(model_folder: Path, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-3", "step-4"]
 
 
-def test_a_damaged_older_checkpoint_ends_no_run(
+def test_a_damaged_older_checkpoint_does_not_end_the_run(
     model_folder: Path, tmp_path: Path, group: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(model_folder, group)
@@ -169,7 +169,7 @@ def test_a_damaged_older_checkpoint_ends_no_run(
     checkpoints.save(run.parts, TrainingProgress(3, 3), score=0.1)
     checkpoints.finish()
     assert "step-1" in caplog.text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]  # the best that can be read
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]  # the best readable one
 
 
 def test_another_model_is_refused(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
@@ -220,10 +220,10 @@ def test_a_damaged_checkpoint_is_named_with_its_file(
     before = again.weights()
     with pytest.raises(TrainingError, match=rf"step-1 is damaged: .*{name}"):
         again.load(path)
-    assert_equal(again.weights(), before)  # nothing of it was taken
+    assert_equal(again.weights(), before)  # nothing was loaded from it
 
 
-def test_facts_are_plain_json(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
+def test_the_facts_of_a_checkpoint_are_json(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
     path = Run(model_folder, group).save(tmp_path, 3)
     facts = json.loads((path / "trainer.json").read_text())
     assert (facts["step"], facts["version"], facts["position"], facts["ranks"]) == (3, 3, 0, 1)
@@ -236,7 +236,7 @@ def test_a_full_disk_is_a_training_error(model_folder: Path, tmp_path: Path, gro
         Run(model_folder, group).save(blocked, 1)
 
 
-def test_a_checkpoint_has_its_name_once_it_is_on_the_disk(
+def test_a_checkpoint_gets_its_name_only_after_its_files_are_on_the_disk(
     model_folder: Path, tmp_path: Path, group: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
@@ -252,7 +252,7 @@ def test_a_checkpoint_has_its_name_once_it_is_on_the_disk(
     assert {unfinished, *(unfinished / file.name for file in path.iterdir())} <= set(synced[:named])
 
 
-def test_a_disk_that_refuses_later_is_reported_by_the_next_look(
+def test_an_error_while_writing_in_the_background_is_raised_by_finish(
     model_folder: Path, tmp_path: Path, group: Ranks
 ) -> None:
     run = Run(model_folder, group)

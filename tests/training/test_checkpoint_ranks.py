@@ -1,6 +1,6 @@
-"""A checkpoint goes from one rank to two and back: weights, moments, critic, and a whole run.
+"""A checkpoint is passed from one rank to two and back: weights, moments, critic, and a whole run.
 
-Spawned once for the module.
+The two ranks are spawned once for the module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Spawned = tuple[Path, dict[str, torch.Tensor], list[Any]]
 
 @pytest.fixture(scope="module")
 def spawned(model_folder: Path, group: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Spawned:
-    """A folder, what one rank had saved in it, and what two ranks then returned."""
+    """The folder, the state that one rank saved in it, and the results of the two ranks."""
     out = tmp_path_factory.mktemp("ranks")
     parts = build(model_folder, group)
     step(parts, group, 0)
@@ -69,7 +69,7 @@ def test_two_ranks_step_like_one_under_muon(spawned: Spawned, model_folder: Path
     load_checkpoint(out / "one" / "step-1", parts, group)
     step(parts, group, 1)
     want = whole(parts)
-    for key, value in want.items():  # its iterations are in bfloat16, of whatever order of sums
+    for key, value in want.items():  # Muon's iterations are in bfloat16, with another order of sums
         torch.testing.assert_close(results[0][2][key], value, atol=1e-3, rtol=2e-2)
 
 

@@ -1,4 +1,4 @@
-"""The trainer's hashes are the engine's, of the same weights in the engine's own form."""
+"""The trainer computes the engine's hashes of the same weights, in the form in which the engine has them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areal_agents.training.publish.checksums import (
 
 
 def served(folder: Path) -> dict[str, Tensor]:
-    """The tiny dense model's weights as engines fuse them."""
+    """Return the tiny dense model's weights, fused as in engines."""
     weights = load_file(folder / "model.safetensors")
     for layer in (f"model.layers.{i}" for i in range(2)):
         for fused, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
@@ -36,7 +36,7 @@ def served(folder: Path) -> dict[str, Tensor]:
 
 
 class Serving(SGLangEngine):
-    """A client whose server holds these tensors and hashes them so."""
+    """A client of a server that reports these hashes, by tensor, for each of its ranks."""
 
     def __init__(self, *ranks: dict[str, str]) -> None:
         super().__init__("http://there")
@@ -46,8 +46,8 @@ class Serving(SGLangEngine):
         return WeightsChecksum(self._ranks)
 
 
-def test_the_gpu_hash_is_that_of_sglangs_kernel() -> None:
-    """The figures are what its Triton kernel (0.5.21) returns in Triton's interpreter."""
+def test_the_gpu_hash_equals_that_of_sglangs_kernel() -> None:
+    """The expected hashes are those of SGLang's Triton kernel (0.5.21) in Triton's interpreter."""
     cases = {
         (5, torch.float32): "fd8c4b551551804c",
         (3, torch.bfloat16): "a368c20ae9156437",
@@ -62,7 +62,7 @@ def test_the_gpu_hash_is_that_of_sglangs_kernel() -> None:
 
 @pytest.mark.parametrize("hashed", [cpu_hash, gpu_hash])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-async def test_an_engine_may_hold_them_in_any_type_on_any_device(
+async def test_an_engine_may_hold_the_weights_in_any_type_on_any_device(
     hashed, dtype: torch.dtype, model_folder: Path
 ) -> None:
     held = {name: hashed(tensor.to(dtype)) for name, tensor in served(model_folder).items()}
@@ -70,7 +70,7 @@ async def test_an_engine_may_hold_them_in_any_type_on_any_device(
     assert agreement == Agreement(len(held), len(held))
 
 
-async def test_one_wrong_bit_is_named(model_folder: Path) -> None:
+async def test_a_weight_with_one_wrong_bit_is_named(model_folder: Path) -> None:
     for name, tensor in served(model_folder).items():
         held = {other: cpu_hash(t) for other, t in served(model_folder).items()}
         wrong = tensor.clone()
@@ -80,7 +80,7 @@ async def test_one_wrong_bit_is_named(model_folder: Path) -> None:
             await Checksums(FolderWeights(model_folder)).check(Serving(held))
 
 
-async def test_what_cannot_be_compared_is_not_called_equal(
+async def test_weights_that_cannot_be_compared_are_not_reported_as_equal(
     model_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = {name: cpu_hash(tensor) for name, tensor in served(model_folder).items()}
@@ -98,7 +98,7 @@ async def test_what_cannot_be_compared_is_not_called_equal(
     assert workers.share is None and "2 tensor-parallel workers are not compared" in caplog.text
 
 
-async def test_a_padded_vocabulary_and_fused_experts_are_known(model_folder: Path, tmp_path: Path) -> None:
+async def test_a_padded_vocabulary_and_fused_experts_are_compared(model_folder: Path, tmp_path: Path) -> None:
     weights = served(model_folder)
     embedding = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = torch.cat([embedding, torch.zeros(32, 32)])

@@ -1,4 +1,4 @@
-"""Which models load, and that those which load compute what transformers does."""
+"""Models that are supported compute what transformers computes, and the others are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash"]
 
 
 def assert_as_transformers(folder: Path, group: Ranks, **options: Any) -> None:
-    """Logprobs and gradients of shared prefixes are those of transformers, a sequence at a time."""
+    """Assert that logprobs and gradients with shared prefixes equal those of transformers by sequence."""
     got = packed(load_policy(folder, group, options=ModelOptions(**options)), samples())
     want = reference(folder, samples())
     for got_logprobs, want_logprobs in zip(got[0], want[0], strict=True):
@@ -34,7 +34,7 @@ def assert_as_transformers(folder: Path, group: Ranks, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("family", SINKS)
-def test_attention_sinks_are_those_of_transformers(family: str, tmp_path: Path, group: Ranks) -> None:
+def test_attention_sinks_are_computed_as_in_transformers(family: str, tmp_path: Path, group: Ranks) -> None:
     folder = build_family(family, tmp_path)
     config = AutoConfig.from_pretrained(folder)
     assert max(len(sample) for sample in samples()) > 2 * WINDOW == 2 * config.sliding_window
@@ -63,7 +63,7 @@ def test_activation_checkpointing_changes_nothing_with_sinks_and_windows(
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3_text", "cohere2", "exaone4"])
-def test_sliding_windows_are_those_of_transformers(family: str, tmp_path: Path, group: Ranks) -> None:
+def test_sliding_windows_are_computed_as_in_transformers(family: str, tmp_path: Path, group: Ranks) -> None:
     config = tiny_config(family)
     if family == "qwen2":
         config.layer_types = ["full_attention", "sliding_attention"]
@@ -78,10 +78,10 @@ def test_sliding_windows_are_those_of_transformers(family: str, tmp_path: Path, 
         ("cohere", {"logit_scale": 0.25}, 0.25),
         ("granite", {"logits_scaling": 8.0}, 0.125),
         ("granite", {"logits_scaling": 1.0}, 1.0),
-        ("minicpm3", {"dim_model_base": 8}, 0.25),  # the hidden states are divided, before the head
+        ("minicpm3", {"dim_model_base": 8}, 0.25),  # it divides the hidden states before the head
     ],
 )
-def test_scaled_logits_are_those_of_transformers(
+def test_scaled_logits_are_computed_as_in_transformers(
     family: str, settings: dict[str, Any], scale: float, tmp_path: Path, group: Ranks
 ) -> None:
     config = tiny_config(family)
@@ -93,7 +93,7 @@ def test_scaled_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("family", ["afmoe", "minimax_m2", "hy_v3", "cohere2_moe", "mixtral"])
-def test_mixtures_of_experts_are_those_of_transformers(family: str, tmp_path: Path, group: Ranks) -> None:
+def test_experts_are_computed_as_in_transformers(family: str, tmp_path: Path, group: Ranks) -> None:
     assert_as_transformers(build_family(family, tmp_path), group)
 
 
@@ -116,14 +116,14 @@ def test_families_that_cannot_train_are_refused_before_any_weight_is_read(
 ) -> None:
     config = tiny_config(family)
     config.architectures = None
-    config.save_pretrained(tmp_path)  # no weights beside it
+    config.save_pretrained(tmp_path)  # there are no weights beside it
     with pytest.raises(TrainingError, match=reason) as caught:
         load_policy(tmp_path, group)
     assert str(tmp_path) in str(caught.value)
 
 
 def on_meta(family: str) -> PreTrainedModel:
-    """A tiny model as the trainer builds it, without weights."""
+    """Return a tiny model as the trainer builds it, without weights."""
     attention.register()
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -148,14 +148,14 @@ def test_a_block_without_attention_is_refused() -> None:
         check_layers(model)
 
 
-def test_a_head_that_is_no_matrix_is_refused() -> None:
+def test_an_output_layer_that_is_not_a_matrix_is_refused() -> None:
     model = on_meta("llama")
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(TrainingError, match=r"is Sequential, expected nn\.Linear"):
         logit_scale(model)
 
 
-def test_softcapped_logits_are_refused_and_the_model_is_left_as_it_was() -> None:
+def test_softcapped_logits_are_refused_and_the_model_is_left_unchanged() -> None:
     model = on_meta("gemma2")
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(TrainingError, match="not a constant multiple"):
@@ -188,7 +188,7 @@ def test_an_argument_that_changes_attention_is_refused(argument: str, value: Any
         attend(module, *tensors, **given)
 
 
-def test_arguments_that_ask_for_nothing_are_taken() -> None:
+def test_arguments_that_have_no_effect_are_accepted() -> None:
     attend: Any = attention._attention_forward
     tensors = [torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8)]
     probe = attention.AttentionProbe()

@@ -1,4 +1,7 @@
-"""Micro-batches split over two gloo ranks against one process. Spawned once for the module."""
+"""Micro-batches that are split over two gloo ranks give the results of one process.
+
+The ranks are spawned once for the module.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 @pytest.fixture(scope="module")
 def spawned(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of two ranks returned."""
+    """The results of the two ranks."""
     out = tmp_path_factory.mktemp("context")
     with reserved_ports(1) as (port,):
         mp.spawn(main, (port, [str(folder) for folder in folders], str(out)), nprocs=2)
@@ -49,7 +52,7 @@ def test_two_ranks_of_a_context_give_the_logprobs_and_gradients_of_one(
         shares = [results[model][0][place] for results in spawned]
         assert sum(len(share[0]) for share in shares) == batch.scored_tokens
         for index, target, value in (entry for share in shares for entry in zip(*share, strict=True)):
-            # whichever rank answers for a token, the logprob is one of its sample's with that target
+            # whichever rank computed the logprob, the sample has a token with this target and logprob
             sample = samples()[int(index)]
             targets = sample.token_ids[sample.loss_mask]
             wanted = logprobs[int(index)][torch.from_numpy(targets == int(target))]
@@ -64,19 +67,19 @@ def test_two_ranks_of_a_context_give_the_logprobs_and_gradients_of_one(
             assert error <= 1e-5, (name, float(error))
 
 
-def test_heads_come_and_go_exactly_also_where_keys_have_fewer_than_ranks(spawned: list[Any]) -> None:
+def test_exchanging_heads_is_exact_even_with_fewer_key_heads_than_ranks(spawned: list[Any]) -> None:
     for *_, differences in spawned:
         assert max(differences) <= 1e-5
 
 
-def test_a_rank_alone_keeps_its_micro_batch_and_a_missing_group_is_refused() -> None:
+def test_a_single_rank_keeps_its_micro_batch_and_a_missing_group_is_refused() -> None:
     (batch,) = pack([make_sample([1, 2, 3], [2], rng=np.random.default_rng(0))], token_budget=8)
     assert local_share(batch, 0, 1, None) is batch
     with pytest.raises(ValueError, match="process group of 2 ranks"):
         local_share(batch, 0, 2, None)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_heads_that_the_ranks_cannot_share_are_refused() -> None:
     check_heads(16, 8, 16)
     check_heads(16, 2, 4)
     with pytest.raises(ValueError, match="3 ranks cannot share 16 query heads and 8"):
@@ -93,7 +96,7 @@ def test_a_model_that_a_context_cannot_share_is_refused_when_it_is_loaded(
     assert str(model_folder) in str(caught.value)
 
 
-def test_the_heads_of_every_layer_count(tmp_path: Path, group: Ranks) -> None:
+def test_the_heads_of_every_layer_are_checked(tmp_path: Path, group: Ranks) -> None:
     config = tiny_config("laguna")
     config.num_attention_heads_per_layer = [4, 6]
     with pytest.raises(TrainingError, match=r"4 ranks cannot share 6 query heads and 2 key heads"):

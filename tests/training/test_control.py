@@ -1,4 +1,7 @@
-"""Three gloo ranks tell one another things, and say who is missing. Spawned once for the module."""
+"""Three gloo ranks exchange values, and their errors name a missing rank.
+
+The ranks are spawned once for the module.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ from areal_agents.training.distributed import use_threads
 
 @pytest.fixture(scope="module")
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank got."""
+    """The results of each rank."""
     out = tmp_path_factory.mktemp("control")
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(3)]
     mp.spawn(main, ([store.port for store in stores], str(out)), nprocs=COUNT)
     return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(COUNT)]
 
 
-def test_each_rank_gets_its_own_part_and_what_all_are_told(spawned: list[dict[str, Any]]) -> None:
+def test_each_rank_receives_its_own_part_and_the_value_for_all(spawned: list[dict[str, Any]]) -> None:
     for rank, (results, want) in enumerate(zip(spawned, parts(), strict=True)):
         got = results["exchanged"]
         part = got["scattered"]
@@ -33,7 +36,7 @@ def test_each_rank_gets_its_own_part_and_what_all_are_told(spawned: list[dict[st
         assert got["told"] == {"step": 3} and got["any"] == [True, True, False] and got["sum"] == 6
 
 
-def test_the_error_names_the_rank_that_does_not_come(spawned: list[dict[str, Any]]) -> None:
+def test_the_error_names_the_rank_that_is_late(spawned: list[dict[str, Any]]) -> None:
     for rank in (0, 1):
         assert spawned[rank]["late"].startswith(
             f"rank {rank}: rank 2 of 3 ended or did not come within the time limit (trainer.rank_timeout_s)"

@@ -1,7 +1,7 @@
-"""Exactly once, whenever a trainer dies: kill -9 between any two writes of a step, and resume.
+"""Exactly-once training: the trainer is killed by SIGKILL between any two writes of a step, and resumed.
 
-Whatever the moment, the run ends with the very weights of one that nobody disturbed: no group was lost,
-none was trained twice, and none in another order.
+Wherever it was killed, the run ends with exactly the weights of an undisturbed run: no group is lost, none
+is trained twice, and they are trained in the same order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from areal_agents.training.records.files import read_records
 
 STEPS, GROUPS = 3, 2
 
-# In step 2: (what is called, whether it dies before or after it, at which call). The first version is
-# published before step 1, and the checkpoint of step 1 is there.
+# Points in step 2: (the owner of a function, its name, whether the process is killed before or after a call,
+# and at which call). The first version is published before step 1, and the checkpoint of step 1 exists.
 POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "after leasing": (Store, "lease_group_ids", "after", 2),
     "after leasing a group again": (Store, "lease_replays", "after", 2),
@@ -59,7 +59,7 @@ POINTS: dict[str, tuple[type | Any, str, str, int]] = {
 }
 
 
-# With a transport that sends the weights first, and writes the folder of the third version behind them.
+# The same with a transport that first sends the weights, and then writes the folder of the third version.
 DIRECT_POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "between the row and the weights": (Store, "publish_version", "after", 3),
     "between the weights and the swap": (SGLangEngine, "end_weight_update", "before", 3),
@@ -69,7 +69,7 @@ DIRECT_POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "before the folder has its name": (folder.ModelFolder, "finish", "before", 3),
     "between the folder and its row": (Store, "mark_folder_written", "before", 3),
 }
-# With an object storage, whose engine reads the versions by itself.
+# The same with an object storage, from which the engine fetches versions by itself.
 STORAGE_POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "between the weights and the manifest": (Location, "write", "before", 3),
     "between the manifest and the row": (Store, "publish_version", "before", 3),
@@ -84,7 +84,7 @@ BEHIND = (
 
 @dataclass(frozen=True)
 class Recorded:
-    """Groups in a store, the model they are of, and a running engine."""
+    """A run folder whose store has groups, the model that sampled them, and a running engine."""
 
     run_dir: Path
     model: Path
@@ -93,7 +93,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a run ended with."""
+    """The results of a run."""
 
     weights: dict[str, torch.Tensor]
     trained: list[tuple[str, int, int]]
@@ -120,7 +120,7 @@ def undisturbed(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def train(run_dir: Path, model: Path, engine_url: str, transport: str = "disk") -> None:
-    """Begin or resume, and train to the end."""
+    """Start or resume a run, and train until it ends."""
     location = f"file://{run_dir.parent}/bucket" if transport == "object_storage" else ""
     with Store.open(run_dir / "store.db") as store:
         trainer.run(
@@ -131,7 +131,7 @@ def train(run_dir: Path, model: Path, engine_url: str, transport: str = "disk") 
                 batch_timeout_s=30,
                 threads=1,
                 trackers=(),
-                async_checkpoints=False,  # so that a death has one outcome
+                async_checkpoints=False,  # so that a kill has only one outcome
                 publish=PublishConfig(verify="off", transport=transport, location=location),
             ),
             AlgorithmConfig(replay="recent", replay_groups=1),
@@ -141,13 +141,13 @@ def train(run_dir: Path, model: Path, engine_url: str, transport: str = "disk") 
             model_path=model,
             run_dir=run_dir,
             groups=GROUPS,
-            max_staleness=STEPS - 1,  # the last step trains at the bound
+            max_staleness=STEPS - 1,  # the last step trains at the staleness bound
             stop=threading.Event(),
         )
 
 
 def train_until_killed(point: str, run_dir: Path, model: Path, engine_url: str, transport: str) -> None:
-    """In a process of its own: train, and die at a point."""
+    """Train in a separate process that is killed at a point."""
     points = {"disk": POINTS, "object_storage": STORAGE_POINTS}.get(transport, DIRECT_POINTS)
     owner, name, when, calls = points[point]
     call = getattr(owner, name)
@@ -157,7 +157,7 @@ def train_until_killed(point: str, run_dir: Path, model: Path, engine_url: str, 
 
 
 def dying(function: Callable[..., Any], when: str, calls: int) -> Callable[..., Any]:
-    """The function, whose n-th call kills the process."""
+    """Return the function, wrapped to kill the process before or after call number `calls`."""
     seen = 0
 
     @functools.wraps(function)
@@ -175,7 +175,7 @@ def dying(function: Callable[..., Any], when: str, calls: int) -> Callable[..., 
 
 
 def dying_coroutine(function: Callable[..., Any], when: str, calls: int) -> Callable[..., Any]:
-    """The same of a coroutine function."""
+    """Return the same as `dying` for a coroutine function."""
     seen = 0
 
     async def call(*arguments: Any, **named: Any) -> Any:
@@ -215,7 +215,7 @@ def rows(run_dir: Path, query: str) -> list[Any]:
 
 
 def resume(run_dir: Path, recorded: Recorded, undisturbed: Ended, transport: str = "disk") -> int:
-    """Train to the end, compare with the run that nobody disturbed, and return the step it resumed from."""
+    """Train until the run ends, compare it with the undisturbed run, and return the step it resumed from."""
     published = rows(run_dir, "SELECT MAX(version) FROM versions")[0][0]
     train(run_dir, recorded.model, recorded.engine_url, transport)
     end = ended(run_dir)
@@ -231,7 +231,7 @@ def resume(run_dir: Path, recorded: Recorded, undisturbed: Ended, transport: str
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_death_at_any_point_changes_nothing(
+def test_a_kill_at_any_point_does_not_change_the_result(
     point: str, recorded: Recorded, undisturbed: Ended, run_dir: Path
 ) -> None:
     shutil.copytree(recorded.run_dir, run_dir)
@@ -242,7 +242,7 @@ def test_a_death_at_any_point_changes_nothing(
 
 
 @pytest.mark.parametrize("point", DIRECT_POINTS)
-def test_nor_does_one_where_the_weights_are_sent_before_the_folder(
+def test_a_kill_does_not_change_the_result_if_weights_are_sent_before_the_folder(
     point: str, recorded: Recorded, undisturbed: Ended, run_dir: Path
 ) -> None:
     shutil.copytree(recorded.run_dir, run_dir)
@@ -251,10 +251,10 @@ def test_nor_does_one_where_the_weights_are_sent_before_the_folder(
     ((version, path, pending),) = rows(
         run_dir, "SELECT version, path, folder_pending FROM versions ORDER BY version DESC LIMIT 1"
     )
-    assert served <= version == 2  # its number was used up before an engine had the weights
+    assert served <= version == 2  # the version is recorded before any engine has the weights
     assert pending or Path(path, "model.safetensors").is_file()
     resumed = resume(run_dir, recorded, undisturbed, "tensor")
-    assert resumed == 1 or point in BEHIND  # beside the folder the step may go on to its checkpoint
+    assert resumed == 1 or point in BEHIND  # the step may reach its checkpoint while the folder is written
     assert not list((run_dir / "weights").glob(".*"))
     ((path, pending),) = rows(
         run_dir, "SELECT path, folder_pending FROM versions ORDER BY version DESC LIMIT 1"
@@ -271,7 +271,7 @@ def test_nor_does_one_where_the_weights_are_sent_before_the_folder(
         for point in STORAGE_POINTS
     ],
 )
-def test_nor_does_one_with_an_object_storage(
+def test_a_kill_does_not_change_the_result_with_an_object_storage(
     point: str, recorded: Recorded, undisturbed: Ended, run_dir: Path
 ) -> None:
     shutil.copytree(recorded.run_dir, run_dir)

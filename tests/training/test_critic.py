@@ -1,4 +1,4 @@
-"""The critic: it begins at zero, learns what a state is worth, and PPO gets better by it."""
+"""The critic: its first values are zero, it learns the values of states, and PPO improves with it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from areal_agents.training.step.step import StepResult, train_batch
 def played(
     name: str, prompt: np.ndarray, sampled: np.ndarray, logprobs: np.ndarray, reward: float
 ) -> RecordedEpisode:
-    """An episode of one turn."""
+    """Return an episode of one turn."""
     turn = Turn(
         id=f"{name}-0",
         parent=None,
@@ -54,7 +54,7 @@ def grouped(name: str, episodes: list[RecordedEpisode]) -> RolloutGroup:
     return RolloutGroup(name, episodes[0].task, rollouts)
 
 
-def test_a_new_critic_says_zero_and_trains_all_of_its_weights(model_folder: Path, group: Ranks) -> None:
+def test_a_new_critic_returns_zero_and_trains_all_of_its_weights(model_folder: Path, group: Ranks) -> None:
     critic = load_critic(model_folder, group)
     samples = build_training_data(groups("a"), preset("ppo")).samples
     (batch,) = pack(samples, token_budget=4096)
@@ -67,7 +67,7 @@ def test_a_new_critic_says_zero_and_trains_all_of_its_weights(model_folder: Path
 
 
 def test_the_values_are_those_of_the_states_before_the_tokens(model_folder: Path, group: Ranks) -> None:
-    """Against transformers' hidden states, one sample at a time, under a head of known weights."""
+    """The oracle is transformers' hidden states, one sample at a time, under a head with known weights."""
     critic = load_critic(model_folder, group)
     torch.manual_seed(0)
     weight = torch.randn(1, 32)
@@ -86,7 +86,7 @@ def test_the_values_are_those_of_the_states_before_the_tokens(model_folder: Path
             torch.testing.assert_close(values[batch.sample_index == index], want, atol=1e-4, rtol=1e-4)
 
 
-def test_a_critic_takes_no_adapters(model_folder: Path, group: Ranks) -> None:
+def test_a_critic_with_adapters_is_refused(model_folder: Path, group: Ranks) -> None:
     with pytest.raises(ValueError, match="all of its weights"):
         load_critic(model_folder, group, options=ModelOptions(lora=LoraOptions()))
 
@@ -101,7 +101,7 @@ def test_explained_variance() -> None:
 
 
 def test_the_critic_learns_a_known_value(model_folder: Path, group: Ranks) -> None:
-    """The reward is the prompt's first token alone, so that is the value of every state."""
+    """The reward depends only on the prompt's first token, so it is the value of every state."""
     rng = np.random.default_rng(0)
     rewards = [0.0, 1.0, 3.0]
     made = []
@@ -138,7 +138,7 @@ def test_the_critic_learns_a_known_value(model_folder: Path, group: Ranks) -> No
         assert float(values[batch.sample_index == index].mean()) == pytest.approx(reward, abs=0.3)
 
 
-def test_ppo_with_a_critic_gets_better(tmp_path: Path, group: Ranks) -> None:
+def test_ppo_with_a_critic_raises_the_reward(tmp_path: Path, group: Ranks) -> None:
     """The reward is the share of small token ids: the policy's probability of them must rise."""
     folder = build_model(tmp_path / "model", seed=3)
     policy, critic = load_policy(folder, group), load_critic(folder, group)
@@ -158,12 +158,12 @@ def test_ppo_with_a_critic_gets_better(tmp_path: Path, group: Ranks) -> None:
         result = train_batch(
             policy, optimizer, data, algorithm, WHOLE, ranks=group, version=0, seed=step, critic=state
         )
-        assert result.statistics.as_dict()["abs_diff_max"] < 1e-4  # sampled by these very weights
+        assert result.statistics.as_dict()["abs_diff_max"] < 1e-4  # sampled with the same weights
     assert means[0] < 0.65 and np.mean(means[-3:]) > 0.8
 
 
 def sample_group(model: torch.nn.Module, prompt: np.ndarray, name: str, *, size: int = 8) -> RolloutGroup:
-    """Episodes of four tokens that the model samples after the prompt."""
+    """Return a group of episodes in which the model samples four tokens after the prompt."""
     ids = torch.tensor(prompt).repeat(size, 1)
     logprobs = []
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_a_missing_model_is_an_error(algorithm: str, what: str, model_folder: Pa
         )  # fmt: skip
 
 
-def test_a_critic_without_use_is_an_error(model_folder: Path, group: Ranks) -> None:
+def test_a_critic_that_the_algorithm_does_not_use_is_an_error(model_folder: Path, group: Ranks) -> None:
     policy, critic = load_policy(model_folder, group), load_critic(model_folder, group)
     with pytest.raises(ValueError, match="has no critic, got one"):
         train_batch(

@@ -1,4 +1,4 @@
-"""Only the changed weights are sent: the engine then has the whole ones, bit for bit."""
+"""Only changed weights are sent, and the engine then has all published weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def policy(model_folder: Path, group: Ranks) -> Policy:
 
 
 def change_few(policy: Policy, seed: int, share: float = 0.05) -> None:
-    """Change a share of the weights in a way that bfloat16 shows."""
+    """Change a share of the weights by an amount that is visible in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -50,7 +50,7 @@ def change_few(policy: Policy, seed: int, share: float = 0.05) -> None:
             local.add_(torch.where(chosen, 0.1, 0.0))
 
 
-def test_few_bytes_are_sent_where_few_weights_change(
+def test_few_bytes_are_sent_if_few_weights_change(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     with publisher(
@@ -69,11 +69,11 @@ def test_few_bytes_are_sent_where_few_weights_change(
                 assert published.density is None and published.sent_bytes == published.nbytes
         disturb(policy, 1)
         published = out.publish(version=6, step=6)
-        assert published is not None and published.sent_bytes > 0.99 * published.nbytes  # whole
+        assert published is not None and published.sent_bytes > 0.99 * published.nbytes  # all weights
         assert published.sent_bytes <= published.nbytes
 
 
-def test_an_engine_with_another_version_gets_the_whole_weights(
+def test_an_engine_with_another_version_receives_all_weights(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     with publisher(
@@ -89,7 +89,7 @@ def test_an_engine_with_another_version_gets_the_whole_weights(
                 serve_folder(engine_url, model_folder)  # as after a restart
 
 
-def test_changes_of_a_version_that_is_not_served_are_refused_and_mended(
+def test_changes_to_a_version_that_is_not_served_are_refused_and_repaired(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     class Restarting(SGLangEngine):
@@ -112,7 +112,7 @@ def test_a_wrong_change_is_found_by_the_comparison(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     class Losing(SGLangEngine):
-        """Loses the first bucket of version 1, and sends an empty change instead."""
+        """Does not send the buckets of version 1, except for the last one."""
 
         async def update_weights_from_tensors(
             self, payloads: Sequence[str], version: int, **options: Any
@@ -139,7 +139,7 @@ def test_a_wrong_change_is_found_by_the_comparison(
     asyncio.run(resume())
 
 
-def test_an_engine_that_takes_no_changes_is_named_once(
+def test_an_engine_that_rejects_changes_is_reported_once(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -172,10 +172,10 @@ SPECIAL = {
     steps=st.integers(1, 6),
     bucket=st.sampled_from([1, 3_000, 10_000_000]),
 )
-def test_changes_lead_to_the_bits_of_the_whole_weights(
+def test_changes_give_the_same_bits_as_all_weights(
     dtype: torch.dtype, tied: bool, seed: int, steps: int, bucket: int, models: dict[bool, Path]
 ) -> None:
-    """Over many steps, with NaNs of any payload, negative zeros, infinities and subnormal numbers."""
+    """Weights change over several steps to NaNs of any payload, negative zeros, infinities and subnormals."""
     generator = torch.Generator().manual_seed(seed)
     arch = read_architecture(models[tied])
     served = load_weights(models[tied], arch)
@@ -209,7 +209,7 @@ def test_changes_lead_to_the_bits_of_the_whole_weights(
 
 
 def test_incomplete_changes_are_never_served(models: dict[bool, Path]) -> None:
-    """What did not arrive would keep its old value under the new version."""
+    """A weight whose change did not arrive would keep its old value under the new version."""
     arch = read_architecture(models[False])
     served = load_weights(models[False], arch)
     name = next(iter(IncomingWeights(arch)._shapes))
@@ -236,7 +236,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     }
 
 
-def test_the_engine_serves_what_was_sent_in_changes(
+def test_the_engine_serves_weights_that_were_sent_as_changes(
     group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     policy = load_policy(model_folder, group)

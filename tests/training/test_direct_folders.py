@@ -1,4 +1,4 @@
-"""Transports that send the weights first: the folder behind them, and what is done when they do not work."""
+"""Transports that send the weights first: their version folders, and how their failures are handled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def is_pending(store: Store) -> bool:
     return latest.folder_pending
 
 
-def test_a_folder_is_written_of_every_nth_version_and_of_the_last(
+def test_a_folder_is_written_for_every_nth_version_and_for_the_last(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     engines = [SGLangEngine(engine_url)]
@@ -51,7 +51,7 @@ def test_a_folder_is_written_of_every_nth_version_and_of_the_last(
         for version in range(4):
             disturb(policy, version)
             published = out.publish(version=version, step=version)
-            assert published is not None and published.density is None  # the version before was not kept
+            assert published is not None and published.density is None  # the previous version was not kept
             assert published.sent_bytes == published.nbytes > 0
             assert_serves(engine_url, policy, version)
         assert folders(run_dir) == ["v0", "v2"] and is_pending(store)
@@ -61,7 +61,7 @@ def test_a_folder_is_written_of_every_nth_version_and_of_the_last(
     assert all(torch.equal(last[name], weight) for name, weight in policy.full_state_dict().items())
 
 
-def test_the_row_says_that_the_folder_is_pending_before_an_engine_has_the_weights(
+def test_the_row_marks_the_folder_as_pending_before_an_engine_has_the_weights(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     seen = []
@@ -103,7 +103,7 @@ def test_the_engine_samples_while_buckets_arrive(
     assert versions == [{0}]
 
 
-def test_an_engine_is_mended_from_a_folder_that_was_not_due(
+def test_an_engine_is_repaired_from_a_folder_that_was_not_due(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     class Refusing(SGLangEngine):
@@ -127,10 +127,10 @@ def test_an_engine_is_mended_from_a_folder_that_was_not_due(
     assert folders(run_dir) == ["v0", "v1"]
 
 
-def test_a_last_bucket_that_arrives_too_late_completes_no_update(
+def test_a_last_bucket_that_arrives_too_late_does_not_complete_the_update(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
-    """Its buffer may have been overwritten before the engine read it."""
+    """The buffer may have been overwritten before the engine read it."""
     served = []
 
     class Late(SGLangEngine):
@@ -153,14 +153,14 @@ def test_a_last_bucket_that_arrives_too_late_completes_no_update(
             published = out.publish(version=version, step=version)
             assert published is not None and published.repaired == repaired
             assert_serves(engine_url, policy, version)
-    assert served == [0]  # until it had read the folder
+    assert served == [0]  # the engine served version 0 until it read the folder
 
 
-def test_an_engine_that_is_lost_for_good_costs_no_folder(
+def test_no_further_folder_is_written_for_an_engine_that_stays_lost(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Its server answers, and the process behind it, which has the weights, has died."""
+    """The HTTP server of the engine answers, but the process that has the weights is dead."""
     copies = []
 
     class HalfDead(SGLangEngine):
@@ -172,7 +172,7 @@ def test_an_engine_that_is_lost_for_good_costs_no_folder(
             raise EngineUnavailable(f"{self.base_url} did not answer")
 
         async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
-            """As a server whose HTTP process answers this by itself."""
+            """Succeed, as with a server whose HTTP process answers this request by itself."""
 
         async def abandon_weight_update(self) -> None:
             raise EngineUnavailable(f"{self.base_url} did not answer")
@@ -194,10 +194,10 @@ def test_an_engine_that_is_lost_for_good_costs_no_folder(
             published = out.publish(version=version, step=version)
             assert published is not None and (published.left_out, published.repaired) == (1, 0)
             assert_serves(engine_url, policy, version)
-    assert folders(run_dir) == ["v0"] and copies == [True, True, False]  # once more, when it answered again
+    assert folders(run_dir) == ["v0"] and copies == [True, True, False]  # one more when it answered again
 
 
-def test_a_folder_that_cannot_be_written_ends_the_run_and_the_engines_go_on(
+def test_a_folder_that_cannot_be_written_is_an_error_and_the_engines_keep_serving(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     with publisher(
@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_written_ends_the_run_and_the_engines_go_on(
     assert folders(run_dir) == ["v0", "v2"] and not is_pending(store)
 
 
-def test_too_little_memory_for_the_copy_is_said_before_anything_is_recorded(
+def test_too_little_memory_for_the_copy_is_an_error_before_anything_is_recorded(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -238,7 +238,7 @@ def test_too_little_memory_for_the_copy_is_said_before_anything_is_recorded(
     assert store.latest_version() is None
 
 
-def test_a_group_that_cannot_be_joined_is_said_once_and_the_folder_serves(
+def test_a_group_that_cannot_be_joined_is_reported_once_and_the_folder_is_loaded(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -261,7 +261,7 @@ def test_a_group_that_cannot_be_joined_is_said_once_and_the_folder_serves(
             assert_serves(engine_url, policy, version)
             assert not is_pending(store)
         out.finish()
-        assert out._folders._copy is None  # 16 GB of host memory for a model of 8 B
+        assert out._folders._copy is None  # a copy of a model of 8 B would take 16 GB of host memory
     assert len(joins) == 1
     (said,) = given_up(caplog)
     assert "broadcast reached no engine" in said and "no NCCL" in said and "GB a version" in said
@@ -274,11 +274,11 @@ def test_a_group_that_cannot_be_joined_is_said_once_and_the_folder_serves(
         ("NCCL error: unhandled system error. No space left on device (28)", "/dev/shm, .* --shm-size"),
     ],
 )
-def test_nccl_that_makes_no_communicator_is_said_once(
+def test_a_communicator_that_nccl_cannot_create_is_reported_once(
     failure: str, says: str, policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path,
     model_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """NCCL makes its communicator at the first broadcast, and fails there."""
+    """NCCL creates its communicator at the first broadcast, and fails there."""
     calls = []
 
     def duplicate(*arguments: Any, **options: Any) -> None:
@@ -300,7 +300,7 @@ def test_nccl_that_makes_no_communicator_is_said_once(
     assert re.search(says, said)
 
 
-def test_an_engine_that_was_lost_is_no_reason_to_give_up(
+def test_the_transport_is_used_again_after_an_engine_was_lost(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Distillation against float64 autograd over the definition, and against a plain loop over transformers."""
+"""Distillation equals float64 autograd over the definition, and a plain loop with transformers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def head(width: int, seed: int) -> nn.Linear:
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The definition, over all outcomes."""
+    """Return the divergence by its definition, over all tokens."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def coarse(logprobs: Tensor, ids: Tensor) -> Tensor:
-    """The log distribution [N, k + 1] over k tokens and any other, from probabilities."""
+    """Return the log distribution [N, k + 1] over k tokens and all other tokens together."""
     top = logprobs.exp().gather(1, ids)
     others = torch.ones_like(logprobs).scatter(1, ids, 0)
     return torch.cat([top, (logprobs.exp() * others).sum(-1, keepdim=True)], 1).log()
@@ -94,7 +94,7 @@ def test_the_divergence_and_its_gradient_are_those_of_the_definition(rows: int, 
         torch.testing.assert_close(ours, theirs)
 
 
-def test_joining_tokens_never_raises_the_divergence_and_all_tokens_give_it_whole() -> None:
+def test_joining_tokens_never_raises_the_divergence_and_all_tokens_give_it_exactly() -> None:
     torch.manual_seed(0)
     log_p, log_q = (torch.log_softmax(torch.randn(64, TOKENS, dtype=torch.float64), -1) for _ in range(2))
     whole = kl(log_p, log_q)
@@ -118,13 +118,13 @@ def test_a_certain_policy_has_a_finite_divergence_and_gradient() -> None:
 
 
 class Plain:
-    """A folder through transformers, float64, unpacked."""
+    """A model that transformers computes in float64, one sample at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
     def distribution(self, sample: TrainingSample) -> Tensor:
-        """[N, V] log probabilities at the scored tokens."""
+        """Return the log probabilities [N, V] at the scored tokens."""
         places = np.flatnonzero(sample.scored_mask)
         logits = self.model(torch.tensor(sample.token_ids[None].astype(np.int64))).logits[0, places - 1]
         return torch.log_softmax(logits / torch.tensor(sample.temperatures[places])[:, None], -1)
@@ -137,7 +137,7 @@ def loss_of(
     *,
     k: int | None = None,
 ) -> Tensor:
-    """Σ_t KL_t / tokens: no weight, whoever sampled the tokens."""
+    """Return Σ_t KL_t / tokens; no token is weighted, whichever policy sampled it."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for sample, log_q in zip(samples, teacher, strict=True):
         log_p = plain.distribution(sample)
@@ -158,7 +158,7 @@ def step(
     *,
     options: StepOptions = WHOLE,
 ) -> tuple[StepResult, dict[str, Tensor]]:
-    """One batch by plain SGD."""
+    """Train on one batch by plain SGD."""
     policy = load_policy(folder, ranks)
     result = train_batch(
         policy,
@@ -175,7 +175,7 @@ def step(
 
 
 def check(plain: Plain, loss: Tensor, result: StepResult, weights: dict[str, Tensor]) -> None:
-    """Whether the step is that of the plain loop."""
+    """Check that the step equals that of the plain loop."""
     loss.backward()
     largest = 0.0
     for name, parameter in plain.model.named_parameters():
@@ -186,7 +186,7 @@ def check(plain: Plain, loss: Tensor, result: StepResult, weights: dict[str, Ten
 
 
 def at_one(recorded: list[RolloutGroup]) -> list[RolloutGroup]:
-    """The groups with every turn sampled at temperature 1."""
+    """Return the groups with the temperature of every turn set to 1."""
     return [
         replace(
             group,
@@ -245,7 +245,7 @@ def test_an_engine_gives_the_step_of_the_plain_loop_over_its_top_tokens(
     check(plain, loss_of(plain, data.samples, targets, k=7), result, weights)
 
 
-def test_an_engine_that_is_not_the_teacher_is_refused(
+def test_an_engine_that_cannot_be_the_teacher_is_refused(
     model_folder: Path, group: Ranks, engine_url: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -275,9 +275,7 @@ def test_an_engine_that_is_not_the_teacher_is_refused(
     assert scored.ids.shape == (10, 3) and torch.equal(scored.ids[:5], scored.ids[5:])
 
 
-def test_a_teacher_that_cannot_be_met_ends_the_run_before_its_first_batch(
-    group: Ranks, engine_url: str
-) -> None:
+def test_an_unsuitable_teacher_is_refused_before_the_first_batch(group: Ranks, engine_url: str) -> None:
     def meet(url: str, vocab: int) -> int | None:
         def connect() -> SGLangEngine:
             return SGLangEngine(url, connect_timeout_s=0.2)
@@ -327,7 +325,7 @@ def test_a_group_that_an_engine_cannot_score_is_refused_before_it_is_in_a_batch(
 def run_with_teacher(
     url: str, store: Store, model_folder: Path, run_dir: Path, *, timeout_s: float, stop: threading.Event
 ) -> RunResult:
-    """A run on recorded episodes that ends by its teacher or by `stop`, and saves nothing before."""
+    """Train on recorded episodes until the teacher fails or `stop` is set; no checkpoint is saved before."""
     for index in range(4):
         put_group(store, f"g{index}", [0, 1])
     with Store.open(run_dir / "store.db") as own:
@@ -347,7 +345,7 @@ def run_with_teacher(
         )
 
 
-def test_a_run_whose_teacher_dies_ends_with_a_checkpoint_of_the_last_whole_step(
+def test_a_run_whose_teacher_dies_ends_with_a_checkpoint_of_the_last_complete_step(
     model_folder: Path, store: Store, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "distilled"
@@ -381,7 +379,7 @@ def test_a_run_that_waits_for_its_teacher_can_be_stopped(
     with socket.create_server(("127.0.0.1", 0)) as mute, ExitStack() as asked:
 
         def stop_when_asked() -> None:
-            asked.enter_context(mute.accept()[0])  # takes the question and never answers
+            asked.enter_context(mute.accept()[0])  # accepts the connection and never responds
             stop.set()
 
         waiter = threading.Thread(target=stop_when_asked)
@@ -407,14 +405,14 @@ def test_self_distillation_reads_the_best_episode_first_and_trains_the_others(
     assert {s.episode_id for s in data.samples} <= lower == set(data.demonstrations)
     result, weights = step(model_folder, group, data, algorithm, SelfTeacher(9))
     assert result.skipped_steps == 0
-    if minibatches == 1:  # afterwards the policy has moved, and the teacher has not
+    if minibatches == 1:  # after the first minibatch the policy has changed, but the teacher has not
         plain = Plain(model_folder)
         prefixed = with_demonstrations(data.samples, data.demonstrations)
         targets = [plain.distribution(sample).detach() for sample in prefixed]
         check(plain, loss_of(plain, data.samples, targets, k=9), result, weights)
 
 
-def test_a_demonstration_moves_nothing_but_the_context() -> None:
+def test_a_demonstration_changes_only_the_context() -> None:
     rng = np.random.default_rng(0)
     sample = make_sample(range(2, 12), [5, 6, 9], rng=rng)
     (prefixed,) = with_demonstrations([sample], {"e": np.array([40, 41, 42], np.int32)})
@@ -431,7 +429,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(model_folder: Path, group: R
         HeldTeacher(str(model_folder), group, vocab_size=95, options=ModelOptions())
 
 
-def test_a_policy_that_is_its_own_teacher_does_not_move(model_folder: Path, group: Ranks) -> None:
+def test_a_policy_that_is_its_own_teacher_does_not_change(model_folder: Path, group: Ranks) -> None:
     algorithm = AlgorithmConfig(preset="distillation")
     data = build_training_data(groups(), algorithm)
     teacher = HeldTeacher(str(model_folder), group, vocab_size=VOCAB, options=ModelOptions())
@@ -442,7 +440,7 @@ def test_a_policy_that_is_its_own_teacher_does_not_move(model_folder: Path, grou
 def test_a_teacher_that_is_lost_ends_the_run_with_a_checkpoint(
     model_folder: Path, engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second batch meets no teacher; the step before it is kept, and its groups are given back."""
+    """The teacher is lost in the second batch; the first step is kept, and the batch's group is returned."""
     with Store.open(tmp_path / "run" / "store.db") as store:
         record_groups(store, engine_url, ["a", "b", "c"])
         with running_engine(model_folder, kernel="torch", threads=1, slots=8) as url:

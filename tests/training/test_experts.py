@@ -1,4 +1,4 @@
-"""Mixture-of-experts models against transformers, from and to the names of published checkpoints."""
+"""Mixture-of-experts models compute as in transformers, and keep the names of published checkpoints."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_experts_keep_the_names_of_the_folder(folder: Path, tmp_path: Path, grou
     weights = policy.full_state_dict()
     assert weights.keys() == original.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in original.items())
-    save_file(weights, tmp_path / "model.safetensors")  # no two share memory
+    save_file(weights, tmp_path / "model.safetensors")  # fails if two tensors share memory
 
 
-def test_a_folder_with_experts_in_one_tensor(folder: Path, tmp_path: Path, group: Ranks) -> None:
+def test_a_folder_with_experts_in_one_tensor_is_loaded(folder: Path, tmp_path: Path, group: Ranks) -> None:
     fused = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert fused["model.layers.0.mlp.experts.gate_up_proj"].shape == (EXPERTS, 48, 32)
     save_file({n: t.contiguous() for n, t in fused.items()}, tmp_path / "model.safetensors")
@@ -92,7 +92,7 @@ def test_routers_compute_as_in_engines_or_in_float32(
     assert {g.dtype for g in gradients.values()} == {torch.float32}
 
 
-def test_a_step_moves_router_and_experts(folder: Path, group: Ranks) -> None:
+def test_a_step_changes_routers_and_experts(folder: Path, group: Ranks) -> None:
     policy = load_policy(folder, group)
     before = policy.full_state_dict()
     optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
@@ -104,17 +104,17 @@ def test_a_step_moves_router_and_experts(folder: Path, group: Ranks) -> None:
 
 
 def recorded(seed: int = 0) -> np.ndarray:
-    """A choice of distinct experts for one token in each of three layers [3, k]; none for some tokens."""
+    """Return distinct experts for one token in each of three layers [3, k]; all are -1 for some tokens."""
     rng = np.random.default_rng(seed)
     if seed % 3 == 0:
         return np.full((3, CHOSEN), -1)
     return np.stack([rng.permutation(EXPERTS)[:CHOSEN] for _ in range(3)])
 
 
-def test_recorded_experts_are_taken_with_the_current_weights(
+def test_recorded_experts_are_used_with_the_current_weights(
     folder: Path, group: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oracle is transformers, with a router that the test makes choose what was recorded."""
+    """The oracle is transformers with routers that are made to choose the recorded experts."""
     routes = {token: recorded(token) for token in range(VOCAB)}
     batch = []
     for sample in samples():
@@ -146,11 +146,11 @@ def test_recorded_experts_are_taken_with_the_current_weights(
         policy = load_policy(folder, group, options=options)
         for share_prefixes in (True, False):
             assert_same(packed(policy, batch, share_prefixes=share_prefixes), want)
-        assert_same(packed(policy, samples()), plain)  # nothing recorded: the router's own choice
+        assert_same(packed(policy, samples()), plain)  # without recorded experts the routers choose
 
 
-def test_a_step_says_how_often_the_routers_would_choose_others(folder: Path, group: Ranks) -> None:
-    """Of three layers, two have a router; the middle one of the sample's experts counts nothing."""
+def test_a_step_reports_how_often_the_routers_would_choose_other_experts(folder: Path, group: Ranks) -> None:
+    """Two of the three layers have a router; the recorded experts of the middle layer are not counted."""
     policy = load_policy(folder, group)
     chosen = [np.tile(np.arange(CHOSEN, dtype=np.int16), (len(s), 3, 1)) for s in samples()]
     batch = [replace(s, routed_experts=c) for s, c in zip(samples(), chosen, strict=True)]
@@ -165,8 +165,8 @@ def test_a_step_says_how_often_the_routers_would_choose_others(folder: Path, gro
 
 
 @pytest.mark.parametrize("family", ["minimax_m2", "hy_v3", "lfm2_moe"])
-def test_routers_of_two_arguments_take_what_was_recorded(family: str, tmp_path: Path, group: Ranks) -> None:
-    """The oracle is transformers with the formula of these routers, in float64, over a forced choice."""
+def test_routers_with_two_arguments_use_recorded_experts(family: str, tmp_path: Path, group: Ranks) -> None:
+    """The oracle is transformers with these routers' formula, in float64, and a forced choice of experts."""
     config = tiny_config(family)
     if family == "hy_v3":
         config.mlp_layer_types, config.router_scaling_factor = ["sparse", "sparse"], 2.5
@@ -181,7 +181,7 @@ def test_routers_of_two_arguments_take_what_was_recorded(family: str, tmp_path: 
     rng = np.random.default_rng(0)
     routes = {token: np.stack([rng.permutation(count)[:chosen] for _ in range(2)]) for token in range(VOCAB)}
     for token in range(0, VOCAB, 3):
-        routes[token][:] = -1  # left to the router
+        routes[token][:] = -1  # the router chooses
 
     def forced(model: torch.nn.Module) -> None:
         seen: list[torch.Tensor] = []
@@ -217,7 +217,7 @@ def test_routers_of_two_arguments_take_what_was_recorded(family: str, tmp_path: 
 
 
 def test_recorded_routing_without_a_router_that_replays_is_refused(tmp_path: Path, group: Ranks) -> None:
-    policy = load_policy(build_family("afmoe", tmp_path), group)  # its routers are not found by their name
+    policy = load_policy(build_family("afmoe", tmp_path), group)  # its routers are not found by name
     batch = [replace(s, routed_experts=np.zeros((len(s), 2, CHOSEN), np.int16)) for s in samples()]
     with pytest.raises(TrainingError, match="AfmoeForCausalLM has no router that can replay"):
         packed(policy, batch)
@@ -242,7 +242,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("kind", ROUTERS)
-def test_other_routers_weigh_what_was_recorded_by_their_own_formula(kind: str) -> None:
+def test_other_routers_weight_the_recorded_experts_by_their_own_formula(kind: str) -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
@@ -262,7 +262,7 @@ def test_other_routers_weigh_what_was_recorded_by_their_own_formula(kind: str) -
     other = decode(tokens, use_cache=False, routed_experts=(own + 1) % EXPERTS).last_hidden_state
     assert (other - plain).abs().max() > 1e-2
 
-    # the share of layers in which the router would choose others; in no layer where nothing was recorded
+    # the share of layers in which the router would choose other experts; 0 where no experts were recorded
     decode(tokens, use_cache=False, routed_experts=own.flip(-1))
     assert rerouted_share(model).tolist() == [0.0] * 12  # type: ignore[union-attr]
     second = torch.stack([own[:, 0], (own[:, 1] + 1) % EXPERTS], dim=1)
@@ -273,7 +273,7 @@ def test_other_routers_weigh_what_was_recorded_by_their_own_formula(kind: str) -
     assert rerouted_share(model) is None
 
 
-def test_a_router_that_weighs_otherwise_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_with_another_weighting_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     gate = model.model.layers[0].mlp.gate
     forward = gate.forward

@@ -1,4 +1,4 @@
-"""An exported checkpoint is a plain folder: transformers loads it and computes what the policy computes."""
+"""An exported checkpoint is a plain model folder, from which transformers loads the trained weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from areal_agents.training.step.step import StepOptions, train_batch
 
 
 def save_run(model: Path, run: Path, group: Ranks, lora: LoraConfig | None = None) -> dict[str, torch.Tensor]:
-    """A run's folder with a checkpoint after one step; the weights that the policy then had."""
+    """Write a run folder with a checkpoint, and return the weights that the policy had in it."""
     config = TrainerConfig(lr=1e-2, lora=lora)
     policy = load_policy(model, group, options=ModelOptions(lora=lora_options(lora)))
     optimizer = make_optimizer(policy, config)
-    for seed in range(2):  # an adapter's first step moves only one of its two factors
+    for seed in range(2):  # the first step of an adapter changes only one of its two factors
         data = training_data(random_group(np.random.default_rng(seed), group_id="g"))
         options = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1.0)
         train_batch(policy, optimizer, data, AlgorithmConfig(), options, ranks=group, version=0, seed=seed)
@@ -40,14 +40,14 @@ def save_run(model: Path, run: Path, group: Ranks, lora: LoraConfig | None = Non
 
 @pytest.fixture
 def source(model_folder: Path, tmp_path: Path) -> Path:
-    """A model folder with a tokenizer's file beside the weights."""
+    """A model folder with a tokenizer file beside the weights."""
     folder = build_model(tmp_path / "source")
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
-def test_transformers_loads_what_was_trained(
+def test_transformers_loads_the_trained_weights(
     source: Path, tmp_path: Path, group: Ranks, lora: LoraConfig | None
 ) -> None:
     want = save_run(source, tmp_path / "run", group, lora)
@@ -61,7 +61,7 @@ def test_transformers_loads_what_was_trained(
     assert names == {file.name for file in source.iterdir()} >= {"config.json", "tokenizer.json"}
 
 
-def test_many_shards_and_another_type(source: Path, tmp_path: Path, group: Ranks) -> None:
+def test_an_export_can_have_many_shards_and_another_type(source: Path, tmp_path: Path, group: Ranks) -> None:
     want = save_run(source, tmp_path / "run", group)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-1"
     export(checkpoint, tmp_path / "out", dtype="bfloat16", shard_bytes=20_000)
@@ -79,14 +79,14 @@ def test_many_shards_and_another_type(source: Path, tmp_path: Path, group: Ranks
     assert all(torch.equal(got[name], want[name].bfloat16()) for name in want)
 
 
-def test_a_sharded_folder_trains_on(source: Path, tmp_path: Path, group: Ranks) -> None:
+def test_a_sharded_folder_can_be_loaded(source: Path, tmp_path: Path, group: Ranks) -> None:
     weights = load_file(source / "model.safetensors")
     write_model(weights, tmp_path / "out", like=source, dtype=torch.float32, shard_bytes=20_000)
     loaded = load_policy(tmp_path / "out", group).full_state_dict()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
-def test_what_cannot_be_exported_is_named(source: Path, tmp_path: Path, group: Ranks) -> None:
+def test_an_impossible_export_is_refused_with_the_reason(source: Path, tmp_path: Path, group: Ranks) -> None:
     with pytest.raises(ConfigError, match="neither a checkpoint"):
         export(tmp_path, tmp_path / "out")
     save_run(source, tmp_path / "run", group)

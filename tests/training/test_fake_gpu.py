@@ -1,5 +1,5 @@
-"""The passes of trainer and engine on fake CUDA tensors: nothing is left on the CPU, and kernels take their
-arguments. Backward passes run on meta tensors, with the kernels of a GPU."""
+"""Forward passes of the trainer and the engine run on fake CUDA tensors: no tensor is left on the CPU, and
+kernels accept their arguments. Backward passes run on meta tensors, with the kernels of a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds torch's library by its name")
-def test_forward_passes_on_fake_cuda_tensors(folder: Path) -> None:
+def test_forward_passes_run_on_fake_cuda_tensors(folder: Path) -> None:
     assert run_worker("fake_gpu_worker.py", folder) == [
         "documents torch.float32 (160,)",
         "tree torch.float32 (160,)",
@@ -40,8 +40,9 @@ def test_forward_passes_on_fake_cuda_tensors(folder: Path) -> None:
     ]
 
 
-def test_backward_passes_of_the_kernels_of_a_gpu(folder: Path) -> None:
-    """Two layers; those that are recomputed call their kernel twice. All that is trained gets a gradient."""
+def test_backward_passes_run_with_the_kernels_of_a_gpu(folder: Path) -> None:
+    """The model has two layers, and recomputed layers call their kernel twice. All trained weights get a
+    gradient."""
     assert run_worker("meta_gpu_worker.py", folder) == [
         "documents ['varlen_attention'] 2 True",
         "tree ['flex_tree_attention'] 2 True",

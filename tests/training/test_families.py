@@ -1,4 +1,4 @@
-"""Every causal family of the installed transformers is refused when it is loaded, or computed as there.
+"""Every causal family of transformers is refused when it is loaded, or computed as in transformers.
 
 The long form trains a tiny random model of each family through packed samples with shared prefixes, and
 compares logprobs and gradients with transformers' eager attention, one sequence at a time.
@@ -17,8 +17,8 @@ from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import load_policy
 
-# These have to be compared: neither refused nor impossible to build here. The rest may change with
-# transformers' releases.
+# These families must be compared: they may neither be refused nor fail to be built here. The others may
+# change with releases of transformers.
 COMPARED = {
     "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "flint", "gemma",
     "gemma3_text", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granite_swa", "hy_v3", "llama",
@@ -55,6 +55,6 @@ def test_a_family_is_refused_or_computed_as_transformers_does(
         torch.testing.assert_close(got, wanted, atol=3e-5, rtol=1e-5)
     assert gradients.keys() == want[1].keys()
     largest = max(gradient.abs().max() for gradient in want[1].values())
-    for name, gradient in want[1].items():  # some are 0 but for rounding, such as those of the keys' biases
+    for name, gradient in want[1].items():  # some are 0 up to rounding, such as those of the keys' biases
         difference = (gradients[name] - gradient).abs().max()
         assert difference <= 1e-3 * gradient.abs().max() + 1e-6 * largest, (name, float(difference))

@@ -1,4 +1,4 @@
-"""Compiled blocks compute what the others compute, for any batch, and are compiled once."""
+"""Compiled blocks compute the same as uncompiled blocks, for any batch, and are compiled once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from areal_agents.training.model.sharding import Checkpointing
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
-    """Each test begins without compiled code, and leaves attention as it was."""
+    """Begin each test without compiled code, and restore attention after it."""
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -41,21 +41,21 @@ def nothing_compiled() -> Iterator[None]:
 def test_graphs_of_blocks_compute_the_same_and_serve_every_batch(
     checkpointing: Checkpointing, model_folder: Path, group: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The graphs run without the C++ compiler, which is slow; the next test has it."""
+    """The graphs run without the C++ compiler, which is slow; the next test uses it."""
     monkeypatch.setattr(fused, "BACKEND", "aot_eager")
     options = ModelOptions(fused="compile", activation_checkpointing=checkpointing)
     policy = load_policy(model_folder, group, options=options)
     graphs = []
-    for seed, groups in ((0, 1), (1, 3), (2, 2)):  # of other lengths and numbers of segments
+    for seed, groups in ((0, 1), (1, 3), (2, 2)):  # with other lengths and numbers of segments
         rng = np.random.default_rng(seed)
         batch = [sample for g in range(groups) for sample in random_group(rng, group_id=str(g))]
         assert_same(packed(policy, batch), reference(model_folder, batch))
         graphs.append(counters["stats"]["unique_graphs"])
-    assert 0 < graphs[0] == graphs[-1] <= 8  # not for each block, and not for each batch
+    assert 0 < graphs[0] == graphs[-1] <= 8  # not one for each block or each batch
 
 
 @pytest.mark.slow
-def test_blocks_of_inductor_compute_the_same(tmp_path: Path, group: Ranks) -> None:
+def test_blocks_compiled_by_inductor_compute_the_same(tmp_path: Path, group: Ranks) -> None:
     folder = build_model(tmp_path)
     policy = load_policy(folder, group, options=ModelOptions(fused="compile"))
     batch = random_group(np.random.default_rng(0), group_id="g")
@@ -82,7 +82,7 @@ def batch_of_one() -> list[Any]:
 
 
 @pytest.mark.parametrize(("setting", "device"), [("liger", "cpu"), ("compile", "cpu")])
-def test_what_cannot_be_used_is_refused_by_name(
+def test_a_setting_that_cannot_be_used_is_refused_with_the_reason(
     setting: Fused, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = build_on_meta(build_model(tmp_path / "dense"))
@@ -110,10 +110,10 @@ def test_a_missing_package_is_named_with_its_extra(
     assert [block.forward for block in model.get_decoder().layers] == before
 
 
-def test_liger_is_asked_for_norms_activations_and_rotary_embedding_only(
+def test_liger_replaces_only_norms_activations_and_the_rotary_embedding(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernels need a GPU; `python -m benchmarks.gpu fused` compares and times them there."""
+    """Liger's kernels need a GPU; `python -m benchmarks.gpu fused` compares and times them there."""
     asked: list[dict[str, bool]] = []
     library, package = ModuleType("liger_kernel.transformers.monkey_patch"), ModuleType("liger_kernel")
     library.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen3": None}  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_liger_is_asked_for_norms_activations_and_rotary_embedding_only(
         fuse_blocks(experts, "liger", torch.device("cuda"))
 
 
-def test_models_that_are_built_after_ligers_kernels_were_used_have_none(model_folder: Path) -> None:
+def test_models_that_are_built_after_liger_was_used_do_not_have_its_kernels(model_folder: Path) -> None:
     """A frozen reference, or a critic, is built without weights, which Liger's kernels would read."""
     pytest.importorskip("liger_kernel")
     family = importlib.import_module("transformers.models.qwen3.modeling_qwen3")
@@ -141,10 +141,10 @@ def test_models_that_are_built_after_ligers_kernels_were_used_have_none(model_fo
     try:
         model, _ = build_on_meta(model_folder)
         fused.patch_with_liger(model)
-        assert hasattr(model.model.norm, "casting_mode")  # of Liger
+        assert hasattr(model.model.norm, "casting_mode")  # an attribute of Liger's norm
         assert family.Qwen3RMSNorm is before["Qwen3RMSNorm"]
         assert family.apply_rotary_pos_emb is not before["apply_rotary_pos_emb"]
-        later, _ = build_on_meta(model_folder)  # which passes meta tensors through every layer
+        later, _ = build_on_meta(model_folder)  # building passes meta tensors through every layer
         assert not hasattr(later.model.norm, "casting_mode")
         cos, sin = torch.rand(2, 1, 4, 8).unbind()
         query, key = torch.rand(2, 1, 2, 4, 8).unbind()

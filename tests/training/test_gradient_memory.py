@@ -1,5 +1,5 @@
-"""No rank holds the whole gradient of a real model: during a backward pass, only that of the head and of a
-block."""
+"""No rank holds the whole gradient of a real model: during a backward pass, a rank holds only the unsharded
+gradients of the head and of one block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKER = Path(__file__).with_name("fake_ranks_worker.py")
         pytest.param("qwen3-30b-a3b", 64, 1, marks=pytest.mark.slow),
     ],
 )
-def test_no_gradient_is_whole_after_a_micro_batch_and_none_is_left_after_a_stop(
+def test_no_gradient_is_unsharded_after_a_micro_batch_or_left_after_a_stop(
     model: str, ranks: int, replicas: int
 ) -> None:
     done = subprocess.run(

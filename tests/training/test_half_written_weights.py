@@ -28,7 +28,7 @@ def without_anything(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut_short, without_weights, without_anything])
-async def test_a_half_written_folder_is_refused_and_the_old_weights_continue(
+async def test_a_half_written_folder_is_refused_and_the_old_weights_stay_in_use(
     damage: Callable[[Path], None], engine_url: str, model_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "v1"

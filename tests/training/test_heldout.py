@@ -1,4 +1,4 @@
-"""The held-out reward that a checkpoint is judged by."""
+"""The held-out reward by which a checkpoint is judged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areal_agents.training.checkpoint.best import heldout_reward
 
 
 def evaluate(store: Store, step: int, scores: list[float], *, end: str = "finished") -> None:
-    """The episodes of an evaluation; `end` is how the last of them stands."""
+    """Store the episodes of an evaluation; `end` is the state of the last one."""
     for index, score in enumerate(scores):
         name = f"{step}-{index}-{end}"
         metadata = {"source": "rollout", "eval": f"step-{step}", "step": step}
@@ -35,7 +35,7 @@ def test_a_checkpoint_is_judged_by_the_newest_evaluation_that_has_ended(store: S
     assert heldout_reward(store, 20) == 1.0
 
 
-def test_a_failed_episode_counts_as_nothing_and_its_retry_takes_its_place(store: Store) -> None:
+def test_a_failed_episode_counts_as_zero_and_its_retry_replaces_it(store: Store) -> None:
     evaluate(store, 10, [0.5, 1.0], end="failed")
     assert heldout_reward(store, 10) == 0.25
     evaluate(store, 10, [0.5, 1.0])
@@ -43,12 +43,12 @@ def test_a_failed_episode_counts_as_nothing_and_its_retry_takes_its_place(store:
 
 
 def test_an_evaluation_with_fewer_tasks_than_the_one_before_has_not_ended(store: Store) -> None:
-    """Its next episode is yet to be opened, or it was interrupted."""
+    """Its next episode has not been opened yet, or the evaluation was interrupted."""
     evaluate(store, 0, [0.0, 0.0])
     evaluate(store, 10, [1.0])
     assert heldout_reward(store, 10) is None
     evaluate(store, 15, [0.5, 1.0])
     evaluate(store, 20, [1.0])
     assert heldout_reward(store, 20) == 0.75
-    evaluate(store, 25, [0.25])  # fewer by the config: the second of them is compared with the first
+    evaluate(store, 25, [0.25])  # fewer tasks are configured: this evaluation has as many as the previous one
     assert heldout_reward(store, 25) == 0.25

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL: packed samples with images against transformers on each sample alone."""
+"""A tiny Qwen2.5-VL computes packed samples with images as transformers computes each sample alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reference(folder: Path, batch: Sequence[TrainingSample]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Logprobs and the gradient of Σ advantage · logprob, from transformers' own eager attention."""
+    """Return the logprobs and the gradient of Σ advantage · logprob, from transformers' eager attention."""
     model = AutoModelForImageTextToText.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
@@ -55,14 +55,16 @@ def reference(folder: Path, batch: Sequence[TrainingSample]) -> tuple[list[Tenso
 
 
 @pytest.mark.parametrize("options", [{}, {"share_prefixes": False}, {"token_budget": 150}])
-def test_packed_images_are_seen_as_alone(options: dict, folder: Path, group: Ranks) -> None:
+def test_packed_images_give_the_same_result_as_separate_samples(
+    options: dict, folder: Path, group: Ranks
+) -> None:
     assert_same(
         packed(load_policy(folder, group), samples_with_images(), **options),
         reference(folder, samples_with_images()),
     )
 
 
-def test_equal_images_are_shared_and_unlike_ones_are_not() -> None:
+def test_equal_images_are_shared_and_different_ones_are_not() -> None:
     (batch,) = pack(samples_with_images(), token_budget=4096)
     assert batch.images is not None
     assert sorted(map(tuple, batch.images.grid_thw.tolist())) == sorted(
@@ -70,7 +72,7 @@ def test_equal_images_are_shared_and_unlike_ones_are_not() -> None:
     )
     (flat,) = pack(samples_with_images(), token_budget=4096, share_prefixes=False)
     assert flat.images is not None and len(flat.images.grid_thw) == 7
-    # two samples have text, image and text in common with a third, two others the text before it
+    # two samples share text, image and text with a third; two others share only the text before the image
     assert len(flat.input_ids) - len(batch.input_ids) == 2 * (40 + 8 + 40) + 2 * 40
     (none,) = pack(samples_with_images()[-1:], token_budget=4096)
     assert none.images is None
@@ -94,14 +96,16 @@ def test_weights_keep_the_names_of_the_folder(folder: Path, group: Ranks) -> Non
     assert policy.shape.hidden == 32 and policy.shape.vocab == VOCAB
 
 
-def test_bfloat16_and_recomputed_blocks(folder: Path, group: Ranks) -> None:
+def test_bfloat16_with_recomputed_blocks_is_near_float32(folder: Path, group: Ranks) -> None:
     options = ModelOptions(dtype=torch.bfloat16, activation_checkpointing="full")
     logprobs, _ = packed(load_policy(folder, group, options=options), samples_with_images())
     want, _ = reference(folder, samples_with_images())
     assert 0 < (torch.cat(logprobs) - torch.cat(want)).abs().mean() < 0.05
 
 
-def test_images_that_do_not_fit_are_refused(folder: Path, group: Ranks, tmp_path: Path) -> None:
+def test_images_that_do_not_match_the_sample_or_the_model_are_refused(
+    folder: Path, group: Ranks, tmp_path: Path
+) -> None:
     policy = load_policy(folder, group)
     first = samples_with_images()[1]
     with pytest.raises(ValueError, match="expected images for 6 image tokens, got images of 0 tokens"):

@@ -1,4 +1,4 @@
-"""For every preset: the gradient depends on the samples alone, and on-policy every part is neutral."""
+"""For every preset, the gradient depends only on the samples, and every part is neutral on-policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from areal_agents.training.step.results import StepResult
 
 @pytest.fixture(scope="module")
 def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that differs from the policy, so that a KL is not 0."""
+    """A model that differs from the policy, so that the KL is not 0."""
     return build_model(tmp_path_factory.mktemp("reference"), seed=1)
 
 
@@ -37,12 +37,13 @@ def initial(model_folder: Path, reference_folder: Path, group: Ranks) -> dict[st
 def test_the_gradient_is_that_of_the_flat_computation(
     name: str, model_folder: Path, reference_folder: Path, group: Ranks, initial: dict[str, Tensor]
 ) -> None:
-    """Shared prefixes = flat; one micro-batch with whole logits = many with chunks of them."""
+    """Shared prefixes give the gradient of separate sequences, and one micro-batch with all logits at once
+    gives that of many with chunked logits."""
     algorithm = preset(name)
     result, weights = train_once(algorithm, model_folder, reference_folder, group)
     moved = largest_difference(weights, {name: initial[name] for name in weights})
     assert moved > 1e-5 and result.skipped_steps == 0
-    assert result.sample_tokens > result.model_tokens  # something was shared
+    assert result.sample_tokens > result.model_tokens  # some prefixes were shared
     for options, chunk_logits in (
         (replace(WHOLE, share_prefixes=False), None),
         (replace(WHOLE, microbatch_tokens=180 if algorithm.teacher == "self" else 90), 96 * 7),
@@ -58,7 +59,7 @@ def test_the_gradient_is_that_of_the_flat_computation(
             )
 
 
-# Clip-Cov leaves tokens out whoever sampled them.
+# Clip-Cov leaves out tokens whichever policy sampled them.
 NEUTRAL_ON_POLICY = [name for name in PRESETS if not preset(name).is_supervised and name != "clip_cov"]
 
 
@@ -66,8 +67,8 @@ NEUTRAL_ON_POLICY = [name for name in PRESETS if not preset(name).is_supervised 
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(
     name: str, model_folder: Path, group: Ranks
 ) -> None:
-    """Sampled by the very weights, all minibatches at lr = 0, the reference the same model: every part is
-    at its neutral point, and the gradient is the policy gradient."""
+    """The samples come from the same weights, lr is 0 for all minibatches, and the reference is the same
+    model: every part is at its neutral point, and the gradient is the policy gradient."""
     algorithm = preset(name)
     data = on_policy(build_training_data(groups(), algorithm), model_folder, group)
     result, _ = train_once(algorithm, model_folder, model_folder, group, data=data, lr=0.0)
@@ -90,7 +91,7 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(
 
 
 def on_policy(data: TrainingData, folder: Path, group: Ranks) -> TrainingData:
-    """The data with the folder's own logprobs as behavior logprobs."""
+    """Return the data with the logprobs of the folder's model as behavior logprobs."""
     policy = load_policy(folder, group)
     logprobs = [np.zeros(len(sample), np.float32) for sample in data.samples]
     with torch.no_grad():
@@ -103,8 +104,8 @@ def on_policy(data: TrainingData, folder: Path, group: Ranks) -> TrainingData:
 
 
 @pytest.mark.parametrize("name", ["m2po", "clip_cov"])
-def test_a_trust_region_leaves_tokens_out(name: str, model_folder: Path, group: Ranks) -> None:
-    """Else the tests above would not tell whether its mask is that of the whole minibatch."""
+def test_a_trust_region_leaves_out_tokens(name: str, model_folder: Path, group: Ranks) -> None:
+    """Otherwise the tests above would not show whether its mask covers the whole minibatch."""
     result, _ = train_once(preset(name), model_folder, model_folder, group)
     values = result.statistics.as_dict()
     assert 0 < values["dropped_tokens"] < values["tokens"]
@@ -114,8 +115,9 @@ def test_a_trust_region_leaves_tokens_out(name: str, model_folder: Path, group: 
 def test_observations_add_their_own_gradient_and_change_nothing_else(
     name: str, model_folder: Path, reference_folder: Path, group: Ranks, initial: dict[str, Tensor]
 ) -> None:
-    """One minibatch, so that the policy's numbers are those of the same weights with them and without. What
-    they add is linear in the coefficient, and does not depend on how the batch was cut."""
+    """There is one minibatch, so that the policy's statistics are of the same weights with and without
+    observations. The gradient of the observations is linear in the coefficient, and does not depend on how
+    the batch is divided."""
 
     def train(coefficient: float, **given: Any) -> tuple[StepResult, dict[str, Tensor]]:
         fields: dict[str, Any] = {"minibatches": 1, "observation_coefficient": coefficient}
@@ -154,8 +156,10 @@ def test_observations_add_their_own_gradient_and_change_nothing_else(
         assert other.observation.loss == pytest.approx(result.observation.loss, rel=1e-5)
 
 
-def test_kl_cov_charges_for_what_moved(model_folder: Path, group: Ranks, initial: dict[str, Tensor]) -> None:
-    """Its tokens pay from the second minibatch on."""
+def test_kl_cov_penalizes_tokens_whose_logprobs_have_changed(
+    model_folder: Path, group: Ranks, initial: dict[str, Tensor]
+) -> None:
+    """The penalty applies from the second minibatch on."""
     _, weights = train_once(preset("kl_cov"), model_folder, model_folder, group)
     _, without = train_once(preset("kl_cov", kl_cov_coefficient=1e-9), model_folder, model_folder, group)
     moved = largest_difference(weights, {name: initial[name] for name in weights})

@@ -1,4 +1,4 @@
-"""Buckets as handles of shared memory: from this process to an engine in another one."""
+"""Weights are sent as handles of shared memory, from this process to an engine in another one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def a_bucket(values: torch.Tensor) -> Packed:
 def test_a_handle_is_read_as_the_weights_it_names(dtype: torch.dtype) -> None:
     values = torch.arange(7).to(dtype)
     payload, _ = ipc.handle(a_bucket(values))
-    assert len(payload) < 2500  # the weights are not in it
+    assert len(payload) < 2500  # the payload does not contain the weights
     piece = read_payload(payload, "flattened_bucket")
     assert piece.is_shared
     (a, first), (b, second) = piece.whole
@@ -55,7 +55,7 @@ def test_a_handle_is_read_as_the_weights_it_names(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("opened", [0, 1, 2])
 def test_each_handle_of_a_bucket_holds_a_reference_of_its_own(opened: int) -> None:
-    """Two engines get one each; of the engines that fail, each leaves one to give back."""
+    """Each of two engines gets one handle; those that the engines do not open are given back."""
     handles, bucket = ipc.Handles(), a_bucket(torch.arange(7.0))
     made = [handles.make(bucket) for _ in range(2)]
     assert made[0] != made[1]
@@ -68,8 +68,8 @@ def test_each_handle_of_a_bucket_holds_a_reference_of_its_own(opened: int) -> No
     assert not own_buffers()
 
 
-def test_the_process_that_torch_starts_holds_no_pipe_of_ours() -> None:
-    """Or whoever waits for the end of a pipe of this process waits for the engines as well."""
+def test_the_process_that_torch_starts_inherits_no_pipe() -> None:
+    """Otherwise, a process that waits for the end of a pipe of this one would also wait for the engines."""
     code = (
         "import os, torch; from areal_agents.training.publish.ipc import shared_buffer; "
         "buffer = shared_buffer(100, torch.device('cpu')); print('made', flush=True); input()"
@@ -81,7 +81,7 @@ def test_the_process_that_torch_starts_holds_no_pipe_of_ours() -> None:
     ) as process:
         os.close(writing)
         assert process.stdout is not None and process.stdout.readline() == b"made\n"
-        process.kill()  # the manager lives on for a moment
+        process.kill()  # the manager still runs for a moment
     holds = select.select([reading], [], [], 0)[0] == []
     os.close(reading)
     assert not holds
@@ -119,7 +119,7 @@ def test_an_engine_that_refuses_a_handle_loads_the_folder(
     has_opened: bool, policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path,
     model_folder: Path,
 ) -> None:  # fmt: skip
-    """And no buffer is kept for it, whether or not it has opened the handle before."""
+    """No buffer is kept for that engine, whether or not it has opened the handle."""
 
     class Refusing(SGLangEngine):
         async def update_weights_from_tensors(
@@ -148,7 +148,7 @@ def own_buffers() -> list[str]:
 
 @pytest.fixture(scope="module")
 def handed_over(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks saw of a hand-over, by what failed in it."""
+    """The results of a hand-over on each of two ranks, by what failed in it."""
     out = tmp_path_factory.mktemp("ipc")
     with reserved_ports(1) as (port,):
         spawned = mp.spawn(main, (port, str(out)), nprocs=COUNT, join=False)
@@ -163,7 +163,7 @@ def handed_over(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 
 def test_only_the_ranks_that_engines_read_make_handles(handed_over: list[dict[str, Any]]) -> None:
-    """Or the memory of the others would be kept for receivers that never come."""
+    """Otherwise, the memory of the other ranks would be kept for receivers that never open it."""
     for results in handed_over:
         assert results["nothing"] == ([[False, True]] * 3, "whole", [])
 
@@ -180,7 +180,7 @@ def test_no_rank_waits_for_one_that_fails_while_weights_are_sent(handed_over: li
 async def workers(
     sender: ipc.IpcSender, info: ModelInfo, answering: dict[SGLangEngine, int]
 ) -> list[list[int]]:
-    """The ranks whose handles each of these engines of so many workers gets."""
+    """The ranks whose handles each engine gets; `answering` has the number of workers of each."""
     await sender.open({engine: replace(info, workers=count) for engine, count in answering.items()}, 1)
     return [list(sender._workers[engine]) for engine in answering]
 
@@ -208,7 +208,7 @@ async def test_an_engine_gets_the_handles_of_its_gpu_whichever_others_answer(
         assert await workers(on_cpu, info, {b: 1, a: 1}) == [[0], [0]]
 
 
-def test_full_shared_memory_is_said_with_what_to_do(
+def test_full_shared_memory_is_an_error_that_says_what_to_do(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -253,7 +253,7 @@ def test_invalid_payloads_are_refused(payload: str, form: str, says: str) -> Non
 def test_a_gpu_hands_its_weights_to_an_engine_in_another_process(
     store: Store, run_dir: Path, model_folder: Path
 ) -> None:
-    """CUDA IPC handles, which nothing but a GPU can make."""
+    """CUDA IPC handles can be made only on a GPU."""
     with (
         ranks("cuda") as group,
         running_engine(model_folder, kernel="torch", device="cuda", slots=4, max_context=256) as url,

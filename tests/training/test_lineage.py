@@ -1,4 +1,4 @@
-"""What staleness is after a resume: batches, not numbers."""
+"""Staleness after a resume is counted in batches, not in version numbers."""
 
 from __future__ import annotations
 
@@ -32,22 +32,25 @@ def take(store: Store, *, step: int, version: int, on_stale: OnStale = "drop") -
     return batch
 
 
-def test_versions_of_lost_and_of_earlier_steps_count_by_their_steps(store: Store) -> None:
+def test_versions_of_lost_and_earlier_steps_are_counted_by_their_steps(store: Store) -> None:
     for version, step in ((0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 2), (6, 3), (7, 3), (8, 4)):
         store.publish_version(
             version, step=step, path="nowhere"
-        )  # resumed at 5 from step 2, at 7 from step 3
+        )  # resumed before version 5 and before version 7
     lineage = Lineage.of(store, 8)
     #                                       0  1  2  3  4 | 5  6 | 7  8   and one that was never published
     assert [lineage.counted(v) for v in range(10)] == [4, 5, 6, 7, 8, 6, 7, 7, 8, 9]
-    # At step 2 the lost versions of steps 3 and 4 lead by 1 and 2: as far off as if they were behind.
+    # At step 2, the lost versions of steps 3 and 4 are 1 and 2 steps ahead, which counts as 1 and 2 behind.
     assert [Lineage.of(store, 5).counted(v) for v in range(6)] == [3, 4, 5, 4, 3, 5]
     assert Lineage.of(store, 4).moved == {} and Lineage.of(store, 99).moved == {}
 
 
 @pytest.mark.parametrize("on_stale", ["mask", "drop", "wait"])
-def test_no_group_of_a_lost_step_is_lost_with_it(store: Store, on_stale: OnStale) -> None:
-    """Four steps whose checkpoint was never written, at the bound; they are trained again, each as it was."""
+def test_groups_of_lost_steps_are_trained_again_with_the_same_staleness(
+    store: Store, on_stale: OnStale
+) -> None:
+    """Four steps have tokens at the bound, and no checkpoint. A resumed run trains each of them again on the
+    same group, whose tokens are as old as the first time."""
     store.publish_version(0, step=0, path="nowhere")
     ages = []
     for step in range(1, 5):

@@ -1,4 +1,4 @@
-"""Weights from files into shards: equal to transformers' own loading, and every bad file named."""
+"""Shards loaded from files have the weights that transformers loads, and errors name the bad file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from areal_agents.training.model.safetensors_files import Checkpoint
 
 
 def split(folder: Path, out: Path) -> Path:
-    """The same model in three files and an index."""
+    """Save the model again, in at least three files with an index."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(out, max_shard_size="20KB")
     assert len(list(out.glob("*.safetensors"))) >= 3
@@ -35,7 +35,7 @@ def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_of_several_files(tied: bool, tmp_path: Path, group: Ranks) -> None:
+def test_a_model_in_several_files_is_loaded(tied: bool, tmp_path: Path, group: Ranks) -> None:
     folder = build_model(tmp_path / "one", tied=tied)
     policy = load_policy(split(folder, tmp_path / "many"), group)
     original = load_file(folder / "model.safetensors")
@@ -122,7 +122,7 @@ def test_broken_files_are_named(tmp_path: Path, group: Ranks) -> None:
     broken = folder / index["weight_map"]["model.layers.1.mlp.up_proj.weight"]
     data = broken.read_bytes()
 
-    broken.write_bytes(data[:-5])  # cut off
+    broken.write_bytes(data[:-5])  # truncated
     with pytest.raises(TrainingError, match=rf"{broken} is not a valid safetensors file"):
         load_policy(folder, group)
 
@@ -150,7 +150,7 @@ def load_safetensors(data: bytes, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "copy.safetensors")
 
 
-def test_rows_are_read_without_the_rest(tmp_path: Path) -> None:
+def test_rows_of_a_tensor_are_read_without_the_rest(tmp_path: Path) -> None:
     checkpoint = Checkpoint(build_model(tmp_path))
     stored = checkpoint.tensors["model.layers.0.mlp.up_proj.weight"]
     want = load_file(tmp_path / "model.safetensors")[stored.name]

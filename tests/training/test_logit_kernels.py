@@ -1,4 +1,4 @@
-"""The kernels of logits against the formulas in float64: interpreted on a CPU, compiled, and on a GPU."""
+"""Compares the logit kernels, interpreted and on a GPU, with formulas in float64, and compiles them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areal_agents.training.step import logit_kernels
 
-VOCABULARY = 10_007  # no multiple of a block
+VOCABULARY = 10_007  # not a multiple of the block size
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton comes with torch for Linux on x86-64"
@@ -68,7 +68,7 @@ def check(device: str, statistics: Callable[..., Any], gradient: Callable[..., A
 
 @needs_triton
 def test_the_kernels_compute_the_formulas() -> None:
-    """Triton's interpreter runs them in a process of its own, because it is chosen at the import."""
+    """The kernels run in a separate process, because Triton selects its interpreter when it is imported."""
     done = subprocess.run(
         [sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"}, text=True, timeout=120,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -107,7 +107,7 @@ def test_the_kernels_compile_for_gpus(capability: int) -> None:
         assert made.asm["cubin"]
 
 
-def test_the_estimate_of_memory_counts_what_they_allocate() -> None:
+def test_kernels_on_meta_tensors_return_arrays_for_the_memory_estimate() -> None:
     logits = torch.empty(7, 100, device="meta")
     row = torch.empty(7, device="meta")
     targets = torch.empty(7, dtype=torch.int64, device="meta")

@@ -1,4 +1,4 @@
-"""Chunked logprobs and entropies against the whole softmax, in values and gradients."""
+"""Compares chunked logprobs and entropies, and their gradients, with the whole softmax."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def whole(hidden: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, with every logit at once."""
+    """The logprobs and entropies by definition, from all logits at once."""
     p = torch.softmax(head(hidden) / temperatures[:, None], -1)
     return p[torch.arange(len(targets)), targets].log(), -(p * p.log()).sum(-1)
 
@@ -56,7 +56,7 @@ def test_logprobs_entropy_and_temperature_by_hand() -> None:
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk_rows", [1, 3, 9, 10])
-def test_chunks_are_the_whole_softmax(chunk_rows: int, entropy_gradient: bool) -> None:
+def test_chunks_give_the_results_of_the_whole_softmax(chunk_rows: int, entropy_gradient: bool) -> None:
     hidden, head, targets, temperatures = case(torch.float64)
     weights = torch.randn(2, ROWS, dtype=torch.float64)
     inputs = (hidden, *head.parameters())
@@ -78,7 +78,7 @@ def test_chunks_are_the_whole_softmax(chunk_rows: int, entropy_gradient: bool) -
         torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_match_finite_differences() -> None:
     hidden, head, targets, temperatures = case(torch.float64, rows=4)
 
     def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(both, (hidden, head.weight, head.bias))
 
 
-def test_float32_with_large_logits_stays_within_its_rounding() -> None:
+def test_float32_with_large_logits_is_accurate_up_to_rounding() -> None:
     hidden, head, targets, temperatures = case(torch.float64, rows=2 * CPU_ROWS + 1)
     with torch.no_grad():
         hidden *= 10
@@ -107,12 +107,12 @@ def test_float32_with_large_logits_stays_within_its_rounding() -> None:
         head.double()
 
 
-Answer = tuple[Tensor, ...]  # logprobs, entropies, and the gradients by states, matrix and bias
+Answer = tuple[Tensor, ...]  # logprobs, entropies, and the gradients with respect to states, matrix and bias
 
 
 def realistic() -> tuple[Tensor, nn.Linear, Tensor, Tensor, Tensor]:
-    """bfloat16 states and a head of which more than one tile is cast, logits up to 30, targets of every rank;
-    temperatures and the gradient of the logprobs."""
+    """bfloat16 states, a head of more than two tiles with logits of up to about 30, targets among the 20 most
+    likely tokens, temperatures, and the gradient of the logprobs."""
     torch.manual_seed(0)
     rows, width, vocab = 2 * CPU_ROWS + 1, 256, 9000
     assert vocab * width > 2 * TILE
@@ -127,7 +127,7 @@ def realistic() -> tuple[Tensor, nn.Linear, Tensor, Tensor, Tensor]:
 def exactly(
     states: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor, gradient: Tensor
 ) -> Answer:
-    """The definition in float64, of the same bfloat16 values."""
+    """The results by definition in float64, from the same bfloat16 values."""
     inputs = [t.detach().double().requires_grad_() for t in (states, *head.parameters())]
     return differentiated(F.linear(*inputs), inputs, targets, temperatures, gradient)
 
@@ -135,7 +135,7 @@ def exactly(
 def rounded(
     states: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor, gradient: Tensor
 ) -> Answer:
-    """The definition with logits that are rounded to bfloat16."""
+    """The results by definition, with logits that are rounded to bfloat16."""
     inputs = [t.detach().requires_grad_() for t in (states, *head.parameters())]
     return differentiated(F.linear(*inputs).float(), inputs, targets, temperatures, gradient)
 
@@ -177,7 +177,7 @@ def test_logits_of_bfloat16_states_are_float32(path: str) -> None:
         assert error(mine, exact) < error(wrong, exact) / 100
     for mine, wrong, exact in zip(gradients, coarse[2:], want[2:], strict=True):
         assert error(mine, exact) < error(wrong, exact) / 3
-        # a gradient of bfloat16 values is itself rounded to bfloat16, and is not much worse than that
+        # the gradient is rounded to bfloat16, and its error is not much larger than that of the rounding
         assert error(mine, exact) < 2 * error(exact.bfloat16(), exact)
 
 
@@ -211,11 +211,11 @@ def test_logits_on_a_gpu_are_float32_too() -> None:
         assert error(mine.cpu(), exact) < error(wrong, exact) / 3
 
 
-def test_no_more_than_a_chunk_of_logits_is_ever_computed() -> None:
+def test_no_more_than_one_chunk_of_logits_is_computed_at_once() -> None:
     seen: list[int] = []
 
     class Sizes(TorchDispatchMode):
-        """Notes the size of every array that any operation makes."""
+        """Records the size of every array that an operation returns."""
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
@@ -240,7 +240,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert hidden.grad is not None and head.weight.grad is None
 
 
-def test_no_rows_are_no_logprobs_and_a_gradient_of_zero() -> None:
+def test_without_rows_there_are_no_logprobs_and_the_gradient_is_zero() -> None:
     hidden, head, targets, temperatures = case(torch.float32, rows=0)
     logprobs, entropies = token_logprobs(hidden, targets, temperatures, head)
     logprobs.sum().backward()
@@ -248,7 +248,7 @@ def test_no_rows_are_no_logprobs_and_a_gradient_of_zero() -> None:
     assert head.weight.grad is not None and (head.weight.grad == 0).all()
 
 
-def test_a_head_that_is_more_than_a_matrix_is_refused() -> None:
+def test_a_head_that_is_not_a_linear_layer_is_refused() -> None:
     hidden, head, targets, temperatures = case(torch.float32)
     with pytest.raises(ValueError, match=r"nn\.Linear, got Sequential"):
         token_logprobs(hidden, targets, temperatures, nn.Sequential(head))

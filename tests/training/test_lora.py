@@ -1,4 +1,4 @@
-"""Adapters: peft reads what is published, gradients are peft's, and nothing else is trained."""
+"""Adapters: peft reads the published files and computes the same gradients, and nothing else is trained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LORA = LoraOptions(rank=3, alpha=5)
 
 
 def adapted(folder: Path, group: Ranks, lora: LoraOptions = LORA) -> Policy:
-    """A policy whose adapters are no longer at their beginning."""
+    """A policy whose adapters no longer have their initial values."""
     policy = load_policy(folder, group, options=ModelOptions(lora=lora))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -151,7 +151,7 @@ def test_the_reference_of_an_adapter_is_the_policy_with_the_adapter_off(
     assert [p.requires_grad for p in policy.parameters()] == trained
 
 
-def test_a_run_of_an_adapter_loads_no_reference(model_folder: Path, group: Ranks) -> None:
+def test_a_run_that_trains_an_adapter_loads_no_separate_reference(model_folder: Path, group: Ranks) -> None:
     algorithm = AlgorithmConfig.model_validate({"kl_in": {"kind": "loss", "kl_coefficient": 0.1}})
 
     def load(**settings: Any) -> Models:
@@ -168,7 +168,9 @@ def test_a_run_of_an_adapter_loads_no_reference(model_folder: Path, group: Ranks
     assert {p.dtype for p in whole.policy.parameters()} == {torch.float32}
 
 
-def test_frozen_weights_have_the_compute_type_and_change_nothing(model_folder: Path, group: Ranks) -> None:
+def test_frozen_weights_have_the_compute_type_and_give_the_same_results(
+    model_folder: Path, group: Ranks
+) -> None:
     lora = LoraOptions(rank=3)
     (batch,) = pack(samples(), token_budget=4096)
     policy = load_policy(model_folder, group, options=ModelOptions(dtype=torch.bfloat16, lora=lora))

@@ -1,4 +1,4 @@
-"""The only engine dies while a version is published: the version waits for it, by every transport."""
+"""If the only engine dies while a version is published, the version waits for it, with every transport."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONS = {"kernel": "torch", "threads": 1, "slots": 4, "max_context": 256}
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several buckets where there would be one, and short pauses between two looks."""
+    """Send weights in several buckets instead of one, and pause only briefly between attempts."""
     monkeypatch.setattr(f"{PUBLISHING}.transports.MB", 100)
     monkeypatch.setattr(f"{PUBLISHING}.preflight._POLL_S", 0.02)
     monkeypatch.setattr(f"{PUBLISHING}.swapping._FIRST_PAUSE_S", 0.02)
@@ -44,7 +44,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ("disk", "/update_weights_from_disk", ""),
         ("tensor", "/pause_generation", ""),
         ("tensor", "/update_weights_from_tensor", ""),
-        ("tensor", "/update_weights_from_disk", "/update_weights_from_tensor"),  # it was to be mended
+        ("tensor", "/update_weights_from_disk", "/update_weights_from_tensor"),  # it dies during the repair
         ("tensor", "/continue_generation", ""),
         ("broadcast", "/pause_generation", ""),
         ("lora", "/load_lora_adapter", ""),
@@ -80,7 +80,7 @@ def test_a_version_waits_for_the_only_engine(
 def test_the_engine_that_a_version_waited_for_is_compared_once_more(
     transport: str, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
-    """With the next version: whoever came back is not the one that was compared."""
+    """The next version is compared again, because the engine that came back may be another process."""
     policy = load_policy(model_folder, group)
     engine = ReturningEngine(engine_url, model_folder, dies_at="")
     with publisher(
@@ -97,7 +97,7 @@ def test_the_engine_that_a_version_waited_for_is_compared_once_more(
     assert agreements == [1.0, None, 1.0, None]
 
 
-def test_an_adapter_that_a_proxy_has_loaded_meanwhile_is_not_taken_away(
+def test_an_adapter_that_a_proxy_has_loaded_meanwhile_is_not_unloaded(
     group: Ranks,
     store: Store,
     engine_url: str,
@@ -105,7 +105,7 @@ def test_an_adapter_that_a_proxy_has_loaded_meanwhile_is_not_taken_away(
     model_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests name it already, and would be refused."""
+    """Requests already name the adapter, and would be refused without it."""
 
     class CaughtUpEngine(ReturningEngine):
         async def start_anew(self) -> None:
@@ -126,7 +126,7 @@ def test_an_adapter_that_a_proxy_has_loaded_meanwhile_is_not_taken_away(
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
-def test_an_engine_that_does_not_come_back_ends_the_wait(
+def test_the_wait_for_an_engine_that_does_not_come_back_ends(
     transport: str, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     engine = ReturningEngine(engine_url, model_folder, dies_at="/pause_generation", looks=None)
@@ -141,7 +141,7 @@ def test_an_engine_that_does_not_come_back_ends_the_wait(
 
 
 class KilledEngine(SGLangEngine):
-    """The client of a server that is killed at the second bucket, and started again a little later."""
+    """The client of a server that is killed at the second bucket and restarted shortly afterwards."""
 
     def __init__(self, server: EngineProcess) -> None:
         super().__init__(server.url)
@@ -153,7 +153,7 @@ class KilledEngine(SGLangEngine):
         self.buckets += 1
         call = asyncio.ensure_future(super().receive_weights(bucket, group=group, version=version, last=last))
         if self.buckets == 2:
-            await asyncio.sleep(0)  # the request leaves, the broadcast begins
+            await asyncio.sleep(0)  # the request is sent, and the broadcast begins
             os.killpg(self._victim.pid, signal.SIGKILL)
             self._victim.wait()
             self.again.start()
@@ -162,7 +162,7 @@ class KilledEngine(SGLangEngine):
 
 @pytest.fixture
 def server(model_folder: Path) -> Iterator[EngineProcess]:
-    """An engine that can be killed, and started again where it was."""
+    """An engine that can be killed, and restarted on the same port."""
     with reserved_ports(1) as (port,):
         config = EmbeddedEngineConfig(model=str(model_folder), port=port, **OPTIONS)
         with EngineProcess(config) as engine:

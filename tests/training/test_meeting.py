@@ -1,4 +1,4 @@
-"""Ranks that do not come, do not agree, or end: the others say which one, on which node, and end too."""
+"""If a rank does not join, differs in a setting or ends, the others name it and its node, and end too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 120
 
 
 class Group:
-    """Processes that are ranks on nodes of one rank each."""
+    """Starts processes as ranks, each on a node of its own."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -74,7 +74,7 @@ def wait_until(process: subprocess.Popen[str], says: str) -> None:
         assert line, seen
 
 
-def test_a_node_that_never_comes_is_named_on_every_node_that_came(group: Group) -> None:
+def test_a_node_that_never_joins_is_named_on_every_node_that_joined(group: Group) -> None:
     second = group.start(1, 3)
     wait_until(second, "is about to join")
     first = group.start(0, 3, join_s=15)
@@ -87,14 +87,14 @@ def test_a_node_that_never_comes_is_named_on_every_node_that_came(group: Group) 
     assert (first.returncode, second.returncode) == (1, 1)
 
 
-def test_without_node_0_the_others_say_so(group: Group) -> None:
+def test_without_node_0_the_other_ranks_report_that_they_cannot_reach_it(group: Group) -> None:
     second = group.start(1, 2, join_s=2)
     expected = f"did not reach the first rank on 127.0.0.1:{group.port} within 2 s (trainer.join_timeout_s)"
     assert f"rank 1 on node 1 ({socket.gethostname()}) {expected}" in output_of(second)
     assert second.returncode == 1
 
 
-def test_ranks_that_were_not_started_alike_are_refused_before_they_begin(group: Group) -> None:
+def test_ranks_with_different_settings_are_refused_before_they_begin(group: Group) -> None:
     processes = [group.start(0, 2, fact="10"), group.start(1, 2, fact="20")]
     for process in processes:
         output = output_of(process)
@@ -104,8 +104,10 @@ def test_ranks_that_were_not_started_alike_are_refused_before_they_begin(group: 
 
 
 @pytest.mark.parametrize(("lost", "behaviour"), [(1, "wait"), (0, "wait"), (1, "compute")])
-def test_the_death_of_one_rank_ends_the_others_with_its_name(group: Group, lost: int, behaviour: str) -> None:
-    """While they wait for something else, and while they wait in a collective."""
+def test_the_death_of_one_rank_ends_the_others_with_an_error_that_names_it(
+    group: Group, lost: int, behaviour: str
+) -> None:
+    """The others may be in a collective or waiting for something else."""
     processes = [group.start(rank, 2, behaviour=behaviour) for rank in range(2)]
     for process in processes:
         wait_until(process, "has met the others")
@@ -125,8 +127,8 @@ def test_a_rank_that_fails_alone_ends_the_others_with_its_reason(group: Group) -
     assert first.returncode == 1
 
 
-def test_a_rank_that_ends_before_it_is_watched_is_lost(group: Group) -> None:
-    """Between the verdict that all ranks have registered and its connection to the first rank."""
+def test_a_rank_that_ends_before_it_is_watched_is_reported_as_lost(group: Group) -> None:
+    """The rank ends after all ranks have registered, and before it connects to the first rank."""
     first, second, third = (
         group.start(rank, 3, behaviour=behaviour)
         for rank, behaviour in enumerate(["short", "vanish", "wait"])
@@ -138,7 +140,7 @@ def test_a_rank_that_ends_before_it_is_watched_is_lost(group: Group) -> None:
     assert [process.returncode for process in (first, second, third)] == [1, 3, 1]
 
 
-def test_ranks_that_end_one_after_the_other_are_not_lost(group: Group) -> None:
+def test_ranks_that_end_one_after_the_other_are_not_reported_as_lost(group: Group) -> None:
     first, second = group.start(0, 2), group.start(1, 2)
     for process in (first, second):
         assert "lost" not in output_of(process)
@@ -158,18 +160,18 @@ def test_each_node_may_know_the_engine_of_the_teacher_by_another_url() -> None:
     assert here != late
 
 
-def test_variables_that_are_not_complete_are_refused() -> None:
+def test_incomplete_variables_of_a_rank_are_refused() -> None:
     with pytest.raises(TrainingError, match="must all be set if one is: 'MASTER_ADDR'"):
         Member.of({"RANK": "0", "WORLD_SIZE": "2"})
 
 
-def test_the_watch_listens_on_loopback_only_if_all_ranks_are_here() -> None:
+def test_the_watch_listens_on_loopback_if_the_ranks_meet_there() -> None:
     with rank_watch._listen("127.0.0.1") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_stranger_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that does not know the secret is closed, and its end is nobody's."""
+def test_a_connection_without_the_secret_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of this connection is not taken for the end of a rank."""
     member = Member(0, 1, 0, 1, "127.0.0.1", 0, "here")
     kept: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""The estimate of the trainer's memory, against what real passes keep, and its choices."""
+"""Compares the estimate of the trainer's memory with real passes, and tests the settings chosen from it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def microbatch() -> MicroBatch:
-    """Two packed documents of TOKENS tokens in all, which share nothing; all but two tokens are trained."""
+    """Two packed samples with TOKENS tokens in total and no shared prefix; all but two tokens are trained."""
     rng = np.random.default_rng(0)
     samples = []
     for number, length in enumerate((TOKENS // 3, TOKENS - TOKENS // 3)):
@@ -82,7 +82,8 @@ def microbatch() -> MicroBatch:
 
 
 class Kept:
-    """Bytes of the storages that a real forward pass saves; weights, gathered ones included, do not count."""
+    """Counts the bytes that a real forward pass saves for the backward pass, except sharded and gathered
+    weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -117,7 +118,7 @@ class Kept:
         ("moe", "full", False),
     ],
 )
-def test_activations_and_gradients_are_those_of_a_real_pass(
+def test_estimated_memory_matches_that_of_a_real_step(
     model: str, checkpointing: Any, lora: bool, folders: dict[str, Path], group: Ranks
 ) -> None:
     config = TrainerConfig(device="cpu", lora={"rank": 4} if lora else None)
@@ -145,7 +146,7 @@ def test_activations_and_gradients_are_those_of_a_real_pass(
     assert need.masters + need.frozen == sum(w.nbytes for w in weights) + buffers
 
 
-def test_the_sizes_of_an_8b_model_on_8_ranks(tmp_path: Path) -> None:
+def test_the_estimate_of_an_8b_model_on_8_ranks_follows_from_its_sizes(tmp_path: Path) -> None:
     Qwen3Config(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False,
@@ -191,11 +192,11 @@ for policy in ("off", 4, "full"):
         root * 2 + block * (2 + 2 * 4),
     ]
     assert int(whole) == (states + 2 * block) * 2  # all weights, and the buffers of a block
-    assert int(more_at_the_end) == (states - root - embedding) * 2  # those of the blocks
+    assert int(more_at_the_end) == (states - root - embedding) * 2  # the weights of the blocks
     # 36 inputs, and what the final norm and the logprobs keep: four arrays of hidden states, one in float32
     hidden = 32768 * 4096 * 2
     assert int(saved[0]) == pytest.approx(36 * hidden + 4 * hidden, rel=0.01)
-    assert int(saved[1]) / 32768 == pytest.approx(210 * 1024, rel=0.01)  # measured apart from this code
+    assert int(saved[1]) / 32768 == pytest.approx(210 * 1024, rel=0.01)  # measured independently of this code
     assert float(saved[2]) == 36 * 2 * 8 * 128
     assert chosen == [
         ["off", "32768", "8", "32768"],
@@ -204,7 +205,7 @@ for policy in ("off", 4, "full"):
     ]
 
 
-def test_a_critic_and_a_separate_reference_count(folders: dict[str, Path], group: Ranks) -> None:
+def test_a_critic_and_a_separate_reference_are_counted(folders: dict[str, Path], group: Ranks) -> None:
     def need(algorithm: dict[str, Any], **config: Any) -> Need:
         chosen = TrainerConfig(device="cpu", **config)
         memory = TrainerMemory(
@@ -225,7 +226,7 @@ def test_a_critic_and_a_separate_reference_count(folders: dict[str, Path], group
     assert adapter_kl == adapter  # the adapter is switched off instead
 
 
-def test_what_is_in_host_memory_is_not_counted_for_the_gpu(folders: dict[str, Path], group: Ranks) -> None:
+def test_tensors_in_host_memory_are_not_counted_for_the_gpu(folders: dict[str, Path], group: Ranks) -> None:
     def need(offload: Offload) -> Need:
         config = TrainerConfig(device="cpu", offload=offload)
         return TrainerMemory(config, AlgorithmConfig(), folders["qwen3"], group, on_gpu=False).need("off", 64)
@@ -238,7 +239,7 @@ def test_what_is_in_host_memory_is_not_counted_for_the_gpu(folders: dict[str, Pa
     assert all_away.gathered == here.gathered + 160 * 64 * 4  # the largest parameter arrives in float32
 
 
-def test_what_does_not_fit_is_refused_or_tried_and_the_longest_sample_is_held(
+def test_settings_that_do_not_fit_are_refused_or_tried_and_the_longest_sample_fits(
     folders: dict[str, Path], group: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = TrainerConfig(device="cpu")
@@ -261,7 +262,7 @@ def test_what_does_not_fit_is_refused_or_tried_and_the_longest_sample_is_held(
     assert "the run continues, because trainer.memory_check is warn" in caplog.text
 
 
-def test_a_model_that_cannot_be_measured_is_trained_with_careful_settings(
+def test_a_model_that_cannot_be_measured_is_trained_with_conservative_settings(
     folders: dict[str, Path], group: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -284,7 +285,9 @@ def test_a_model_that_cannot_be_measured_is_trained_with_careful_settings(
         settle(TrainerConfig(), AlgorithmConfig(), folders["qwen3"], on_gpu)
 
 
-def test_settings_are_settled_on_a_cpu_as_before(folders: dict[str, Path], group: Ranks) -> None:
+def test_on_a_cpu_defaults_are_used_and_given_settings_are_kept(
+    folders: dict[str, Path], group: Ranks
+) -> None:
     settled = settle(TrainerConfig(), AlgorithmConfig(), folders["qwen3"], group)
     assert (settled.dtype, settled.activation_checkpointing, settled.microbatch_tokens) == (
         "float32",

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines, one per step after a resume, and exactly the names that the page defines."""
+"""metrics.jsonl has one whole line per step, even after a resume, with the names that docs/metrics.md has."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_resume_drops_the_lines_it_will_write_again(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # cut short by a crash
     resumed = MetricsWriter(tmp_path, after_step=2)
-    resumed.write(line(3, loss=30.0, busy=99.0))  # of an engine that may have been started anew
+    resumed.write(line(3, loss=30.0, busy=99.0))  # the engine may have been restarted
     resumed.write(line(4))
     resumed.close()
     after = lines(tmp_path)
@@ -74,11 +74,11 @@ def test_a_resume_drops_the_lines_it_will_write_again(tmp_path: Path) -> None:
     assert [row["rollout_idle"] for row in after[2:]] == [None, None]
 
 
-def test_idleness_is_not_made_up_where_a_counter_or_a_clock_went_back(tmp_path: Path) -> None:
+def test_idleness_is_unknown_where_a_counter_or_the_clock_did_not_advance(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, after_step=0)
     writer.write(line(1, busy=50.0))
     writer.write(line(2, busy=3.0))  # the engine was started again
-    writer.write({**line(3, busy=4.0), "time": 120.0})  # the clock stands where it was
+    writer.write({**line(3, busy=4.0), "time": 120.0})  # the clock has not advanced
     writer.write(line(4, busy=8.0))
     writer.close()
     assert [row["rollout_idle"] for row in lines(tmp_path)] == [None, None, None, pytest.approx(0.8)]
@@ -91,10 +91,10 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(TrainingError, match=r"cannot write .*metrics.jsonl: .*No space left"):
         writer.write(line(1))
-    writer.close()  # nothing is left that the disk could refuse again
+    writer.close()  # nothing is left that could fail again
 
 
-def test_trackers_get_every_number_by_its_section(tmp_path: Path) -> None:
+def test_trackers_get_every_number_under_its_section(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path, after_step=0, trackers=["tensorboard"])
     writer.write({**line(1), "grad_norm": math.nan, "forks": {"edited": 2}})
     writer.close()
@@ -211,7 +211,7 @@ def test_system_metrics_by_hand() -> None:
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
-def test_peaks_by_the_name_of_the_gpu(name: str, teraflops: float | None) -> None:
+def test_the_peak_is_found_by_the_name_of_the_gpu(name: str, teraflops: float | None) -> None:
     assert peak_of(name) == (None if teraflops is None else pytest.approx(teraflops * 1e12))
 
 
@@ -246,7 +246,7 @@ def test_a_real_step_writes_exactly_the_names_that_are_defined(
     first, second = lines(run_dir)
     everywhere = {"step", "version", "time"}
     assert first.keys() == {*everywhere, *(name for names in SECTIONS.values() for name in names)}
-    assert first["rollout_idle"] is None and 0.5 < second["rollout_idle"] <= 1  # nobody sampled meanwhile
+    assert first["rollout_idle"] is None and 0.5 < second["rollout_idle"] <= 1  # nothing was sampled
     assert first["explained_variance"] is None and first["mfu"] is None
     assert second["pause_total_s"] == pytest.approx(first["pause_s"] + second["pause_s"])
     for name in (

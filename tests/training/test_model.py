@@ -1,4 +1,4 @@
-"""The policy's logprobs and gradients against transformers run on each sequence alone."""
+"""Compares the policy's logprobs and gradients with those of transformers on each sequence alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_chunks_of_the_head_change_nothing(model_folder: Path, group: Ranks) -> 
     assert_same(packed(policy, batch), reference(model_folder, batch))
 
 
-def test_a_token_that_two_samples_predict_from_one_row(model_folder: Path, group: Ranks) -> None:
+def test_a_token_that_two_samples_predict_from_one_row_is_scored_for_both(
+    model_folder: Path, group: Ranks
+) -> None:
     rng = np.random.default_rng(3)
     prompt = rng.integers(2, 96, 80).tolist()
     batch = [
@@ -90,7 +92,9 @@ def test_bfloat16_compute_keeps_float32_masters_and_gradients(model_folder: Path
         assert cosine > 0.98, (name, float(cosine))
 
 
-def test_the_backbone_gives_the_states_that_predict(model_folder: Path, group: Ranks) -> None:
+def test_the_backbone_returns_the_states_that_predict_trained_tokens(
+    model_folder: Path, group: Ranks
+) -> None:
     batch = samples()[:1]
     (micro,) = pack(batch, token_budget=4096)
     decoder = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager").model
@@ -154,7 +158,7 @@ def test_folders_that_cannot_be_trained_are_named(tmp_path: Path, group: Ranks) 
         "frequencies by length in some layers",
     ],
 )
-def test_models_that_would_silently_be_computed_otherwise_are_refused(
+def test_models_that_would_silently_be_computed_differently_are_refused(
     config: PretrainedConfig, reason: str, tmp_path: Path, group: Ranks
 ) -> None:
     config.save_pretrained(tmp_path)

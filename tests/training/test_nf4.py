@@ -1,4 +1,4 @@
-"""Adapters on frozen weights in four bits: the same as on the dense weights that the four bits stand for."""
+"""Adapters on frozen 4-bit weights give the same results as on the dequantized dense weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized(weight: np.ndarray) -> np.ndarray:
-    """Each weight replaced by the nearest value of the table, times the largest of its 64 neighbours."""
+    """Replace each weight by the nearest value of the table, scaled by the largest magnitude in its block of
+    64 weights."""
     grouped = weight.astype(np.float64).reshape(-1, 64)
     scale = np.abs(grouped).max(1, keepdims=True)
     nearest = np.abs(grouped[..., None] / scale[..., None] - np.array(TABLE)).argmin(-1)
@@ -51,7 +52,7 @@ def quantized(weight: np.ndarray) -> np.ndarray:
 
 
 def dense_twin(wide: Path, group: Ranks, folder: Path) -> Path:
-    """A folder with the dense weights that the four bits stand for."""
+    """Write a model folder with the dequantized weights; return `folder`."""
     policy = load_policy(wide, group, options=ModelOptions(lora=NF4))  # its adapters add nothing yet
     write_model(policy.full_state_dict(), folder, like=wide, dtype=torch.float32)
     return folder
@@ -70,7 +71,7 @@ def test_matrices_of_the_blocks_are_rounded_to_the_table_and_all_else_is_kept(
             assert torch.equal(got[name], tensor), name
             continue
         want = quantized(tensor.numpy())
-        # a weight half way between two values may be rounded to either
+        # a weight halfway between two values may be rounded to either
         far = np.abs(got[name].numpy() - want) > 1e-3 * np.abs(tensor.numpy()).max()
         assert far.mean() < 0.001, name
 
@@ -124,7 +125,7 @@ def test_a_run_is_resumed_and_exported_and_its_base_cannot_change(
     assert adapter.keys() == again.policy.adapter_state_dict().keys()  # type: ignore[union-attr]
 
 
-def test_a_run_trains_an_adapter_on_it_and_its_checkpoint_is_exported(wide: Path, tmp_path: Path) -> None:
+def test_a_run_trains_an_adapter_on_nf4_and_its_checkpoint_is_exported(wide: Path, tmp_path: Path) -> None:
     with Store.open(tmp_path / "recorded.db") as recorded:
         for index in range(4):
             put_group(recorded, f"g{index}", [0, 1], prompt=6 + index)
@@ -157,7 +158,7 @@ def test_only_packed_weights_are_kept_for_the_backward_pass(wide: Path, group: R
     )
 
 
-def test_what_cannot_be_packed_is_refused_by_name(
+def test_models_that_cannot_be_packed_are_refused_with_the_reason(
     group: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: Path
 ) -> None:
     for folder, message in (
@@ -171,7 +172,7 @@ def test_what_cannot_be_packed_is_refused_by_name(
         load_policy(wide, group, options=ModelOptions(lora=NF4))
 
 
-def test_a_torch_that_cannot_divide_packed_weights_is_refused(
+def test_a_torch_version_that_cannot_shard_packed_weights_is_refused(
     wide: Path, group: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))

@@ -1,5 +1,5 @@
-"""Weights, gradients and optimizer state in host memory: the same training, and nothing on the device between
-the steps."""
+"""With weights, gradients and optimizer state in host memory, training is the same, and nothing stays on the
+device between steps."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("none", "all"), ("all", "none"), ("all", "optimizer")])
-def test_policy_and_critic_train_alike_wherever_they_are_and_are_before_and_after_a_checkpoint(
+def test_policy_and_critic_train_alike_with_any_offload_before_and_after_a_checkpoint(
     model_folder: Path, tmp_path: Path, group: Ranks, saved: Offload, resumed: Offload
 ) -> None:
     straight, before = load(model_folder, group, "none"), load(model_folder, group, saved)
@@ -104,7 +104,7 @@ def test_policy_and_critic_train_alike_wherever_they_are_and_are_before_and_afte
 
 
 def test_no_gradient_waits_on_the_device_for_the_last_micro_batch(model_folder: Path, group: Ranks) -> None:
-    """One rank otherwise keeps the whole gradient there until the last micro-batch."""
+    """Otherwise, a single rank keeps the whole gradient on the device until the last micro-batch."""
     held = {}
     for offload in ("none", "all"):
         models = load(model_folder, group, cast(Offload, offload))
@@ -138,7 +138,7 @@ def test_a_step_after_a_stop_between_micro_batches_begins_without_a_gradient(
     assert_close(weights(stopped), weights(straight))
 
 
-def test_a_run_continues_with_its_weights_elsewhere(model_folder: Path, tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_with_another_offload(model_folder: Path, tmp_path: Path) -> None:
     with Store.open(tmp_path / "recorded.db") as recorded:
         for index in range(6):
             put_group(recorded, f"g{index}", [0, 1], prompt=6 + index)
@@ -171,11 +171,11 @@ def test_parked_models_leave_nothing_on_a_fake_gpu(model_folder: Path) -> None:
         assert same  # the optimizer's parameters are still the model's
         assert calls == [*(["synchronize"] if own else []), "synchronize", "empty_cache"] * 2
         assert pinned
-        assert allocated == 3 * trained + frozen  # weights and moments have one place each, used twice
+        assert allocated == 3 * trained + frozen  # weights and moments have one buffer each, used twice
 
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
-def test_models_parked_on_a_cpu_are_saved_and_published_as_they_are(
+def test_models_parked_on_a_cpu_train_alike_and_are_saved_and_resumed(
     offload: Offload, model_folder: Path, tmp_path: Path, group: Ranks
 ) -> None:
     straight = load(model_folder, group, "none")
@@ -226,7 +226,7 @@ def test_models_are_fetched_when_engines_sleep_and_parked_before_they_wake(
     assert events == ["asleep", "fetch", "step", "park", "awake"]
 
 
-def test_what_offload_cannot_be_used_with_is_refused() -> None:
+def test_settings_that_offload_cannot_be_combined_with_are_refused() -> None:
     with pytest.raises(ValueError, match="offload: all keeps one block at a time on a GPU"):
         TrainerConfig(offload="all", reshard="step")
     with pytest.raises(ValueError, match="offload: all takes the optimizer's step on the CPU"):

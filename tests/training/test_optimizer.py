@@ -1,4 +1,4 @@
-"""Schedules by hand, Muon's step from its definition, and state that lies elsewhere between steps."""
+"""Learning-rate schedules, Muon's step by its definition, and optimizer state in host memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_warmup_as_long_as_the_run_is_only_warmup() -> None:
     assert rates(schedule="linear", warmup_steps=6) == pytest.approx([n / 6 for n in range(1, 7)])
 
 
-def test_decay_is_for_matrices_only_and_the_rate_for_all() -> None:
+def test_weight_decay_is_for_matrices_only_and_the_learning_rate_for_all() -> None:
     optimizer = make_optimizer(nn.Linear(3, 2), TrainerConfig(lr=0.1, weight_decay=0.01))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     set_learning_rate(optimizer, 0.25)
@@ -48,7 +48,7 @@ def test_decay_is_for_matrices_only_and_the_rate_for_all() -> None:
 
 
 class Tiny(nn.Module):
-    """Named like a decoder: an embedding, two blocks, a norm and a head."""
+    """A model with the parameter names of a decoder: an embedding, two blocks, a norm and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Tiny(nn.Module):
         self.lm_head = nn.Linear(4, 8, bias=False)
 
     def step(self, optimizer: torch.optim.Optimizer, count: int) -> dict[str, torch.Tensor]:
-        """Train; a copy of the weights."""
+        """Train for `count` steps; return a copy of the weights."""
         ids = torch.arange(8, device=self.lm_head.weight.device)
         for _ in range(count):
             x = self.embed_tokens(ids)
@@ -71,7 +71,7 @@ class Tiny(nn.Module):
         return {name: p.detach().clone() for name, p in self.named_parameters()}
 
 
-def test_muon_takes_the_matrices_of_the_blocks_only() -> None:
+def test_muon_optimizes_only_the_matrices_of_the_blocks() -> None:
     model = Tiny()
     optimizer = make_optimizer(model, TrainerConfig(optimizer="muon", lr=0.01))
     model.step(optimizer, 1)
@@ -85,8 +85,8 @@ def test_muon_takes_the_matrices_of_the_blocks_only() -> None:
 
 
 def test_muons_step_is_nearly_orthogonal_and_has_adamws_size() -> None:
-    """U·Vᵀ of the gradient's singular vectors, times lr · 0.2 · √max(rows, columns), up to the five
-    Newton–Schulz iterations, which leave singular values between about 0.7 and 1.2."""
+    """The step is U·Vᵀ of the gradient's singular vectors times lr · 0.2 · √max(rows, columns). It is not
+    exact: the five Newton–Schulz iterations leave singular values between about 0.7 and 1.2."""
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(6, 3, bias=False)])})
     (weight,) = model.parameters()
     optimizer = make_optimizer(model, TrainerConfig(optimizer="muon", lr=0.5))
@@ -118,14 +118,14 @@ def test_offloaded_state_changes_no_weight_and_is_stepped_block_by_block(name: A
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
-def test_the_step_of_a_gpu_is_fused_also_if_the_weights_are_in_host_memory_before_it() -> None:
+def test_the_step_on_a_gpu_is_fused_even_if_the_weights_are_in_host_memory_before_it() -> None:
     for device, fused in (("cuda", True), ("cpu", None)):
         parked = make_optimizer(Tiny(), TrainerConfig(), device=torch.device(device))
         assert [group["fused"] for group in parked.param_groups] == [fused, fused]
 
 
 def test_the_fused_step_of_a_resumed_run_finds_its_counters_on_the_device() -> None:
-    """A meta tensor stands for one on a GPU."""
+    """A meta tensor takes the place of one on a GPU."""
     with torch.device("meta"):
         module = nn.Linear(4, 3, bias=False)
     optimizer = make_optimizer(module, TrainerConfig(), device=torch.device("cuda"))
@@ -138,7 +138,7 @@ def test_the_fused_step_of_a_resumed_run_finds_its_counters_on_the_device() -> N
 
 
 @pytest.mark.gpu
-def test_a_resumed_step_on_a_gpu_is_that_of_a_run_that_was_not_stopped() -> None:
+def test_a_resumed_step_on_a_gpu_equals_that_of_an_uninterrupted_run() -> None:
     straight, resumed = Tiny().cuda(), Tiny().cuda()
     config = TrainerConfig(lr=0.01)
     want = straight.step(make_optimizer(straight, config), 2)

@@ -1,4 +1,4 @@
-"""DPO and SFT on recorded episodes: what they raise, and how a batch of pairs may be cut."""
+"""DPO and SFT on recorded episodes: what training increases, and how a batch of pairs may be divided."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_dpo_raises_the_margin_from_zero(model_folder: Path, group: Ranks) -> No
         ).dpo
         assert result is not None
         results.append(result)
-    assert results[0].margin == pytest.approx(0, abs=1e-4)  # the policy is the reference
+    assert results[0].margin == pytest.approx(0, abs=1e-4)  # the policy still equals the reference
     assert results[0].loss == pytest.approx(math.log(2), abs=1e-4)
     margins = [result.margin for result in results]
     assert margins == sorted(margins) and margins[-1] > 1
@@ -42,7 +42,7 @@ def test_the_reference_is_frozen(model_folder: Path, group: Ranks) -> None:
 
 
 def test_minibatches_keep_a_pair_together(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
-    """More minibatches than pairs are as many as there are pairs, each with a step of its own."""
+    """If there are fewer pairs than `minibatches`, each pair is a minibatch with its own optimizer step."""
     algorithm = preset("dpo", minibatches=9)
     result, _ = train_once(algorithm, model_folder, model_folder, group, lr=0.0)
     assert result.microbatches == 4 and result.dpo is not None
@@ -59,6 +59,6 @@ def test_sft_raises_the_likelihood_of_the_best_episodes(model_folder: Path, grou
     for seed in range(10):
         result = train_batch(policy, optimizer, data, algorithm, WHOLE, ranks=group, version=0, seed=seed)
         values = result.statistics.as_dict()
-        assert values["weight"] == values["tokens"]  # who wrote an episode does not matter
+        assert values["weight"] == values["tokens"]  # the policy that sampled an episode does not matter
         losses.append(values["loss"] / values["tokens"])
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]

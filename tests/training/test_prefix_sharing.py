@@ -17,7 +17,7 @@ from areal_agents.training.model.model import load_policy
 
 
 def group_of_eight() -> list[TrainingSample]:
-    """One prompt of 160 tokens, eight responses of 40: prompt to response 4 : 1."""
+    """Eight samples with a common prompt of 160 tokens and responses of 40 tokens."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(2, VOCAB, 160).tolist()
     return [
@@ -26,8 +26,8 @@ def group_of_eight() -> list[TrainingSample]:
 
 
 def branching_episode() -> list[TrainingSample]:
-    """Twenty turns of 15 observed and 9 sampled tokens; at some of them another branch leaves and goes
-    on to the end. Each sampled token is trained in the branch that it is first met in."""
+    """Twenty turns of 15 observed and 9 sampled tokens. At some turns another branch begins, which continues
+    to the last turn. Each sampled token is trained in the first branch that contains it."""
     rng = np.random.default_rng(1)
 
     def turns(tokens: list[int], count: int) -> tuple[list[int], list[int]]:
@@ -50,7 +50,7 @@ def branching_episode() -> list[TrainingSample]:
     ("make", "want_tokens", "flat_tokens"),
     [
         (group_of_eight, 160 + 8 * 39, 8 * 199),
-        # the trunk, what each branch adds, and no last token, which is only predicted
+        # the trunk and what each branch adds, without the last tokens, which are only predicted
         (branching_episode, 530 + 24 * (17 + 11 + 11 + 4 + 7) - 6, 6 * 529),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every transport ends with the trainer's own weights in the engine, under the version's number."""
+"""Every transport delivers the trainer's weights to the engine, under the number of the version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areal_agents.training.publish.verifying import Verified, verify
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred buckets where there would be one."""
+    """Send weights in about a hundred buckets instead of one."""
     monkeypatch.setattr("areal_agents.training.publish.transports.MB", 1_000)
 
 
@@ -105,7 +105,7 @@ def test_unchanged_weights_leave_every_logprob_unchanged(
 
 
 @pytest.mark.parametrize("transport", WHOLE)
-def test_a_bfloat16_model_is_published_as_it_was_saved(
+def test_a_bfloat16_model_is_published_in_the_type_in_which_it_was_saved(
     transport: str,
     group: Ranks,
     store: Store,
@@ -131,7 +131,7 @@ def test_a_bfloat16_model_is_published_as_it_was_saved(
     [("retract", "retract", "length", {0, 1}), ("in_place", "in_place", "length", {0, 1}),
      ("abort", "retract", "abort", {0}), ("drain", "drain", "length", {0})],
 )  # fmt: skip
-def test_what_a_swap_does_to_running_generations_is_the_configs_choice(
+def test_the_configured_pause_decides_what_a_swap_does_to_running_generations(
     pause: PauseMode,
     held: PauseMode,
     finish: str,
@@ -143,7 +143,7 @@ def test_what_a_swap_does_to_running_generations_is_the_configs_choice(
     run_dir: Path,
     model_folder: Path,
 ) -> None:
-    """The generation is paused beforehand, so that it is not over when the publisher pauses it."""
+    """The generation is paused beforehand, so that it cannot end before the publisher pauses it."""
     modes: list[PauseMode] = []
 
     class Noting(SGLangEngine):
@@ -166,7 +166,7 @@ def test_what_a_swap_does_to_running_generations_is_the_configs_choice(
     assert set(sample(engine_url).versions.tolist()) == {1}
 
 
-def test_versions_are_recorded_served_and_the_last_two_kept(
+def test_versions_are_recorded_and_served_and_the_last_two_are_kept(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     with publisher(policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder) as out:
@@ -177,7 +177,7 @@ def test_versions_are_recorded_served_and_the_last_two_kept(
     assert latest is not None and (latest.version, latest.path) == (11, str(run_dir / "weights" / "v11"))
 
 
-def test_a_folder_outside_of_the_run_is_this_runs_alone(
+def test_each_run_has_its_own_part_of_a_shared_folder_for_weights(
     policy: Policy, group: Ranks, store: Store, engine_url: str, tmp_path: Path, model_folder: Path
 ) -> None:
     shared = tmp_path / "memory"
@@ -192,7 +192,7 @@ def test_a_folder_outside_of_the_run_is_this_runs_alone(
     assert all(path.is_dir() for path in paths) and paths[0].parent != paths[1].parent
 
 
-def test_what_a_killed_trainer_left_half_written_is_removed(
+def test_an_incomplete_version_that_a_killed_trainer_left_is_removed(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     left, kept = run_dir / "weights" / ".v3.99.tmp", run_dir / "weights" / "v2"
@@ -236,7 +236,7 @@ def test_an_engine_that_refuses_the_weights_continues_with_the_old_ones(
 
 
 class LossyEngine(SGLangEngine):
-    """The real client on a connection that loses the answers of the named calls."""
+    """A client that does not receive the responses to the named calls."""
 
     def __init__(self, url: str, *, loses: tuple[str, ...]) -> None:
         super().__init__(url)
@@ -256,7 +256,7 @@ class LossyEngine(SGLangEngine):
 
 
 @pytest.mark.parametrize("loses", [("pause",), ("pause", "resume")])
-def test_a_lost_answer_to_the_pause_does_not_leave_the_engine_paused(
+def test_a_lost_response_to_the_pause_does_not_leave_the_engine_paused(
     engine_url: str, model_folder: Path, loses: tuple[str, ...]
 ) -> None:
     async def play() -> int:
@@ -270,6 +270,6 @@ def test_a_lost_answer_to_the_pause_does_not_leave_the_engine_paused(
             return await asyncio.wait_for(play(), 60)
         finally:
             async with SGLangEngine(engine_url) as engine:
-                await engine.resume()  # whatever happened, the module's other tests need it
+                await engine.resume()  # in any case, because other tests use the engine
 
     assert asyncio.run(bounded()) == 1

@@ -1,4 +1,4 @@
-"""What the `publish` section says, and what it refuses."""
+"""The defaults of the `publish` section, and the combinations that it refuses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_adapters_are_published_alone_unless_another_transport_is_named() -> Non
     assert TrainerConfig.model_validate(saved.model_dump()) == saved
 
 
-def test_a_bare_off_of_yaml_is_off() -> None:
+def test_an_unquoted_off_in_yaml_means_off() -> None:
     assert PublishConfig.model_validate({"verify": False}).verify == "off"
 
 

@@ -1,4 +1,4 @@
-"""A failure while a version is published costs that engine or that version, and no wrong token, no hang."""
+"""A failure while a version is published affects that engine or version, without wrong tokens or a hang."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ pytestmark = pytest.mark.usefixtures("small_buckets")
 
 @pytest.fixture
 def second(model_folder: Path) -> Iterator[EngineProcess]:
-    """Another engine, which a test may end."""
+    """A second engine, which a test may kill."""
     with EngineProcess(EmbeddedEngineConfig(model=str(model_folder), **OPTIONS)) as engine:
         yield engine
 
 
 class DyingEngine(SGLangEngine):
-    """A client whose server is killed when the second bucket is on its way."""
+    """A client whose server is killed while the second bucket is being sent."""
 
     def __init__(self, server: EngineProcess) -> None:
         super().__init__(server.url)
@@ -49,7 +49,7 @@ class DyingEngine(SGLangEngine):
         self.buckets += 1
         call = asyncio.ensure_future(super().receive_weights(bucket, group=group, version=version, last=last))
         if self.buckets == 2:
-            await asyncio.sleep(0)  # the request leaves, the broadcast begins
+            await asyncio.sleep(0)  # the request is sent, and the broadcast begins
             os.killpg(self._victim.pid, signal.SIGKILL)
         await call
 
@@ -66,7 +66,7 @@ class RefusingEngine(SGLangEngine):
         await super().receive_weights(bucket, group=group, version=version, last=last)
 
 
-def test_of_several_engines_the_others_take_the_version_when_one_dies(
+def test_if_one_of_several_engines_dies_the_others_take_the_version(
     policy: Policy,
     group: Ranks,
     store: Store,
@@ -111,10 +111,10 @@ def test_a_dead_replica_is_left_out_and_a_returned_one_takes_part(
     ):
         out.publish(version=1, step=1)
     latest = store.latest_version()
-    assert latest is not None and latest.version == 1  # its number is used up
+    assert latest is not None and latest.version == 1  # the number is not used again
 
 
-def test_a_refused_bucket_is_mended_from_the_folder_before_anything_is_sampled(
+def test_a_refused_bucket_is_repaired_from_the_folder_before_anything_is_sampled(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     engines = [RefusingEngine(engine_url)]
@@ -140,11 +140,11 @@ def test_a_full_disk_leaves_the_old_version_served(
         assert latest is not None and latest.version == 0
         assert sample(engine_url).versions.tolist() == completion.versions.tolist() == [0] * 12
         assert [p.name for p in (run_dir / "weights").iterdir()] == ["v0"]
-        out.publish(version=1, step=1)  # there is room again
+        out.publish(version=1, step=1)  # the disk has room again
     assert_serves(engine_url, policy, 1)
 
 
-def test_an_engine_with_other_weights_than_were_published_is_found_out_and_stays_paused(
+def test_an_engine_with_other_weights_than_the_published_ones_is_found_and_stays_paused(
     policy: Policy,
     group: Ranks,
     store: Store,
@@ -202,7 +202,7 @@ def test_an_engine_of_another_model_is_refused_before_it_is_paused(
             changes.pop(0)
 
 
-def test_an_engine_without_checksums_is_served_and_said_to_be_not_compared(
+def test_an_engine_without_checksums_gets_the_version_with_a_warning(
     policy: Policy,
     group: Ranks,
     store: Store,
@@ -222,7 +222,7 @@ def test_an_engine_without_checksums_is_served_and_said_to_be_not_compared(
     assert "cannot be compared: 404" in caplog.text
 
 
-def test_an_engine_that_comes_later_is_compared_when_it_has_come(
+def test_an_engine_that_becomes_reachable_later_is_compared_then(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     class Late(SGLangEngine):
@@ -253,11 +253,11 @@ def test_an_engine_that_comes_later_is_compared_when_it_has_come(
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
-def test_an_engine_that_was_away_is_compared_like_a_new_one(
+def test_an_engine_that_was_unreachable_is_compared_like_a_new_one(
     transport: str, policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path,
     model_folder: Path, second: EngineProcess,
 ) -> None:  # fmt: skip
-    """Before it continues; and an engine that was not away is compared once."""
+    """It is compared before it resumes, whereas an engine that always answered is compared only once."""
     compared, resumed = [], []
 
     class Away(SGLangEngine):
@@ -290,7 +290,7 @@ def test_an_engine_that_was_away_is_compared_like_a_new_one(
         with pytest.raises(EngineError, match=f"{second.url} serves other weights.*norm.weight differs"):
             out.publish(version=4, step=4)
     assert sorted(compared) == sorted([engine_url, second.url, second.url])
-    assert 2 not in resumed  # it stays paused
+    assert 2 not in resumed  # the engine with wrong weights stays paused
 
 
 def test_an_old_folder_that_cannot_be_removed_is_removed_later(
@@ -300,7 +300,7 @@ def test_an_old_folder_that_cannot_be_removed_is_removed_later(
     with publisher(policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder) as out:
         out.publish(version=0, step=0)
         old.rename(elsewhere)
-        old.symlink_to(elsewhere)  # which is never removed with what is behind it
+        old.symlink_to(elsewhere)  # the target of a link is never removed
         out.publish(version=1, step=1)
         out.publish(version=2, step=2)
         assert sorted(p.name for p in old.parent.iterdir()) == ["v0", "v1", "v2"]
@@ -310,7 +310,7 @@ def test_an_old_folder_that_cannot_be_removed_is_removed_later(
     assert sorted(p.name for p in old.parent.iterdir()) == ["v2", "v3"]
 
 
-def test_an_engine_that_may_come_back_is_waited_for_beside_one_that_is_of_no_use(
+def test_an_unreachable_engine_is_waited_for_if_the_only_other_one_has_another_model(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     class Foreign(SGLangEngine):

@@ -1,4 +1,4 @@
-"""Only adapters are published: the engine samples as the policy whose adapters are merged would."""
+"""Only adapters are published, and the engine samples like the policy with merged adapters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def adapted(model_folder: Path, group: Ranks) -> Policy:
 
 
 def loaded_adapters(url: str, versions: range) -> list[int]:
-    """Which versions' adapters the engine has: it refuses to forget the others."""
+    """Unload the adapters of `versions`; return those that the engine had, since it refuses the others."""
 
     async def ask() -> list[int]:
         found = []
@@ -59,7 +59,7 @@ def test_the_engine_serves_the_adapter(
             disturb(adapted, version, scale=0.2)
             published = out.publish(version=version, step=version)
             assert published is not None
-            assert published.agreement == (1.0 if version == 1 else None)  # of the base, once
+            assert published.agreement == (1.0 if version == 1 else None)  # for the base, once
             assert_serves(served_url, adapted, version, adapters=True)
     weights = adapted.adapter_state_dict()
     assert weights is not None and published.nbytes == sum(t.nbytes for t in weights.values())
@@ -77,7 +77,7 @@ def test_the_engine_serves_the_adapter(
     assert loaded_adapters(served_url, range(1, 5)) == [3, 4]
 
 
-def test_an_adapter_of_another_run_does_not_stand_in_the_way(
+def test_an_adapter_of_another_run_with_the_same_name_is_replaced(
     adapted: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     engines = [SGLangEngine(engine_url)]
@@ -124,7 +124,7 @@ def test_running_generations_end_or_keep_their_adapter(
 
 
 @pytest.mark.parametrize("goes_on", ["before the trainer ends", "afterwards"])
-def test_an_old_adapter_that_is_in_use_holds_neither_the_trainer_nor_its_end(
+def test_an_old_adapter_that_is_in_use_delays_neither_the_trainer_nor_its_end(
     goes_on: str,
     adapted: Policy,
     group: Ranks,
@@ -136,9 +136,9 @@ def test_an_old_adapter_that_is_in_use_holds_neither_the_trainer_nor_its_end(
 ) -> None:
     async def play() -> set[int]:
         async with SGLangEngine(engine_url, adapters=True) as engine:
-            # It ends when this test says so.
+            # The generation ends only after the engine is resumed below.
             running = await paused_generation(engine, "retract")
-            for version in (2, 3):  # the third is the first that no longer keeps version 1
+            for version in (2, 3):  # version 3 is the first that no longer keeps version 1
                 published = await asyncio.to_thread(out.publish, version=version, step=version)
                 assert published is not None and published.publish_s < 15
             if goes_on == "afterwards":
@@ -208,6 +208,6 @@ def test_a_run_trains_publishes_and_resumes_adapters_alone(
     published = load_file(run_dir / "weights" / "v3" / "adapter_model.safetensors")
     final = load_file(run_dir / "final-adapter" / "adapter_model.safetensors")
     assert published.keys() == final.keys() and all(torch.equal(published[n], final[n]) for n in final)
-    assert not list((run_dir / "weights").rglob("model*.safetensors"))  # nothing whole was published
+    assert not list((run_dir / "weights").rglob("model*.safetensors"))  # no full weights were published
     whole = load_file(run_dir / "final" / "model.safetensors")
     assert whole.keys() == load_file(model_folder / "model.safetensors").keys()

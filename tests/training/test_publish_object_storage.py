@@ -1,4 +1,4 @@
-"""Versions reach an engine through an object storage and the store, and the trainer calls no engine."""
+"""Versions reach an engine through an object storage and the store; the trainer calls no engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_engine_serves_what_was_published(
             if version < 3:
                 disturb(policy, version)
             else:
-                with torch.no_grad():  # few weights change, so the changes are less than the whole
+                with torch.no_grad():  # few weights change, so the changes are smaller than the weights
                     next(iter(policy.parameters())).to_local().view(-1)[:5] += 0.01
             published = out.publish(version=version, step=version)
             assert published is not None and published.left_out == 0
@@ -48,14 +48,16 @@ def test_the_engine_serves_what_was_published(
     assert published.sent_bytes < published.nbytes / 10
     assert sorted(path.name for path in (site.trainer_folder / "weights").iterdir()) == ["v2", "v3"]
     assert sorted(path.name for path in site.engine_folder.glob("v?")) == ["v2", "v3"]
-    # the next one is whole, so that those before it are not needed
+    # version 4 is stored whole, so the versions before it are not needed
     with site.fetcher(engine_url):
         out.publish(version=4, step=4)
         out.publish(version=5, step=5)
     assert site.stored_versions() == ["v4", "v5"]
 
 
-def test_adapters(tmp_path: Path, store: Store, model_folder: Path, group: Ranks, engine_url: str) -> None:
+def test_adapters_are_published_through_the_storage(
+    tmp_path: Path, store: Store, model_folder: Path, group: Ranks, engine_url: str
+) -> None:
     site = Site(tmp_path, store, model_folder, adapters=True)
     policy = load_policy(model_folder, group, options=ModelOptions(lora=LoraOptions(rank=3, alpha=5)))
     out = site.publisher(policy, group)
@@ -69,7 +71,7 @@ def test_adapters(tmp_path: Path, store: Store, model_folder: Path, group: Ranks
     assert store.latest_version().path == str(site.trainer_folder / "weights" / "v3")  # type: ignore[union-attr]
 
 
-def test_a_version_that_is_damaged_is_not_served_and_is_read_again(
+def test_a_damaged_version_is_not_served_and_is_read_again(
     site: Site, policy: Policy, group: Ranks, engine_url: str
 ) -> None:
     disturb(policy, 1)
@@ -88,7 +90,7 @@ def test_a_version_that_is_damaged_is_not_served_and_is_read_again(
         assert_serves(engine_url, policy, 1)
 
 
-def test_an_engine_goes_on_when_its_store_cannot_be_opened_at_first(
+def test_an_engine_continues_if_its_store_cannot_be_opened_at_first(
     tmp_path: Path, engine_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
@@ -103,14 +105,14 @@ def test_an_engine_goes_on_when_its_store_cannot_be_opened_at_first(
             until(lambda: [row.weights.epoch for row in store.engine_weights()] == [7])
 
 
-def test_the_time_for_a_version_begins_when_an_engine_is_running(
+def test_the_time_limit_of_a_version_begins_when_an_engine_is_running(
     site: Site, policy: Policy, group: Ranks
 ) -> None:
     limit_s = 0.5
 
     def appear() -> None:
         until(lambda: site.store.max_version() == 1)
-        time.sleep(2 * limit_s)  # the limit is over if it began with the row
+        time.sleep(2 * limit_s)  # the limit would have passed if it began with the row
         site.store.show_engine_weights(EngineWeights(0, "late", 1))
 
     with ThreadPoolExecutor(1) as engine:
@@ -120,7 +122,7 @@ def test_the_time_for_a_version_begins_when_an_engine_is_running(
     assert published is not None and published.left_out == 0
 
 
-def test_a_storage_that_takes_nothing_leaves_the_old_version(
+def test_a_version_that_the_storage_refuses_is_not_recorded(
     site: Site, policy: Policy, group: Ranks, engine_url: str
 ) -> None:
     site.bucket.write_text("not a folder")
@@ -129,7 +131,7 @@ def test_a_storage_that_takes_nothing_leaves_the_old_version(
     assert site.store.max_version() == -1
 
 
-def test_a_trainer_that_died_before_the_row_leaves_nothing_that_is_served(
+def test_a_version_whose_trainer_died_before_recording_it_is_not_served(
     site: Site, policy: Policy, group: Ranks, engine_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Died(Exception):

@@ -1,4 +1,4 @@
-"""Two gloo ranks against one: the same weights, metrics and checkpoints. Spawned once for the module."""
+"""Two gloo ranks give the same weights, metrics and checkpoints as one. They are spawned once per module."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_two_ranks_train_like_one(spawned: tuple[Path, list[Any]], model_folder:
 def test_every_way_to_share_the_work_has_the_same_gradient(
     name: str, spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks, tmp_path: Path
 ) -> None:
-    """Data parallel; where listed, one micro-batch over both ranks, and two copies of the weights."""
+    """Data parallelism, and for the presets that LAYOUTS lists also context parallelism and replicas."""
     out, results = spawned
     want_weights, want_statistics, want_norm = train_preset(
         name, model_folder, out / "reference", group, tmp_path
@@ -119,22 +119,22 @@ def test_the_loop_runs_on_two_ranks(spawned: tuple[Path, list[Any]]) -> None:
     assert len((out / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_batch_that_cannot_be_had_ends_both_ranks_and_can_be_resumed(
+def test_a_missing_batch_ends_both_ranks_and_the_run_can_be_resumed(
     spawned: tuple[Path, list[Any]],
 ) -> None:
     out, results = spawned
     ended = [result[4][0] for result in results]
     assert "did not get 2 complete groups" in ended[0] and ended[1] == ended[0]
-    weights = out / "run" / "weights"  # of the steps before it none is lost
+    weights = out / "run" / "weights"  # no step before the error is lost
     before, after = (load_file(weights / version / "model.safetensors") for version in ("v2", "v3"))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_two_ranks_publish_by_every_transport(spawned: tuple[Path, list[Any]]) -> None:
+def test_two_ranks_publish_with_every_transport(spawned: tuple[Path, list[Any]]) -> None:
     first, second = (result[6] for result in spawned[1])
     for transport in ("disk", "tensor", "broadcast", "lora"):
         assert first[transport] <= 1e-5 and second[transport] <= 1e-5
-        assert (first[f"{transport} lost"], second[f"{transport} lost"]) == (0, 1)  # and neither waits
+        assert (first[f"{transport} lost"], second[f"{transport} lost"]) == (0, 1)  # and neither rank waits
 
 
 @pytest.mark.parametrize("stopped", [False, True])

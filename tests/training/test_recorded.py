@@ -1,4 +1,4 @@
-"""Training on a store's episodes: every group once an epoch, in an order that a resume continues."""
+"""Training on recorded episodes: an epoch has every group once, in an order that a resumed run continues."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def take(source: RecordedGroups, position: int, *, groups: int = 2, algorithm: A
 
 
 def fill(store: Store) -> None:
-    """Five groups, of which one is dropped and one was trained; an episode without a group; a pending one."""
+    """Store five groups, of which one is dropped and one was trained, and an episode without a group."""
     for index in range(5):
         put_group(store, f"g{index}", [0, 1])
     store.drop_group("g4", "stale", step=1)
@@ -40,7 +40,7 @@ def fill(store: Store) -> None:
     put_episode(store, "alone", 1.0)
 
 
-def test_every_group_comes_once_an_epoch_in_another_order(store: Store) -> None:
+def test_each_epoch_has_every_group_once_in_another_order(store: Store) -> None:
     fill(store)
     source = RecordedGroups.read(store, seed=3)
     assert source.fewer_than(5) is None
@@ -53,7 +53,7 @@ def test_every_group_comes_once_an_epoch_in_another_order(store: Store) -> None:
     assert [RecordedGroups.read(store, seed=4).group_at(p).id for p in range(5)] != epochs[0]
 
 
-def test_batches_follow_the_order_and_say_where_they_end(store: Store) -> None:
+def test_batches_follow_the_order_and_have_the_position_at_which_they_end(store: Store) -> None:
     fill(store)
     source = RecordedGroups.read(store, seed=0)
     seen: Counter[str] = Counter()
@@ -63,17 +63,17 @@ def test_batches_follow_the_order_and_say_where_they_end(store: Store) -> None:
         assert batch is not None and batch.position == position + len(batch.group_ids)
         position = batch.position
         seen.update(batch.group_ids)
-        assert all((sample.versions == -1).all() for sample in batch.samples)  # of another run
+        assert all((sample.versions == -1).all() for sample in batch.samples)  # the tokens are of another run
     assert position == 9  # a batch never holds a group twice, so one was cut short between two epochs
     assert max(seen.values()) - min(seen.values()) <= 1
 
 
-def test_a_bad_group_is_passed_over_and_named(store: Store) -> None:
+def test_a_bad_group_is_skipped_and_named(store: Store) -> None:
     fill(store)
     break_reward(store, "g1-0")
     source = RecordedGroups.read(store, seed=0)
     batch = take(source, 0, groups=5)
-    assert batch is not None and batch.position == 6  # the next epoch begins with g1, and then repeats one
+    assert batch is not None and batch.position == 6  # the next epoch begins with g1, then repeats a group
     assert sorted(batch.group_ids) == ["alone", "g0", "g2", "g3"]
     assert "a reward must be a finite number" in batch.bad_groups["g1"]
     assert store.group_counts()["dropped"] == 1  # the recorded store is only read
@@ -89,7 +89,7 @@ def test_nothing_to_train_on_is_an_error(store: Store, tmp_path: Path) -> None:
         take(RecordedGroups.read(store, seed=0), 0)
 
 
-def test_evaluation_episodes_are_trained_on_where_their_sampling_was_that_of_the_policy(store: Store) -> None:
+def test_evaluation_episodes_are_trained_on_if_they_were_sampled_as_in_training(store: Store) -> None:
     with pytest.raises(TrainingError, match="it has no episodes"):
         RecordedGroups.read(store, seed=0, split="eval")
     put_episode(store, "cold", 1.0, split="eval", temperature=0.5)
@@ -143,4 +143,4 @@ def test_a_run_on_recorded_episodes_learns_and_resumes(
     before, after = (load_file(f / "model.safetensors") for f in (model_folder, run_dir / "final"))
     assert any((before[key] != after[key]).any() for key in before)
     assert not (run_dir / "weights").exists()
-    assert store.group_counts()["complete"] == 4  # nothing is marked on what was recorded
+    assert store.group_counts()["complete"] == 4  # the recorded groups are not marked as trained

@@ -1,4 +1,4 @@
-"""Groups that are trained on again: which, how often, and what is said of them."""
+"""Groups that are trained on again: which ones, how often, and how they are reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(store: Store, step: int, **options: Any) -> Batch:
     return batch
 
 
-def test_the_newest_trained_groups_are_trained_on_again_as_often_as_asked(store: Store) -> None:
+def test_the_newest_trained_groups_are_trained_on_again_as_often_as_configured(store: Store) -> None:
     for name in "abcdefgh":
         put_group(store, name, [0, 1])
     store.publish_version(0, step=0, path="")
@@ -50,7 +50,7 @@ def test_the_newest_trained_groups_are_trained_on_again_as_often_as_asked(store:
     second = train(store, 2)
     assert second.group_ids == ("c", "d") and second.replayed == (("b", 1), ("a", 1))
     assert {sample.group_id for sample in second.samples} == set("abcd")
-    assert len(second.report.rewards) == 4  # of the new groups alone
+    assert len(second.report.rewards) == 4  # the report covers the new groups alone
     third = train(store, 3)
     assert third.group_ids == ("e", "f") and third.replayed == (("d", 1), ("c", 1))
     counts = store.group_counts()
@@ -59,7 +59,7 @@ def test_the_newest_trained_groups_are_trained_on_again_as_often_as_asked(store:
     assert fourth.replayed == (("f", 1), ("e", 1))
 
 
-def test_what_is_beyond_the_bound_is_not_trained_on_again(store: Store) -> None:
+def test_groups_beyond_the_staleness_bound_are_not_trained_on_again(store: Store) -> None:
     for name in "abcdef":
         put_group(store, name, [0, 1])
     store.publish_version(0, step=0, path="")
@@ -71,7 +71,7 @@ def test_what_is_beyond_the_bound_is_not_trained_on_again(store: Store) -> None:
     assert third.staleness.staleness.max() <= 2 and third.staleness.masked_tokens == 0
 
 
-def test_a_group_with_nothing_to_tell_is_not_taken_again(store: Store) -> None:
+def test_a_group_with_nothing_to_train_on_is_not_taken_again(store: Store) -> None:
     for name, scores in (("a", [1, 1]), ("b", [0, 1]), ("c", [0, 1]), ("d", [0, 1])):
         put_group(store, name, scores)
     store.publish_version(0, step=0, path="")
@@ -89,7 +89,7 @@ def test_a_group_with_nothing_to_tell_is_not_taken_again(store: Store) -> None:
         ({"data": {"episodes": "EXISTS"}, "agent": ""}, "algorithm.replay: training on data.episodes"),
     ],
 )
-def test_where_replay_would_do_nothing_it_is_refused(
+def test_replay_is_refused_where_it_would_have_no_effect(
     changes: dict[str, Any], reason: str, model_folder: Any, store: Store
 ) -> None:
     tree: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""kill -9 of a trainer, and a resume: nothing trained twice, no version used twice."""
+"""After kill -9 of a trainer and a resume, no group was trained twice and no version number used twice."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def kill_after_version(version: int, store: Store, run_dir: Path, model: Path, e
             trainer.send_signal(signal.SIGKILL)
 
 
-def test_kill_nine_and_resume(
+def test_a_killed_trainer_resumes_from_its_checkpoint(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path, group: Ranks
 ) -> None:
     record_groups(store, engine_url, ["a", "b", "c", "d", "e", "f"])
     kill_after_version(3, store, run_dir, model_folder, engine_url)
 
-    async def leave_paused() -> None:  # as a death between pause and resume would
+    async def leave_paused() -> None:  # as if the trainer died between pause and resume
         async with SGLangEngine(engine_url) as engine:
             await engine.pause("retract")
 
@@ -86,13 +86,13 @@ def test_kill_nine_and_resume(
     assert finish(2) == RunResult(2, lost + 1, finished=True)  # only publishes the checkpoint again
     published = load_file(run_dir / "weights" / f"v{lost + 1}" / "model.safetensors")
     assert all(torch.equal(published[name], checkpointed[name]) for name in published)
-    record_groups(store, engine_url, ["g", "h", "i", "j"])  # the engine goes on, under the new version
+    record_groups(store, engine_url, ["g", "h", "i", "j"])  # the engine runs again, with the new version
     assert finish(5) == RunResult(5, lost + 5, finished=True)
 
     trained = rows(run_dir, "select group_id, step, version from leases where state = 'trained'")
     assert Counter(step for _, step, _ in trained) == {step: 2 for step in range(1, 6)}
     assert len({group_id for group_id, *_ in trained}) == 10
-    # steps 1 and 2 survived with the versions they were published under, the rest was made anew
+    # steps 1 and 2 keep the versions under which they were published, and the others were trained again
     assert {(step, version) for _, step, version in trained} == {
         (1, 1), (2, 2), (3, lost + 3), (4, lost + 4), (5, lost + 5),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Two gloo ranks that share a model against transformers on one. Spawned once for the module."""
+"""Compares two gloo ranks that share a model with transformers. The ranks are spawned once per module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from areal_agents.training.model.model import ModelOptions, load_policy
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model with tied embeddings, one without, and one whose file is cut off."""
+    """Models with tied embeddings, untied ones, a truncated file, experts, wide rows and a vision tower."""
     root = tmp_path_factory.mktemp("models")
     found = {name: build_model(root / name, tied=name == "tied") for name in ("tied", "untied")}
     found["broken"] = shutil.copytree(found["tied"], root / "broken")
@@ -46,7 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """The results of each of two ranks."""
     out = tmp_path_factory.mktemp("sharding")
     with reserved_ports(1) as (port,):
         mp.spawn(main, (port, folders, out), nprocs=2)
@@ -86,7 +86,7 @@ def test_two_ranks_have_the_gradient_of_transformers(
 
 
 @pytest.mark.parametrize("name", ["tied", "replicated"])
-def test_tied_embeddings_shard_and_replicate(
+def test_tied_embeddings_can_be_sharded_and_replicated(
     name: str, folders: dict[str, Path], results: list[dict[str, Any]]
 ) -> None:
     _, want = reference(folders["tied"], samples())
@@ -94,7 +94,7 @@ def test_tied_embeddings_shard_and_replicate(
         assert_close(result[name], want)
 
 
-def test_adapters_begin_alike_on_one_rank_and_two(
+def test_adapters_begin_with_the_same_values_on_one_rank_and_two(
     folders: dict[str, Path], results: list[dict[str, Any]], group: Ranks
 ) -> None:
     torch.manual_seed(5)
@@ -106,7 +106,7 @@ def test_adapters_begin_alike_on_one_rank_and_two(
         assert_close(result["lora"], want)
 
 
-def test_a_rank_reads_and_holds_its_share_alone(
+def test_a_rank_reads_and_holds_only_its_share(
     folders: dict[str, Path], results: list[dict[str, Any]]
 ) -> None:
     weights = load_file(folders["tied"] / "model.safetensors")
@@ -114,12 +114,12 @@ def test_a_rank_reads_and_holds_its_share_alone(
     assert sum(result["read"] for result in results) == whole
     for result in results:
         assert result["read"] == 4 * result["local"] <= 0.51 * whole
-        assert result["replicated read"] == whole  # a copy on each rank is what was asked for
+        assert result["replicated read"] == whole  # each rank has a copy, as configured
     assert results[0]["whole"].keys() == weights.keys() and results[1]["whole"] == {}
     assert all(torch.equal(results[0]["whole"][name], tensor) for name, tensor in weights.items())
 
 
-def test_experts_are_cut_and_read_by_expert(
+def test_experts_are_sharded_and_read_by_expert(
     folders: dict[str, Path], results: list[dict[str, Any]], group: Ranks
 ) -> None:
     _, want = reference(folders["experts"], samples())
@@ -147,11 +147,13 @@ def test_a_rank_without_images_goes_through_the_vision_tower_too(
         assert_close(result["vision"], {name.removeprefix("model."): t for name, t in want.items()})
 
 
-def test_context_ranks_count_as_one_in_the_data(results: list[dict[str, Any]]) -> None:
+def test_the_ranks_of_a_context_group_count_as_one_data_rank(results: list[dict[str, Any]]) -> None:
     assert [result["paired"] for result in results] == [(0, 1, 0, 2, 2), (0, 1, 1, 2, 2)]
 
 
-def test_an_error_of_one_rank_reaches_both(folders: dict[str, Path], results: list[dict[str, Any]]) -> None:
+def test_an_error_on_one_rank_is_raised_on_both(
+    folders: dict[str, Path], results: list[dict[str, Any]]
+) -> None:
     wrong = "ValueError: replicas: expected a divisor of the 2 ranks, got 3"
     tied, broken = folders["tied"], folders["broken"] / "model.safetensors"
     assert results[0]["errors"] == [wrong, f"TrainingError: {tied}: another rank could not load the model"]

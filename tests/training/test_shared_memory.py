@@ -1,4 +1,4 @@
-"""A full /dev/shm: an error of NCCL that it explains says what to do."""
+"""An NCCL error that is caused by a full /dev/shm says what to do."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_a_rank_whose_nccl_has_no_room_says_what_to_do() -> None:
     [
         (10, UNEXPLAINED, True),
         (1000, UNEXPLAINED, False),  # another system call has failed
-        (1000, FULL, True),  # what filled it has ended
+        (1000, FULL, True),  # the process that filled it has ended
         (10, "NCCL error: invalid usage", False),
         (10, "gloo/transport: No space left on device", False),
     ],
 )
-def test_only_what_it_explains_is_explained(
+def test_only_errors_that_full_shared_memory_explains_are_explained(
     free_mb: int, message: str, is_explained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_mb, f_frsize=1_000_000))
@@ -49,7 +49,7 @@ def test_only_what_it_explains_is_explained(
     ("free_mb", "processes", "is_short"),
     [(60, 1, False), (60, 2, True), (64, 2, False), (64, 8, True), (999, 64, True), (1000, 64, False)],
 )
-def test_little_shared_memory_is_warned_of(
+def test_there_is_a_warning_about_little_shared_memory(
     free_mb: int, processes: int, is_short: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free_mb, f_frsize=1_000_000))

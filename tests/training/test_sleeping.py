@@ -1,4 +1,4 @@
-"""Engines that give their memory back while a step is trained: what runs is held, and nothing is lost."""
+"""Engines release memory while a step is trained; running requests are paused, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(200, temperature=0.0, ignore_eos=True)
 KV = ("kv_cache",)
 
 
-async def test_what_is_generated_while_engines_sleep_is_what_would_have_been(served_url: str) -> None:
+async def test_generations_that_a_sleep_interrupts_give_the_same_completions(served_url: str) -> None:
     async with SGLangEngine(served_url, request_timeout_s=60) as engine:
         expected = await engine.generate("calm", PROMPT, GREEDY)
         running = await held_generation(
@@ -44,7 +44,7 @@ def assert_same(completion: Completion, expected: Completion) -> None:
     np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-5)
 
 
-async def test_an_engine_that_is_not_there_is_done_without(
+async def test_an_engine_that_does_not_answer_is_skipped(
     engine_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with SGLangEngine(engine_url) as engine, SGLangEngine("http://127.0.0.1:9") as gone:
@@ -56,7 +56,7 @@ async def test_an_engine_that_is_not_there_is_done_without(
     assert caplog.text.count("an engine does not answer, so it keeps its memory as it is") == 2
 
 
-def test_an_error_in_a_step_is_not_lost_over_an_engine_that_does_not_wake(
+def test_an_error_in_a_step_is_not_hidden_by_an_engine_that_does_not_wake(
     group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     class Sleeper(SGLangEngine):

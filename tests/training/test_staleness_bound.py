@@ -1,4 +1,4 @@
-"""The staleness rules where a batch is taken: what is waited for, dropped, masked, and counted less."""
+"""The staleness rules for a batch: which groups are waited for, dropped, masked or downweighted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from areal_agents.training.step.plan import lay_out
 
 
 class Waking(Store):
-    """What happens while the trainer waits for the first time."""
+    """A store that calls `act` when the trainer waits for the first time."""
 
     def wait(self, cursor: int, timeout_s: float) -> int:
         act, self.act = self.act, lambda: None
@@ -61,7 +61,7 @@ def take(store: Store, on_stale: OnStale, *, version: int, groups: int = 1, **op
 
 
 def begin(store: Store, name: str) -> Callable[[], object]:
-    """A group of one whose episode is open; what ends it."""
+    """Open the only episode of a group; return a function that ends it."""
     key_hash = hashlib.sha256(name.encode()).hexdigest()
     new = NewEpisode(id=name, key_hash=key_hash, task=Task(name, {}), group_id=name, group_size=1)
     store.open_episode(new).result()
@@ -75,14 +75,16 @@ def publish(store: Store, *versions: int) -> None:
 
 def test_the_trainer_waits_for_a_group_that_is_due(waking: Waking) -> None:
     publish(waking, 0)
-    waking.act = begin(waking, "old")  # of version 0, so it must be trained at version 1
+    waking.act = begin(waking, "old")  # its version is 0, so it must be trained at version 1
     publish(waking, 1, 2)
     put_group(waking, "young", [0, 1], version=1)
     assert take(waking, "wait", version=1).group_ids == ("old",)
 
 
 @pytest.mark.parametrize(("on_stale", "max_staleness"), [("mask", 1), ("wait", 2), ("wait", None)])
-def test_otherwise_it_does_not(waking: Waking, on_stale: OnStale, max_staleness: int | None) -> None:
+def test_the_trainer_does_not_wait_for_a_group_that_is_not_due(
+    waking: Waking, on_stale: OnStale, max_staleness: int | None
+) -> None:
     publish(waking, 0)
     waking.act = begin(waking, "old")
     publish(waking, 1, 2)
@@ -92,7 +94,7 @@ def test_otherwise_it_does_not(waking: Waking, on_stale: OnStale, max_staleness:
     assert waking.group_counts()["pending"] == 1
 
 
-def test_what_no_waiting_can_save_is_taken_as_soon_as_it_is_the_oldest(waking: Waking) -> None:
+def test_a_group_that_waiting_cannot_save_is_taken_once_it_is_the_oldest(waking: Waking) -> None:
     publish(waking, 0)
     put_group(waking, "late", [0, 1], version=(0, 7))
     begin(waking, "also late")
@@ -100,7 +102,7 @@ def test_what_no_waiting_can_save_is_taken_as_soon_as_it_is_the_oldest(waking: W
     assert batch.group_ids == ("late",) and batch.staleness.masked_tokens == 5
 
 
-def test_a_group_that_is_never_complete_ends_the_wait_with_its_reason(waking: Waking) -> None:
+def test_the_wait_for_a_group_that_never_completes_ends_with_the_reason(waking: Waking) -> None:
     publish(waking, 0)
     begin(waking, "old")
     put_group(waking, "young", [0, 1])
@@ -118,7 +120,7 @@ def test_a_group_with_any_stale_token_is_dropped_and_another_taken(store: Store)
     assert batch.staleness.share_by_length == {"1": 1.0, "3": 1.0, "6": 0.0, "8": 0.0}
 
 
-def test_masking_keeps_the_rest_of_it(store: Store) -> None:
+def test_masking_keeps_the_other_tokens_of_a_group(store: Store) -> None:
     put_group(store, "mixed", [0, 1], version=(0, 3))
     batch = take(store, "mask", version=3)
     assert batch.group_ids == ("mixed",) and batch.staleness.masked_tokens == 5
@@ -126,7 +128,7 @@ def test_masking_keeps_the_rest_of_it(store: Store) -> None:
     assert batch.staleness.share_by_length == {"1": 1.0, "6": 0.0}
 
 
-def test_older_tokens_count_less_and_the_denominator_stays(group: Ranks, model_folder: Path) -> None:
+def test_older_tokens_count_less_and_the_denominator_is_unchanged(group: Ranks, model_folder: Path) -> None:
     samples = random_group(np.random.default_rng(0), group_id="g")
     ages = {"g-0": 0, "g-1": 1, "g-2": 3, "g-3": 0}
     aged = [replace(s, versions=np.where(s.loss_mask, 5 - ages[s.episode_id], -1)) for s in samples]
@@ -165,7 +167,7 @@ def wait_beside(
     wait_until_whole(store, groups=groups, data_ended=data_ended, timeout_s=timeout_s, stop=stop)
 
 
-def test_weights_wait_until_the_batch_beside_is_whole(waking: Waking) -> None:
+def test_a_swap_waits_until_the_next_batch_is_complete(waking: Waking) -> None:
     put_group(waking, "a", [0, 1])
     waking.act = begin(waking, "b")
     wait_beside(waking)
@@ -176,14 +178,14 @@ def test_weights_wait_until_the_batch_beside_is_whole(waking: Waking) -> None:
     wait_beside(waking, timeout_s=0.05, stopped=True)  # a stop comes first
 
 
-def test_weights_do_not_wait_for_groups_that_the_data_does_not_have(waking: Waking) -> None:
+def test_a_swap_does_not_wait_for_groups_that_the_data_does_not_have(waking: Waking) -> None:
     put_group(waking, "a", [0, 1])
     waking.act = begin(waking, "b")
     wait_beside(waking, groups=3, data_ended=lambda: True)
-    assert waking.group_counts()["complete"] == 2  # but what was begun is
+    assert waking.group_counts()["complete"] == 2  # the group that has begun is waited for
 
 
-def test_the_last_group_of_the_data_may_begin_while_it_is_looked_for(waking: Waking) -> None:
+def test_a_swap_waits_for_a_last_group_that_begins_while_the_data_ends(waking: Waking) -> None:
     def begins_it() -> bool:
         waking.act = begin(waking, "last")
         return True

@@ -1,4 +1,4 @@
-"""One batch: gradients that depend on nothing but the samples, and steps that are skipped or stopped."""
+"""Training on one batch: gradients depend only on the samples, and steps may be skipped or stopped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def step(
     minibatches: int = 1,
     **options: object,
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
-    """Train a fresh policy; its weights afterwards. SGD, so that lr = 1 shows the gradient itself."""
+    """Train a new policy by SGD; return the result and the weights. lr = 1 subtracts the gradient itself."""
     policy = load_policy(folder, group)
     optimizer = torch.optim.SGD(policy.parameters(), lr=lr)
     result = train_batch(
@@ -126,13 +126,13 @@ def test_weights_that_stay_gathered_give_the_same_step_with_fewer_gathers(
     (often, by_block), (seldom, by_step) = found["block"], found["step"]
     assert largest_difference(by_block, by_step) == 0
     weights = len(list(policy.parameters()))
-    assert seldom == weights * minibatches  # the proximal pass shares those of the first optimizer step
-    assert often > 1.5 * weights * result.microbatches > seldom  # all but the root's weights twice
+    assert seldom == weights * minibatches  # the proximal pass shares the gathers of the first step
+    assert often > 1.5 * weights * result.microbatches > seldom  # all weights except the root's, twice
 
 
 @pytest.mark.parametrize("ask", [1, 100])
 def test_nothing_stays_gathered_after_a_stop(ask: int, model_folder: Path, group: Ranks) -> None:
-    """In the proximal pass, or never."""
+    """The stop comes in the proximal pass, or never."""
     policy, _ = stopped_at(ask, model_folder, group, reshard="step")
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
@@ -163,12 +163,12 @@ def test_one_minibatch_never_clips_and_several_do(model_folder: Path, group: Ran
     several, _ = step(model_folder, group, samples(), lr=3.0, minibatches=4)
     values = several.statistics.as_dict()
     assert values["clipped_low"] + values["clipped_high"] > 0
-    # prox is of before the first step: the difference to the behavior logprobs is the same in both
+    # proximal logprobs precede the first step, so their difference from the behavior logprobs is the same
     assert values["abs_diff"] == pytest.approx(one.statistics.as_dict()["abs_diff"], rel=1e-4)
 
 
-def test_naive_ppo_stays_near_what_sampled(model_folder: Path, group: Ranks) -> None:
-    """The ratio is against the behavior policy, so it is away from 1 before any step is made, and clipped."""
+def test_naive_ppo_clips_the_ratio_to_the_behavior_policy(model_folder: Path, group: Ranks) -> None:
+    """The ratio is relative to the behavior policy, so it differs from 1 and is clipped before any step."""
     policy = load_policy(model_folder, group)
     algorithm = AlgorithmConfig(clip_high=0.28, proximal="behavior", minibatches=2)
     result = train_batch(
@@ -183,7 +183,7 @@ def test_naive_ppo_stays_near_what_sampled(model_folder: Path, group: Ranks) -> 
     assert decoupled.statistics.as_dict()["clipped_low"] == 0 and "proximal" in decoupled.seconds
 
 
-def test_a_minibatch_is_a_step_on_its_own_tokens(model_folder: Path, group: Ranks) -> None:
+def test_each_minibatch_is_a_step_on_its_own_tokens(model_folder: Path, group: Ranks) -> None:
     """Two minibatches at learning rate 0 have the gradients of their halves, not halves of the whole."""
     result, _ = step(model_folder, group, samples("ab"), minibatches=2)
     alone = [
@@ -196,7 +196,7 @@ def test_a_minibatch_is_a_step_on_its_own_tokens(model_folder: Path, group: Rank
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(
     coefficient: float, model_folder: Path, group: Ranks
 ) -> None:
-    """Finite gradients whose norm is not, and gradients that are not finite themselves."""
+    """Only the norm of the gradients is not finite, or the gradients themselves are not."""
     overflowing = AlgorithmConfig(entropy_coefficient=coefficient)
     policy = load_policy(model_folder, group)
     optimizer = make_optimizer(policy, TrainerConfig(lr=0.1))
@@ -212,7 +212,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(
     assert good.skipped_steps == 0 and largest_difference(policy.full_state_dict(), before) > 0
 
 
-def test_the_gradient_is_clipped_to_its_norm(model_folder: Path, group: Ranks) -> None:
+def test_the_gradient_is_clipped_to_the_maximum_norm(model_folder: Path, group: Ranks) -> None:
     free, free_weights = step(model_folder, group, samples(), lr=1.0)
     clipped, clipped_weights = step(model_folder, group, samples(), lr=1.0, grad_clip=free.grad_norm / 4)
     before = load_policy(model_folder, group).full_state_dict()
@@ -225,7 +225,8 @@ def test_the_gradient_is_clipped_to_its_norm(model_folder: Path, group: Ranks) -
 def stopped_at(
     ask: int, model_folder: Path, group: Ranks, *, reshard: Reshard = "block"
 ) -> tuple[Policy, bool]:
-    """Two steps of SGD, asked to stop at the `ask`-th time of asking; whether that ended them."""
+    """Train two minibatches by SGD, with a stop requested from check number `ask` on. Return the policy and
+    whether the stop ended the training."""
     policy = load_policy(model_folder, group, options=ModelOptions(reshard=reshard))
     asked = iter(range(100))
     try:
@@ -246,7 +247,7 @@ def stopped_at(
 
 
 def test_a_stop_ends_between_micro_batches_before_the_first_step(model_folder: Path, group: Ranks) -> None:
-    """In the proximal pass, or at the first micro-batch; a batch with a step made is finished."""
+    """A stop may come in the proximal pass or at a micro-batch; after its first step a batch is completed."""
     whole, _ = step(model_folder, group, samples(), minibatches=2, microbatch_tokens=130)
     before = load_policy(model_folder, group).full_state_dict()
     for ask in (0, 1, whole.microbatches):
@@ -255,13 +256,13 @@ def test_a_stop_ends_between_micro_batches_before_the_first_step(model_folder: P
         assert largest_difference(policy.full_state_dict(), before) == 0
     finished, ended = stopped_at(1000, model_folder, group)
     assert not ended
-    first_step = whole.microbatches + whole.microbatches // 2 + 1  # surely within the second minibatch
+    first_step = whole.microbatches + whole.microbatches // 2 + 1  # certainly in the second minibatch
     policy, ended = stopped_at(first_step, model_folder, group)
     assert not ended
     assert largest_difference(policy.full_state_dict(), finished.full_state_dict()) == 0
 
 
-def test_what_a_step_cost_is_reported(model_folder: Path, group: Ranks) -> None:
+def test_the_cost_of_a_step_is_reported(model_folder: Path, group: Ranks) -> None:
     result, _ = step(model_folder, group, samples("a"), microbatch_tokens=200)
     assert result.sample_tokens - result.model_tokens >= 3 * 70
     assert result.microbatches == 1 and result.packing_fill == result.model_tokens / 200
@@ -270,12 +271,12 @@ def test_what_a_step_cost_is_reported(model_folder: Path, group: Ranks) -> None:
     assert all(seconds > 0 for seconds in result.seconds.values())
     several_steps, _ = step(model_folder, group, samples("a"), minibatches=2)
     assert "proximal" in several_steps.seconds
-    # one batch alone: 3 forwards' worth of training; with its own logprobs beforehand one more
+    # with one minibatch, a step costs 3 forward passes; a proximal pass would be one more
     alone, _ = step(model_folder, group, samples("a")[:1])
     (only,) = pack(samples("a")[:1], token_budget=4096)
     assert alone.flops == 3 * only.forward_flops(load_policy(model_folder, group).shape)
 
 
-def test_no_samples_is_an_error(model_folder: Path, group: Ranks) -> None:
+def test_a_batch_without_samples_is_an_error(model_folder: Path, group: Ranks) -> None:
     with pytest.raises(ValueError, match="expected at least one sample"):
         step(model_folder, group, [])

@@ -1,4 +1,4 @@
-"""The step against a plain loop: the same model of transformers, one sample at a time, autograd over all."""
+"""Compares a step with a plain loop: the same model in transformers, one sample at a time, and autograd."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ LR = 0.05
 
 
 class PlainModel:
-    """A folder through transformers, float64, unpacked."""
+    """A model that transformers loads in float64 and runs without packing."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
 
     def cross_entropies(self, token_ids: np.ndarray, start: int) -> Tensor:
-        """Of the tokens from `start` on, at temperature 1."""
+        """The cross entropies of the tokens from `start` on, at temperature 1."""
         ids = torch.tensor(token_ids.astype(np.int64))
         every = torch.log_softmax(self.model(ids[None]).logits[0], -1)
         return -every[torch.arange(start, len(ids)) - 1, ids[start:]]
 
     def logprobs(self, sample: TrainingSample) -> tuple[Tensor, Tensor]:
-        """Of the trained tokens, [N_s]: logprobs at their temperatures, and entropies."""
+        """The logprobs and the entropies [N_s] of the trained tokens, at their temperatures."""
         places = np.flatnonzero(sample.loss_mask)
         logits = self.model(torch.tensor(sample.token_ids[None].astype(np.int64))).logits[0, places - 1]
         every = torch.log_softmax(logits / torch.tensor(sample.temperatures[places])[:, None], -1)
@@ -59,12 +59,12 @@ def reinforced(model: PlainModel, samples: Sequence[TrainingSample], algorithm: 
 
 
 def likelihood(model: PlainModel, samples: Sequence[TrainingSample], algorithm: AlgorithmConfig) -> Tensor:
-    """Minus the mean logprob."""
+    """The negative mean logprob."""
     return -torch.cat([model.logprobs(sample)[0] for sample in samples]).mean()
 
 
 def preference(model: PlainModel, reference: PlainModel, data: TrainingData, beta: float) -> Tensor:
-    """DPO, arXiv 2305.18290, eq. 7, in one graph."""
+    """The loss of DPO (arXiv 2305.18290, eq. 7), in one graph."""
 
     def gain(episode: str) -> Tensor:
         own = [s for s in data.samples if s.episode_id == episode]
@@ -77,7 +77,7 @@ def preference(model: PlainModel, reference: PlainModel, data: TrainingData, bet
 
 
 def observed(model: PlainModel, rollouts: Sequence[RolloutGroup], data: TrainingData) -> Tensor:
-    """The mean cross entropy of what each turn adds to its parent, from the episodes themselves."""
+    """The cross entropies of the prompt tokens that each turn adds to its parent, from the episodes."""
     parts = []
     for episode in (rollout.episode for group in rollouts for rollout in group.rollouts):
         own = [s for s in data.samples if s.episode_id == episode.id]
@@ -118,7 +118,7 @@ def observed(model: PlainModel, rollouts: Sequence[RolloutGroup], data: Training
         "dpo_with_observations",
     ],
 )
-def test_one_step_is_that_of_the_plain_loop(
+def test_one_step_matches_that_of_the_plain_loop(
     algorithm: AlgorithmConfig, model_folder: Path, tmp_path: Path, group: Ranks
 ) -> None:
     reference_folder = build_model(tmp_path / "reference", seed=1)

@@ -1,4 +1,4 @@
-"""What a batch takes from the store beside tokens: routed experts, and an order that nothing raced for."""
+"""What a batch takes from the store besides tokens: routed experts, and an order that is always the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def take(store: Store, groups: int) -> Batch:
 
 
 def put_routed(store: Store, name: str, layers: int) -> None:
-    """A group whose turns know the experts of their tokens."""
+    """Store a group whose turns have the routed experts of their tokens."""
     routing = np.arange(6 * layers * 2, dtype=np.int16).reshape(6, layers, 2)
     for index in range(2):
         episode = f"{name}-{index}"
@@ -76,7 +76,7 @@ def test_routed_experts_reach_the_samples_and_the_report(store: Store) -> None:
     assert batch.report.routed_tokens == 2 * 3
 
 
-def test_a_group_of_another_model_is_dropped_by_name(store: Store) -> None:
+def test_a_group_of_another_model_is_dropped_with_the_reason(store: Store) -> None:
     put_routed(store, "other", layers=2)
     put_routed(store, "right", layers=3)
     batch = take(store, 1)

@@ -1,4 +1,4 @@
-"""What a step records of each token: the terms of its loss, or why it was not trained."""
+"""A step records the terms of the loss of each token, or why the token was not trained."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def batch_of(groups: list[RolloutGroup], algorithm: AlgorithmConfig) -> Training
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_what_is_recorded_is_what_the_store_says_and_adds_up_to_the_loss(
+def test_records_agree_with_the_store_and_add_up_to_the_loss(
     name: str, model_folder: Path, reference_folder: Path, group: Ranks, tmp_path: Path
 ) -> None:
     algorithm, recorded = preset(name), aged_groups()
@@ -107,7 +107,7 @@ def test_what_is_recorded_is_what_the_store_says_and_adds_up_to_the_loss(
             record.values["advantage"], credit.advantages[record.turn_id], rtol=1e-5, atol=1e-6
         )
 
-    # A token that was not trained says why.
+    # The record of a token that was not trained says why.
     own = {record.turn_id[1:] for record in trained}
     reasons = {record.turn_id[1:]: record.untrained for record in records}
     for record in trained:
@@ -130,7 +130,7 @@ def test_what_is_recorded_is_what_the_store_says_and_adds_up_to_the_loss(
         for key in trained[0].values
     }
     if not isinstance(algorithm.kl_in, KlInLoss) and name not in ("dppo", "kl_cov"):
-        unweighted = values["loss"].astype(float) / values["loss_weight"]  # these have no other term
+        unweighted = values["loss"].astype(float) / values["loss_weight"]  # these losses have no other term
         assert unweighted.sum() == pytest.approx(statistics["loss"], rel=1e-4, abs=1e-4)
     has_ratio = algorithm.policy_loss.uses_advantages
     assert np.isnan(values["ratio"]).all() == (not has_ratio)
@@ -162,7 +162,7 @@ def train(store: Store, engine_url: str, model: Path, run_dir: Path, *, steps: i
 
 
 def test_decoupled_ppo_by_hand(store: Store, engine_url: str, model_folder: Path, run_dir: Path) -> None:
-    """From logprobs that the engine recorded to the loss, with the formulas of docs/algorithms.md alone."""
+    """The loss follows from the logprobs of the engine by the formulas of docs/algorithms.md alone."""
     record_groups(store, engine_url, ["a", "b"])
     train(store, engine_url, model_folder, run_dir, steps=2)
     records = read_records(run_dir)
@@ -171,7 +171,7 @@ def test_decoupled_ppo_by_hand(store: Store, engine_url: str, model_folder: Path
     for record in records:
         turn = next(t for t in store.load_episode(record.episode_id).turns if t.id == record.turn_id)
         values, behavior = record.values, turn.completion.logprobs
-        if record.step == 1:  # the trainer's weights are those that sampled
+        if record.step == 1:  # the trainer has the weights that sampled
             np.testing.assert_allclose(values["proximal"], behavior, atol=1e-3)
         ratio = np.exp(values["current"] - values["proximal"])
         weight = np.minimum(np.exp(values["proximal"] - behavior), 5)
@@ -193,7 +193,7 @@ def test_decoupled_ppo_by_hand(store: Store, engine_url: str, model_folder: Path
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [2, 3]), ("none", []), ("all", [1, 2, 3])])
-def test_as_many_steps_are_kept_as_the_configuration_says(
+def test_the_configured_number_of_steps_is_kept(
     keep: Any, kept: list[int], store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     record_groups(store, engine_url, ["a", "b", "c"])
@@ -217,7 +217,7 @@ def test_logprobs_under_an_adapter_are_those_of_the_merged_weights(
     policy = load_policy(model_folder, group, options=ModelOptions(lora=LoraOptions(rank=4)))
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
-            if "lora_B" in name:  # 0 at first
+            if "lora_B" in name:  # initially 0
                 parameter.normal_(std=0.1)
     write_policy_adapter(policy, tmp_path / "adapter", base=model_folder, writes=True)
     write_policy(policy, tmp_path / "merged", like=model_folder, writes=True)

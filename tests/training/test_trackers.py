@@ -1,4 +1,4 @@
-"""Every tracker, for real and without a network: a run and its resumption, and failures that end nothing."""
+"""The real trackers without a network: a run and its resumption, and failures that do not end the run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from areal_agents.errors import ConfigError
 from areal_agents.training.metrics.trackers import Trackers
 
 CONFIG = {"trainer": {"lr": 1e-3}}
-LIVES = (({1: 0.5, 2: 0.25, 3: 9.0}, 0), ({3: 0.125}, 2))  # the second takes step 3 again
+LIVES = (({1: 0.5, 2: 0.25, 3: 9.0}, 0), ({3: 0.125}, 2))  # the second one trains step 3 again
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run's folder, and everything of the trackers in a place of the test."""
+    """The run's folder; the trackers write to it and beside it, without a network."""
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_PROJECT", "TRACKIO_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -57,12 +57,12 @@ def one_life(folder: Path, names: Sequence[str], values: dict[int, float], after
 
 
 def live(folder: Path, *names: str) -> None:
-    """A run that was killed after step 3 and resumes after step 2."""
+    """Log a run that was killed after step 3 and resumed after step 2."""
     for values, after_step in LIVES:
         one_life(folder, names, values, after_step)
 
 
-def test_tensorboard_replaces_the_steps_that_are_taken_again(folder: Path) -> None:
+def test_tensorboard_replaces_the_steps_that_are_trained_again(folder: Path) -> None:
     live(folder, "tensorboard")
     board = EventAccumulator(str(folder / "tb"))
     board.Reload()
@@ -81,7 +81,7 @@ def test_mlflow_continues_in_the_same_run(mlflow_folder: Path) -> None:
     assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 0.25), (3, 9.0), (3, 0.125)]
 
 
-def test_mlflow_takes_any_name_of_a_reward(mlflow_folder: Path) -> None:
+def test_mlflow_accepts_any_name_of_a_reward(mlflow_folder: Path) -> None:
     trackers = Trackers(["mlflow"], mlflow_folder, after_step=0)
     trackers.log({"data/rewards_by_name/größe (%)": 1.0}, step=1)
     trackers.close()
@@ -100,9 +100,9 @@ def test_trackio_continues_in_the_same_run(folder: Path) -> None:
 
 def test_wandb_continues_in_the_same_run(folder: Path) -> None:
     one_life(folder, ["wandb"], *LIVES[0])
-    (folder / "wandb").rename(folder / "wandb-1")  # it names its folders by the second
+    (folder / "wandb").rename(folder / "wandb-1")  # its folders are named by the second
     one_life(folder, ["wandb"], *LIVES[1])
-    wandb.teardown()  # as at a process's exit: waits for its service, which writes the files
+    wandb.teardown()  # as when a process exits: waits for the service that writes the files
     files = sorted(folder.glob("wandb*/offline-run-*/run-*.wandb"))
     assert len({file.name for file in files}) == 1  # the name is the run's id
     seen = []
@@ -148,7 +148,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_continue(
     assert [e.step for e in board.Scalars("policy/loss")] == [1, 2, 3]
 
 
-def test_a_tracker_that_does_not_start_ends_a_new_run_but_no_running_one(
+def test_a_tracker_that_does_not_start_ends_a_new_run_but_not_a_resumed_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Trackers(["mlflow"], folder, after_step=0).close()
@@ -173,8 +173,8 @@ def test_a_tracker_that_is_not_installed_names_what_to_install(
         Trackers(["aim"], folder, after_step=0)
 
 
-def test_what_is_not_named_is_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_that_are_not_named_are_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("wandb", "trackio", "mlflow"):
-        monkeypatch.setitem(sys.modules, module, None)  # an import of it fails
+        monkeypatch.setitem(sys.modules, module, None)  # makes its import fail
     live(folder, "tensorboard")
     assert not (folder / "trackers.json").exists()

@@ -1,4 +1,4 @@
-"""The loop against a real store and a real engine."""
+"""The training loop with a real store and a real engine."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def metrics_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_trains_publishes_and_marks(store: Store, engine_url: str, model_folder: Path, run_dir: Path) -> None:
+def test_the_loop_trains_publishes_and_marks_groups_as_trained(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
     record_groups(store, engine_url, ["a", "b", "c", "d", "e"])
     exporter = InMemorySpanExporter()
     spans = Spans(exporter, at_once=True)
@@ -79,10 +81,10 @@ def test_trains_publishes_and_marks(store: Store, engine_url: str, model_folder:
     assert (first["step"], first["version"], first["staleness_max"]) == (1, 1, 0)
     assert (second["step"], second["version"], second["staleness_max"]) == (2, 2, 1)
     assert first["tokens"] == first["sampled_tokens"] == 2 * 4 * 2 * 8
-    assert first["logprob_diff_mean"] <= 1e-4  # engine against trainer, the same weights
+    assert first["logprob_diff_mean"] <= 1e-4  # engine and trainer have the same weights
     assert first["weight_mean"] == pytest.approx(1, abs=1e-4) and first["kl_behavior_k3"] < 1e-6
     assert first["clip_fraction"] == 0 and first["grad_norm"] > 0
-    assert second["logprob_diff_mean"] > 1e-3  # these tokens are of version 0, the trainer at 1
+    assert second["logprob_diff_mean"] > 1e-3  # the tokens are of version 0, the trainer is at 1
     assert (first["queue_groups"], second["queue_groups"], first["failed_episodes"]) == (3, 1, 0)
     assert 0 < first["queue_age_mean_s"] <= first["queue_age_max_s"] < 600
     published = load_file(run_dir / "weights" / "v2" / "model.safetensors")
@@ -99,7 +101,7 @@ def test_trains_publishes_and_marks(store: Store, engine_url: str, model_folder:
     assert later[0].context.trace_id != step.context.trace_id
 
 
-def test_a_second_run_of_a_finished_one_publishes_its_weights_again(
+def test_a_finished_run_that_is_started_again_publishes_its_weights_again(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     record_groups(store, engine_url, ["a", "b"])
@@ -140,7 +142,7 @@ def test_wholly_stale_groups_are_dropped_and_others_taken(
     # step 1 trained two groups of version 0; at version 1 the other five are beyond the bound
     assert store.group_counts() == {"pending": 0, "complete": 1, "leased": 0, "trained": 2, "dropped": 4}
     assert all(line["staleness_max"] == 0 for line in metrics_of(run_dir))
-    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-1"]  # what was trained stays
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-1"]  # the trained step is kept
 
 
 def test_stop_ends_with_a_checkpoint_and_a_resume_continues(
@@ -158,7 +160,7 @@ def test_stop_ends_with_a_checkpoint_and_a_resume_continues(
     cursor = store.cursor()
     while store.max_version() < 1:
         cursor = store.wait(cursor, 10)
-    stop.set()  # it is waiting for groups that do not exist
+    stop.set()  # the trainer waits for groups that do not exist
     thread.join(120)
     assert results == [RunResult(1, 1, finished=False)]
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-1"]
@@ -167,14 +169,14 @@ def test_stop_ends_with_a_checkpoint_and_a_resume_continues(
     assert [line["step"] for line in metrics_of(run_dir)] == [1, 2]
 
 
-def test_no_groups_in_time_is_an_error_that_says_what_there_is(
+def test_too_few_groups_in_time_is_an_error_with_the_number_of_groups(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     with pytest.raises(TrainingError, match=r"step 1 did not get 2 complete groups.*'complete': 0"):
         train(store, engine_url, model_folder, run_dir, steps=1, batch_timeout_s=0.2)
 
 
-def test_a_lost_engine_is_an_engine_error_and_loses_nothing(
+def test_an_unreachable_engine_is_an_error_and_the_run_can_be_resumed(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     record_groups(store, engine_url, ["a", "b"])
@@ -201,7 +203,7 @@ def test_several_minibatches_train_every_token_once(
     train(store, engine_url, model_folder, run_dir, steps=1, algorithm=AlgorithmConfig(minibatches=2))
     (line,) = metrics_of(run_dir)
     assert line["tokens"] == line["sampled_tokens"] == 128 and line["microbatches"] == 2
-    assert line["logprob_diff_mean"] <= 1e-4  # prox is of before the first of the two steps
+    assert line["logprob_diff_mean"] <= 1e-4  # proximal logprobs precede the first step
 
 
 def test_ppo_trains_its_critic_and_a_resume_continues_with_it(
@@ -220,7 +222,7 @@ def test_ppo_trains_its_critic_and_a_resume_continues_with_it(
         train(store, engine_url, model_folder, run_dir, steps=3)
 
 
-def test_an_adapter_is_published_merged_and_left_beside_the_model(
+def test_an_adapter_is_published_merged_and_saved_beside_the_model(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     record_groups(store, engine_url, ["a", "b", "c", "d"])
@@ -234,7 +236,7 @@ def test_an_adapter_is_published_merged_and_left_beside_the_model(
     assert (run_dir / "final-adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_a_bad_group_costs_the_run_nothing_but_its_place(
+def test_a_bad_group_is_dropped_and_replaced(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     record_groups(store, engine_url, ["a", "b", "c"])

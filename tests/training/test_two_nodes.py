@@ -1,4 +1,4 @@
-"""A trainer on two nodes, which are two process trees on loopback, as torchrun and as srun start it."""
+"""A trainer on two nodes, which are two process trees on loopback, started as torchrun and srun do."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def as_srun(node: int, port: int) -> dict[str, str]:
 def two_nodes(
     folder: RunFolder, command: Callable[[int], list[str]], variables: Callable[[int], dict[str, str]]
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Both nodes' processes, each in a process group of its own; all are ended."""
+    """Start the processes of both nodes, each in a session of its own; kill all of them at the end."""
     started: list[subprocess.Popen[bytes]] = []
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     try:
@@ -86,7 +86,7 @@ def two_nodes(
 
 
 def kill_node(process: subprocess.Popen[bytes]) -> None:
-    """Kill a node's processes as a loss of power does: the agent, and the ranks in sessions of their own."""
+    """Kill a node's processes as a power failure does: the agent, and the ranks in sessions of their own."""
     for pid in [process.pid, *descendants(process.pid)]:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -119,8 +119,8 @@ def steps_of(folder: RunFolder) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-def test_two_nodes_train_publish_lose_one_and_resume_to_the_end(model_folder: Path, tmp_path: Path) -> None:
-    """torchrun's agents at first; the run is resumed by srun's tasks. Neither has a standard input."""
+def test_two_nodes_train_and_publish_and_resume_after_one_is_lost(model_folder: Path, tmp_path: Path) -> None:
+    """torchrun's agents start the run, and srun's tasks resume it. Neither has a standard input."""
     folder = RunFolder(tmp_path / "run")
     with (
         reserved_ports(2) as (port, other_port),
@@ -132,7 +132,7 @@ def test_two_nodes_train_publish_lose_one_and_resume_to_the_end(model_folder: Pa
             with two_nodes(folder, lambda node: torchrun(folder, node, port), lambda node: {}) as nodes:
                 deadline = time.monotonic() + TIMEOUT_S
                 checkpoint = folder.root / "checkpoints" / "step-2"
-                while not checkpoint.exists():  # then the first rank waits for a batch, and the other for it
+                while not checkpoint.exists():  # then both ranks wait, the first one for a batch
                     alive = all(node.poll() is None for node in nodes)
                     assert alive and time.monotonic() < deadline, ends_of_logs(folder.root)
                     time.sleep(0.1)

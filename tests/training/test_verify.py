@@ -1,4 +1,4 @@
-"""`areal-agents verify`: every engine of a run is looked at, and said what it holds."""
+"""`areal-agents verify` checks every engine of a run, and reports which weights it has."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_every_engine_of_a_run_is_compared_with_what_was_published(
     assert f"{engine_url} serves other weights" in CliRunner().invoke(app, ["verify", str(run_dir)]).output
 
 
-def test_what_is_no_run_is_reported_as_none(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert isinstance(found.exception, ConfigError) and "is not the folder of a run" in str(found.exception)

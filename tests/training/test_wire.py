@@ -1,4 +1,4 @@
-"""What arrives of a micro-batch on another rank is what was sent, in a fraction of its bytes."""
+"""A micro-batch arrives on another rank as it was sent, in a fraction of its bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def nbytes(batch: MicroBatch) -> int:
 @pytest.mark.parametrize("build", [samples, samples_with_images, routed])
 def test_a_micro_batch_arrives_as_it_was_sent(build: Callable[[], list[TrainingSample]]) -> None:
     packed = pack(build(), token_budget=250, ranks=4)
-    packed += pack(build()[:1], token_budget=4096, ranks=2)[1:]  # one that trains nothing
+    packed += pack(build()[:1], token_budget=4096, ranks=2)[1:]  # a micro-batch that trains nothing
     for batch in packed:
         got = pickle.loads(pickle.dumps(PlannedMicroBatch(batch, torch.arange(batch.scored_tokens) + 70_000)))
         assert torch.equal(got.indices, torch.arange(batch.scored_tokens) + 70_000)
@@ -56,7 +56,7 @@ def test_a_micro_batch_arrives_as_it_was_sent(build: Callable[[], list[TrainingS
                 assert found == want, field.name
 
 
-def test_it_is_sent_in_compact_types() -> None:
+def test_a_micro_batch_is_sent_in_compact_types() -> None:
     batch = max(pack(routed(), token_budget=4096), key=lambda one: one.scored_tokens)
     wire = to_wire(batch)
     assert wire.arrays["target_ids"].dtype == np.int8 and wire.arrays["routed_experts"].dtype == np.int16
@@ -95,7 +95,7 @@ def test_each_rank_is_sent_its_micro_batches_and_no_samples(group: Ranks) -> Non
     assert {len(share.work) for share in [plan, *arrived]} == {plan.load.microbatches // 4}
 
 
-def test_what_cannot_be_packed_is_an_error_on_every_rank(group: Ranks) -> None:
+def test_a_sample_that_cannot_be_packed_is_an_error_on_every_rank(group: Ranks) -> None:
     sent: list[object] = []
 
     class Recording:

@@ -66,7 +66,7 @@ def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, tied: bool 
 
 
 def add_tokenizer(folder: Path) -> None:
-    """A word per token, for a server that does not start without."""
+    """Add a tokenizer with a word per token, for a server that does not start without one."""
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"w\d+"), "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -110,8 +110,8 @@ def make_sample(
 def random_group(
     rng: np.random.Generator, *, group_id: str, size: int = 4, prefix: int = 70, temperature: float = 1.0
 ) -> list[TrainingSample]:
-    """Samples with a common prompt; each samples two turns with a tool's answer between them, and the
-    second continues the first, so that more than the prompt is shared."""
+    """Samples with a common prompt, each of two sampled turns with a tool's result between them. Half of them
+    also have the same first turn, so that more than the prompt is shared."""
     prompt = rng.integers(2, VOCAB, prefix).tolist()
     opening = rng.integers(2, VOCAB, 5).tolist()
     samples = []
@@ -136,7 +136,7 @@ def random_group(
 
 
 def training_data(samples: Sequence[TrainingSample]) -> TrainingData:
-    """Ready samples as a batch. Its episodes are others; only token credit and DPO would look at them."""
+    """A batch of the given samples. Its episodes are unrelated; only token credit and DPO would use them."""
     other = build_training_data(episode_groups(np.random.default_rng(0), "o"), AlgorithmConfig())
     return replace(other, samples=tuple(samples))
 
@@ -144,8 +144,8 @@ def training_data(samples: Sequence[TrainingSample]) -> TrainingData:
 def episode_groups(
     rng: np.random.Generator, names: Sequence[str], *, size: int = 4, prompt: int = 40
 ) -> list[RolloutGroup]:
-    """Groups of episodes over one prompt each. An episode's first turn is continued by two, and in every
-    other one a second root asks something else; temperatures and behavior logprobs vary."""
+    """Groups of episodes over one prompt each. Two turns continue the first turn of an episode, and every
+    other episode has a second root with another prompt; temperatures and behavior logprobs vary."""
     groups = []
     for name in names:
         start = rng.integers(2, VOCAB, prompt)
@@ -201,7 +201,7 @@ def record_groups(
 ) -> None:
     """Sample complete groups of two-turn episodes from a running engine, and store them as the proxy does.
 
-    With `adapters` under the adapter of the version that it serves."""
+    With `adapters` they are sampled with the adapter of the version that the engine serves."""
     asyncio.run(_record(store, engine_url, names, size, tokens, temperature, adapters))
 
 

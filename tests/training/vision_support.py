@@ -18,7 +18,7 @@ MERGE, PATCH = 2, 3 * 2 * 4 * 4
 
 
 def build_vision_model(path: Path) -> Path:
-    """A random Qwen2.5-VL with two blocks in either tower."""
+    """A random Qwen2.5-VL with two blocks for text and two for images."""
     torch.manual_seed(0)
     config = Qwen2_5_VLConfig(
         text_config={
@@ -62,7 +62,7 @@ def picture(rng: np.random.Generator, height: int, width: int) -> ImageInput:
 def sample_of(
     rng: np.random.Generator, prompt: Sequence[int], images: Sequence[ImageInput], tail: int, name: str
 ) -> TrainingSample:
-    """The prompt, each image between its marks with the prompt again after it, and `tail` trained tokens."""
+    """The prompt, each image with its marker tokens and the prompt after it, and `tail` trained tokens."""
     tokens, placed = list(prompt), []
     for image in images:
         placed.append(replace(image, start=len(tokens) + 1))
@@ -74,7 +74,8 @@ def sample_of(
 
 
 def samples_with_images() -> list[TrainingSample]:
-    """Two images of unlike sizes, a shared image, two unlike images behind one prompt, and none."""
+    """Samples with two images of different sizes, a shared image, another image after the same prompt, and
+    none."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(2, START, 40).tolist()
     shared, other = picture(rng, 4, 6), picture(rng, 4, 6)

@@ -1,4 +1,4 @@
-"""The page in a real Chromium: clicks, keys, what a model writes, a phone, the dark, a key."""
+"""The page in a real Chromium: clicks, keys, the output of models, a phone, dark mode and an access key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     ),
 ]
 RUN = "#/run/run"
-_IMAGES = "img[onerror], main script, iframe, object, embed"  # what the attack would make
+_IMAGES = "img[onerror], main script, iframe, object, embed"  # elements that the attack would create
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, url: str) -> Iterator[Any]:
-    """A page of 1280 × 900 pixels, which may neither fail, nor call another server, nor break its policy."""
+    """A page of 1280 × 900 pixels; an error, a violation of its policy or a call of another server fails the
+    test."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, base_url=url)
     page, problems = context.new_page(), []
     page.set_default_timeout(15_000)
@@ -63,7 +64,7 @@ def page(browser: Any, url: str) -> Iterator[Any]:
 
 
 def until(page: Any, condition: str) -> None:
-    """Wait until an expression is true; the page's policy forbids playwright's own way, which needs eval."""
+    """Wait until an expression is true; the page's policy forbids the eval of playwright's own method."""
     deadline = time.monotonic() + 15
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, f"not within 15 s: {condition}"
@@ -88,7 +89,7 @@ def pixels(page: Any, selector: str) -> set[tuple[int, int, int]]:
     return {tuple(map(int, colour.split(","))) for colour in found}
 
 
-def test_from_a_run_over_a_point_to_an_episode_and_a_token(page: Any) -> None:
+def test_links_lead_from_a_run_to_a_step_a_group_an_episode_and_a_token(page: Any) -> None:
     page.goto("/")
     page.get_by_role("link", name="run", exact=True).click()
     chart = page.get_by_label("Reward", exact=True)
@@ -119,7 +120,7 @@ def test_from_a_run_over_a_point_to_an_episode_and_a_token(page: Any) -> None:
     assert "token=3" in page.url and "view=tokens" in page.url
 
 
-def test_numbers_of_a_token_on_hover_and_a_link_that_shows_it_again(page: Any) -> None:
+def test_a_token_shows_its_numbers_on_hover_and_has_a_link(page: Any) -> None:
     page.goto(f"/{RUN}/episode/nice-3-1?view=tokens&colour=version")
     until(page, "document.querySelector('.tokens canvas')?.width > 0")
     canvas = page.locator(".tokens canvas")
@@ -153,7 +154,7 @@ def test_the_colours_of_tokens_are_those_of_the_legend(page: Any) -> None:
     assert page.get_by_role("button", name="Advantage").is_disabled()  # this run has no such record
 
 
-def test_what_training_did_with_a_token(page: Any) -> None:
+def test_a_token_shows_what_training_did_with_it(page: Any) -> None:
     page.goto(f"/{RUN}/episode/lyon-1-1?view=tokens&colour=advantage")
     page.wait_for_selector("text=advantage −2")
     page.wait_for_selector("text=Mismatch above 0.1")
@@ -189,14 +190,14 @@ def test_nothing_that_a_model_wrote_is_interpreted(page: Any) -> None:
     assert page.locator('a[href^="javascript:"]').count() == 0
 
 
-def test_hostile_addresses_are_text(page: Any) -> None:
+def test_hostile_addresses_are_shown_as_text(page: Any) -> None:
     page.goto("/#/run/" + "%3Cimg%20src%3Dx%20onerror%3D%22window.attacked%3D1%22%3E")
     page.wait_for_selector(".problem")
     assert "<img src=x" in page.locator(".problem").inner_text()
     assert page.evaluate("window.attacked") is None and page.locator(_IMAGES).count() == 0
 
 
-def test_runs_are_laid_over_one_another_and_the_choice_is_in_the_address(page: Any) -> None:
+def test_curves_of_runs_share_a_chart_and_the_choice_is_in_the_address(page: Any) -> None:
     page.goto("/")
     reading = page.get_by_label("Reward", exact=True).locator(".read")
     reading.locator(".dot").nth(1).wait_for()
@@ -220,7 +221,7 @@ def test_a_point_of_the_held_out_curve_opens_its_evaluation(page: Any) -> None:
     assert page.locator("tr[data-row]").count() == 1
 
 
-def test_the_keyboard_alone(page: Any) -> None:
+def test_the_page_can_be_used_with_the_keyboard_alone(page: Any) -> None:
     page.goto(f"/{RUN}/episodes")
     page.wait_for_selector("tr[data-row='14']")
     page.keyboard.press("j")
@@ -245,7 +246,7 @@ def test_the_keyboard_alone(page: Any) -> None:
     page.wait_for_url("**/episodes")
 
 
-def test_branches_and_why_a_turn_is_a_new_root(page: Any) -> None:
+def test_an_episode_shows_its_branches_and_why_a_turn_is_a_new_root(page: Any) -> None:
     page.goto(f"/{RUN}/episode/lyon-1-0")
     page.wait_for_selector(".tree button")
     assert page.locator(".tree button").count() == 4
@@ -271,7 +272,7 @@ def test_forks_are_branches_that_lead_to_their_pages_and_back(page: Any) -> None
     page.wait_for_url("**/episode/nice-1-0?turn=nice-1-0%2F2")
 
 
-def test_two_episodes_side_by_side(page: Any) -> None:
+def test_two_episodes_are_compared_side_by_side(page: Any) -> None:
     page.goto(f"/{RUN}/group/lyon%402")
     page.get_by_label("Compare lyon-2-0").check()
     page.get_by_label("Compare lyon-2-1").check()
@@ -281,7 +282,7 @@ def test_two_episodes_side_by_side(page: Any) -> None:
     assert page.locator(".differs").count() == 2
 
 
-def test_the_timeline_zooms_and_leads_to_steps(page: Any) -> None:
+def test_the_timeline_shows_what_ran_and_can_be_zoomed(page: Any) -> None:
     page.goto(f"/{RUN}/timeline")
     until(page, "document.querySelector('.timeline canvas')?.width > 600")
     seen = pixels(page, ".timeline canvas")
@@ -308,7 +309,7 @@ def test_a_phone_needs_no_scrolling_sideways(page: Any, address: str) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
 
 
-def test_light_and_dark(page: Any) -> None:
+def test_the_theme_follows_the_system_and_can_be_changed(page: Any) -> None:
     page.emulate_media(color_scheme="dark")
     page.goto(f"/{RUN}/episode/nice-3-1")
     page.wait_for_selector(".message")
@@ -355,14 +356,14 @@ def test_a_folder_without_runs_says_how_to_make_one(browser: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_run_of_100_000_episodes(browser: Any, tmp_path: Path) -> None:
+def test_a_run_of_100_000_episodes_is_shown_in_pages(browser: Any, tmp_path: Path) -> None:
     make_large_run(RunFolder(tmp_path / "large"), episodes=100_000, turns=2)
     with serving(tmp_path) as url, browser.new_context(base_url=url) as context:
         page = context.new_page()
         page.set_default_timeout(60_000)
         page.goto("/#/run/large/episodes")
         page.wait_for_selector("tr[data-row='49']")
-        assert page.locator("tr[data-row]").count() == 50  # a page, not all
+        assert page.locator("tr[data-row]").count() == 50  # one page of them
         page.get_by_role("button", name="Show more").click()
         page.wait_for_selector("tr[data-row='99']")
         page.get_by_role("searchbox").fill("needle")

@@ -1,4 +1,4 @@
-"""A coding agent reads a run through the real MCP client and the command, over standard input and output."""
+"""A coding agent reads a run with the real MCP client, over the standard input and output of the command."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_a_coding_agent_finds_the_worst_episode(root: Path) -> None:
         step = await ask(client, "step", name="run", step=1)
         assert {group["id"] for group in step["groups"]} == {"lyon@1", "nice@1"}
         evil = await ask(client, "episode", name="run", episode="evil")
-        assert evil["error"] == ATTACK  # it is data
+        assert evil["error"] == ATTACK  # returned unchanged, as data
         for tool, arguments, said in (
             ("run", {"name": "../other"}, "there is no run"),
             ("episode", {"name": "run", "episode": "nobody"}, "nobody"),

@@ -1,4 +1,4 @@
-"""The page at /view of a proxy shows what the proxy records, to those who have a key of it."""
+"""The page at /view of a proxy shows what the proxy records to clients that have a key for it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_proxy_shows_its_episodes_while_it_records_them(tmp_path: Path) -> Non
         assert "Lyon" in "".join(part["texts"][part["prompt_tokens"] :])
 
 
-def test_with_an_admin_key_nothing_is_shown_without_it(tmp_path: Path) -> None:
+def test_a_proxy_with_an_admin_key_shows_nothing_without_it(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     engine = ScriptedSampler(ChatRenderer.from_folder(MODEL))
     with running_proxy(path, engine, page=Page(FACTORY, str(path), str(MODEL)), admin_key="admin") as proxy:

@@ -1,4 +1,4 @@
-"""What the page is told: curves, steps, groups, episodes in pages, tokens, and problems in words."""
+"""The API of the page: curves, steps, groups, pages of episodes, tokens, and messages about problems."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def copied(root: Path, tmp_path: Path) -> Path:
 
 
 def get(http: httpx.Client, path: str, **values: Any) -> Any:
-    """What the API answers to a request that must succeed."""
+    """The API's response to a request that must succeed."""
     response = http.get(f"/api/runs/{path}" if path else "/api/runs", params=values)
     assert response.status_code == 200, response.text
     return response.json()
@@ -119,15 +119,15 @@ def test_episodes_are_paged_by_position_and_none_is_lost(http: httpx.Client) -> 
         ({"text": "portugal"}, ["lyon-1-0"]),
         ({"text": "<script>window"}, ["evil"]),
         ({"text": '{"query": "Lyon"}', "step": 3, "max_reward": 0}, ["nice-3-0", "lyon-3-0"]),
-        ({"text": "reasoning_content"}, []),  # no name of a field is found
+        ({"text": "reasoning_content"}, []),  # names of fields are not searched
         ({"text": "100%"}, []),
     ],
 )
-def test_filters(http: httpx.Client, filters: dict[str, Any], expected: list[str]) -> None:
+def test_episodes_can_be_filtered(http: httpx.Client, filters: dict[str, Any], expected: list[str]) -> None:
     assert ids(get(http, "run/episodes", **filters)) == expected
 
 
-def test_a_search_whose_time_is_up_says_where_to_go_on(root: Path) -> None:
+def test_a_search_that_runs_out_of_time_returns_where_to_continue(root: Path) -> None:
     store = ReadOnlyStore(root / "run" / "store.db")
     now = iter(range(1000))
     found, before, pages = [], None, 0
@@ -157,7 +157,7 @@ def test_forks_are_shown_at_their_episode_and_by_themselves(http: httpx.Client) 
     assert [(fork["id"], fork["turn_id"], fork["status"], fork["score"]) for fork in forks] == [
         ("fork-1", "nice-1-0/2", "finished", 1.0),
         ("fork-2", "nice-1-0/2", "finished", 0.0),
-    ]  # the third one never sampled the turn
+    ]  # the third fork never sampled the turn
     assert (forks[0]["text"], forks[1]["text"], forks[0]["policy"]) == (
         "It is in France",
         ATTACK,
@@ -231,7 +231,7 @@ def test_the_timeline_has_steps_versions_evaluations_and_failures(http: httpx.Cl
     assert [one["label"] for one in found["evaluations"]] == ["before", "after"]
     assert len(found["open_episodes"]["failed"]) == 1
     counts = found["open_episodes"]["counts"]
-    assert len(counts) == 600 and counts[0] == max(counts) == 1  # one after the other
+    assert len(counts) == 600 and counts[0] == max(counts) == 1  # the episodes ran one after the other
 
 
 def test_a_change_of_a_run_is_sent_as_an_event(root: Path, copied: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_change_of_a_run_is_sent_as_an_event(root: Path, copied: Path) -> None
             assert [next(sent), next(sent)] == [("step", {"running": False}), ("store", {"running": False})]
             with open(copied / "metrics.jsonl", "a") as file, open(copied / "lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                file.write('{"step": 4, "reward_mean": 1.0')  # half a line is no step yet
+                file.write('{"step": 4, "reward_mean": 1.0')  # an incomplete line is not a step yet
                 file.flush()
                 assert next(sent) == ("step", {"running": True})
                 assert get(http, "run/curves", name="reward_mean")["step"] == [1, 2, 3]
@@ -281,7 +281,9 @@ def _events(stream: httpx.Response) -> Iterator[tuple[str, Any]]:
         ("/static/%2e%2e/app.py", 404, "no such file"),
     ],
 )
-def test_what_cannot_be_shown_is_said(http: httpx.Client, path: str, status: int, message: str) -> None:
+def test_requests_that_cannot_be_answered_get_an_error_message(
+    http: httpx.Client, path: str, status: int, message: str
+) -> None:
     response = http.get(path)
     assert response.status_code == status and message in response.text
 
@@ -326,7 +328,7 @@ def test_a_locked_store_says_so(copied: Path) -> None:
     holder.close()
 
 
-def test_nothing_can_be_written(root: Path) -> None:
+def test_a_read_only_store_refuses_to_write(root: Path) -> None:
     store = ReadOnlyStore(root / "run" / "store.db")
     with pytest.raises(StoreError, match="readonly"), store.read() as connection:
         connection.exec_driver_sql("DELETE FROM turns")
@@ -342,7 +344,7 @@ def test_nothing_can_be_written(root: Path) -> None:
         (lambda path: (path.mkdir(), (path / "config.yaml").write_text("a: 1")), "not the folder of a run"),
     ],
 )
-def test_a_place_that_is_none_is_refused(tmp_path: Path, make: Any, message: str) -> None:
+def test_a_path_without_a_run_or_a_store_is_refused(tmp_path: Path, make: Any, message: str) -> None:
     make(tmp_path / "place")
     with pytest.raises((ConfigError, StoreError), match=message):
         Runs(tmp_path / "place")
@@ -396,7 +398,7 @@ def test_foreign_pages_and_hosts_are_refused(http: httpx.Client) -> None:
     assert http.post("/api/runs").status_code == 405
 
 
-def test_every_response_forbids_foreign_code_frames_and_guesses(http: httpx.Client) -> None:
+def test_every_response_forbids_foreign_code_frames_and_content_sniffing(http: httpx.Client) -> None:
     for path in ("/", "/static/main.js", "/api/runs", "/api/runs/none", "/nothing"):
         headers = http.get(path).headers
         policy = headers["content-security-policy"]
@@ -406,7 +408,7 @@ def test_every_response_forbids_foreign_code_frames_and_guesses(http: httpx.Clie
 
 
 def test_an_explanation_that_fails_says_why(http: httpx.Client) -> None:
-    """It is computed by a process of its own, for which this run's configuration is not complete."""
+    """The explanation is computed by a separate process, for which this run's configuration is incomplete."""
     assert (
         http.get("/api/runs/run/episodes/evil/why").json()["error"]["message"]
         == "turn and token are required"

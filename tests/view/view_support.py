@@ -1,4 +1,4 @@
-"""A small run as `areal-agents train` leaves it, written through the store, and a server of the page."""
+"""A small run as `areal-agents train` leaves it, written through the store, and a server for the page."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _train(writer: Writer, ask: list[Message], search: Message, found: Message) 
                     first,
                     writer.turn(f"{name}/2", [found], answer, parent=first.id, versions=(step - 1, step - 1)),
                 ]
-                if name == "lyon-1-0":  # a sub-agent begins anew, and one call was sampled twice
+                if name == "lyon-1-0":  # a sub-agent begins a new root; one call was sampled twice
                     fork = Fork(turns[1].id, "context compacted", 1)
                     turns.append(
                         writer.turn(
@@ -235,7 +235,7 @@ def _metrics(step: int, began: float) -> dict[str, Any]:
 
 @contextmanager
 def serving(place: Path, *, key: str | None = None) -> Iterator[str]:
-    """Serve the page of a place from a thread; yields the URL."""
+    """Serve the page of a run, a store or a folder of runs in a thread; yield the URL."""
     server = make_server(Runs(place), key=key, host="127.0.0.1")
     with listen("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
