@@ -1,5 +1,5 @@
 """Puts this folder on the import path, makes hypothesis generate the same examples in each run, and provides
-a real SGLang."""
+the Python interpreters that have SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ ENVIRONMENTS = "--environments"
 SGLANG_TEST_S = 900
 GPU_TEST_S = 600
 SLOW_TEST_S = 1800
-# One certificate, whose key nobody has. Every HTTP client and every import of aiohttp reads all authorities
-# of the machine, which takes 30 to 50 ms, and the tests call no server that they do not start.
+# One certificate, whose private key no one has. Every HTTP client and every import of aiohttp reads all
+# certificate authorities of the machine, which takes 30 to 50 ms, and the tests call no server that they do
+# not start.
 AUTHORITIES = Path(__file__).with_name("authorities.pem")
 
 # A slow example on a busy machine says nothing about the code, so there is no deadline. `make test` generates
@@ -41,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the tests and the processes that they start trust no authority, unless packages may be fetched."""
+    """Let the tests and their processes trust no certificate authority, unless packages may be fetched."""
     if not any(config.getoption(option) for option in (SGLANG, VLLM, ENVIRONMENTS)):
         os.environ["SSL_CERT_FILE"] = str(AUTHORITIES)
 

@@ -1,4 +1,4 @@
-"""A server that speaks the part of the Hugging Face Hub's protocol that a download of a model uses."""
+"""A server with the part of the Hugging Face Hub's protocol that a download of a model uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _oid(file: Path) -> str:
 
 @contextmanager
 def hub_with(models: Mapping[str, Path]) -> Iterator[str]:
-    """Serve model folders under their ids, and "org/gated" as one that needs permission; yield the URL."""
+    """Serve model folders under their ids, and "org/gated" as one that requires permission; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,6 +1,6 @@
-"""What every integration test needs: a scripted engine, and a proxy before it.
+"""Helpers of all integration tests: a scripted engine, and a proxy in front of it.
 
-`check` compares the record with the turns that a case expects, and with what the engine read and sampled.
+`check` compares the recorded turns with those that a case expects, and with what the engine read and sampled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Stack:
     http: httpx.Client
 
     def open_episode(self, replies: Sequence[str | ScriptedReply] | Script) -> dict[str, Any]:
-        """A fresh episode, on an engine that gives these replies and has seen nothing."""
+        """Open an episode, on an engine that sends these replies and whose earlier calls are forgotten."""
         self.engine.script = replies if callable(replies) else in_order(replies)
         self.engine.exchanges.clear()
         response = self.http.post("/episodes", json={})
@@ -48,7 +48,7 @@ class Stack:
         return response.json()
 
     def turns(self, episode: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The recorded turns of an episode, with their tokens."""
+        """Return the recorded turns of an episode, with their tokens."""
         response = self.http.get(f"/episodes/{episode['id']}", params={"tokens": 1})
         assert response.status_code == 200, response.text
         return response.json()["turns"]
@@ -56,7 +56,7 @@ class Stack:
 
 @contextmanager
 def running_stack(model: Path, store: Path, config: ProxyConfig | None = None) -> Iterator[Stack]:
-    """One scripted engine and one proxy on real sockets."""
+    """Run one scripted engine and one proxy on real sockets."""
     app = ScriptedApp.from_folder(model, lambda call: "ok", context_length=16_384)
     with (
         running(app) as engine_url,
@@ -68,7 +68,7 @@ def running_stack(model: Path, store: Path, config: ProxyConfig | None = None) -
 
 @contextmanager
 def serving(engine_url: str, model: Path, store_path: Path, config: ProxyConfig) -> Iterator[str]:
-    """The proxy from a thread for the length of a with-block; yields its URL."""
+    """Run the proxy in a thread until the with-block ends; yields its URL."""
     with Store.open(store_path) as store, listen("127.0.0.1", 0) as listener:
         engine = SGLangEngine(engine_url, request_timeout_s=30)
         renderer = make_renderer(model, config)
@@ -90,7 +90,7 @@ def serving(engine_url: str, model: Path, store_path: Path, config: ProxyConfig)
 
 
 def run_script(folder: str, question: str, environment: Mapping[str, str], *, timeout_s: float = 120) -> str:
-    """`python agent.py QUESTION` as a user starts it; its standard output."""
+    """Run `python agent.py QUESTION` as a user does; return its standard output."""
     done = subprocess.run(
         [sys.executable, str(FOLDER / folder / "agent.py"), question],
         env={**os.environ, **environment},
@@ -109,7 +109,7 @@ def check(case: Case, turns: Sequence[Mapping[str, Any]], sent: Sequence[ServedC
         places[turn["parent"]] if turn["parent"] else turn["forked_from"] and turn["forked_from"]["reason"]
         for turn in turns
     ]
-    if callable(case.conversation.replies):  # calls ran at the same time: any order will do
+    if callable(case.conversation.replies):  # calls were concurrent, so any order is right
         assert shape(found) == shape(case.turns)
     else:
         assert found == list(case.turns)
@@ -129,7 +129,7 @@ def check(case: Case, turns: Sequence[Mapping[str, Any]], sent: Sequence[ServedC
 
 
 def shape(turns: Sequence[Expected]) -> list[Any]:
-    """The trees that a list of turns stands for, equal for every order in which they were recorded."""
+    """Return the trees that a list of turns describes, whatever the order in which they were recorded."""
 
     def subtree(index: int, label: str) -> tuple[str, list[Any]]:
         return label, sorted(subtree(i, "") for i, turn in enumerate(turns) if turn == index)
@@ -138,5 +138,5 @@ def shape(turns: Sequence[Expected]) -> list[Any]:
 
 
 def _float32(values: Sequence[float]) -> list[float]:
-    """As the record's JSON gives them back."""
+    """Return the values as they are in the JSON of a recorded turn."""
     return [float(str(value)) for value in np.array(values, np.float32)]

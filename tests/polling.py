@@ -1,4 +1,4 @@
-"""Waits for conditions of which nothing tells a test."""
+"""Waits for conditions that a test can only poll."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ _START_S = 60.0
 
 
 class PostgresServer:
-    """A server that listens on a socket in its own folder. Both end with the with-block.
+    """A server that listens on a socket in its own folder. Both are removed at the end of the with-block.
 
     Args:
-        port: where it also listens at 127.0.0.1; None: nowhere.
-        standby_of: a server that listens at a port and is running; this one begins as its standby.
-        certificate: PEM files with a certificate and its key, for connections with TLS; None: there are none.
+        port: the port of 127.0.0.1 on which the server also listens; None: it listens on the socket only.
+        standby_of: a running server that listens on a port; the new server starts as its standby.
+        certificate: PEM files with a certificate and its key, for connections with TLS; None: without TLS.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PostgresServer:
         self._port = port
         self._certificate = certificate
         self._primary = standby_of
-        # Not in pytest's folder: its path is too long for a socket, and it is for its owner only.
+        # Not in pytest's folder, whose path is too long for a socket and which only its owner may enter.
         self._folder = Path(tempfile.mkdtemp(prefix="areal-agents-postgres-"))
         self._stores = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,7 +81,7 @@ class PostgresServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self) -> None:
-        """Start the server, and wait until it answers. It ends with the thread that calls this."""
+        """Start the server, and wait until it answers. It ends when the calling thread ends."""
         import psycopg
 
         listens = ["-c", "listen_addresses="]
@@ -108,7 +108,7 @@ class PostgresServer:
                 time.sleep(0.05)
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
-        """End the server: SIGINT ends all sessions, SIGQUIT is as a crash."""
+        """End the server: SIGINT ends all sessions first, SIGQUIT is like a crash."""
         if self._process is not None:
             self._process.send_signal(how)
             self._process.wait(timeout=60)
@@ -139,7 +139,7 @@ class PostgresServer:
 
     def table_files(self) -> list[Path]:
         """Return the files of all tables and indices, as they are on the disk now."""
-        self.execute("CHECKPOINT")  # it also deletes those that were replaced
+        self.execute("CHECKPOINT")  # it also deletes files that were replaced
         return [path for path in (self._folder / "data" / "base").rglob("*") if path.is_file()]
 
     def new_store(self) -> str:
@@ -156,7 +156,7 @@ class PostgresServer:
         assert binaries is not None
         command = [str(binaries / program), *arguments]
         owner = ["--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
-        return ["setpriv", "--pdeathsig=QUIT", *owner, *command]  # it ends with the tests, however these end
+        return ["setpriv", "--pdeathsig=QUIT", *owner, *command]  # the server ends with the tests
 
 
 def _binaries() -> Path | None:

@@ -1,4 +1,4 @@
-"""Starts a real SGLang for the tests that need one."""
+"""Starts a real SGLang server for the tests that need one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def running_sglang(
     log_path: Path | None = None,
     **options: Any,
 ) -> Iterator[str]:
-    """One float32 server of `model`, on a GPU if there is one; yields its URL.
+    """Run a float32 server of `model`, on a GPU if there is one; yields its URL.
 
-    `arguments` are SGLang's own; `key` is the key of its requests; `options` are those of `server_command`.
+    `arguments` are those of SGLang, `key` is the API key, and `options` are those of `server_command`.
     """
     config = EngineConfig(kind="sglang", python=python, arguments=arguments)
     (placement,) = place(config, find_environment(python).gpus, trainer_gpus=0)

@@ -1,4 +1,4 @@
-"""Starts a real vLLM for the tests that need one."""
+"""Starts a real vLLM server for the tests that need one."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def running_vllm(
     log_path: Path | None = None,
     **options: Any,
 ) -> Iterator[VLLMUrl]:
-    """One float32 server of `model`, on a GPU if there is one; yields its URL.
+    """Run a float32 server of `model`, on a GPU if there is one; yields its URL.
 
-    `arguments` are vLLM's own; `key` is the key of its requests; `options` are those of `server_command`.
+    `arguments` are those of vLLM, `key` is the API key, and `options` are those of `server_command`.
     """
     config = EngineConfig(kind="vllm", python=python, arguments=arguments)
     (placement,) = place(config, find_environment(python).gpus, trainer_gpus=0)

@@ -8,7 +8,7 @@ TAIL_LINES = 40
 
 
 def ends_of_logs(run_dir: Path) -> str:
-    """The end of every log in the run's folder, each under its name."""
+    """Return the end of every log in the run's folder, each under its name."""
     logs = sorted((run_dir / "logs").glob("*.log"))
     return "".join(f"\n--- the end of {log.name}\n{_end_of(log)}\n" for log in logs)
 

@@ -1,8 +1,8 @@
-"""An in-process `Sampler`, for behaviour that an engine cannot be told to show over HTTP.
+"""An in-process `Sampler`, for behaviour that an engine cannot be made to show over HTTP.
 
 Its script may return any completion (any version, any logprob, ids without an end) or raise any exception,
 and a reply can be held back from another thread. Behaviour that is possible over HTTP is tested with
-`areal_agents.testing`. It satisfies the contract of every sampler, tests/inference/test_sampler_contract.py.
+`areal_agents.testing`. tests/inference/test_sampler_contract.py tests that this sampler is a valid one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ScriptedSampler:
         return call.completion
 
     def completion_of(self, answer: str | list[int], sampling: SamplingParams) -> Completion:
-        """A string or ids as they would be sampled, cut at `max_new_tokens`."""
+        """Return a string or ids as a completion, truncated at `max_new_tokens`."""
         ids = list(answer) if isinstance(answer, list) else self.renderer.tokenizer.encode(answer)
         if isinstance(answer, str):
             ids.append(self.renderer.stop_token_ids[0])

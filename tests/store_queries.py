@@ -1,4 +1,4 @@
-"""What tests ask a store beyond its public methods."""
+"""Queries of tests on a store that its public methods do not offer."""
 
 from __future__ import annotations
 

@@ -20,6 +20,6 @@ def test_every_package_has_a_line() -> None:
     assert packages == set(re.findall(r"^\| `areal_agents/(\w+)` \|", PAGE, re.MULTILINE))
 
 
-def test_it_is_linked() -> None:
+def test_the_page_is_linked() -> None:
     for page in ("README.md", "CONTRIBUTING.md"):
         assert "docs/architecture.md" in (ROOT / page).read_text()

@@ -59,10 +59,10 @@ def test_paths_of_overrides_are_relative_to_the_working_directory(
     assert config.run_dir == str(elsewhere / "runs" / "mine-seed0")
 
 
-def test_files_that_do_not_exist_are_named_in_the_folder_of_the_config(
+def test_missing_files_are_looked_for_in_the_folder_of_the_config(
     minimal: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Files of these names in the working directory are others, which the configuration does not mean."""
+    """Files of the same names in the working directory are not those of the configuration."""
     monkeypatch.chdir(tmp_path / "model")
     for name in ("tsks.jsonl", "agnt.py", "held.csv"):
         (tmp_path / "model" / name).touch()
@@ -83,7 +83,7 @@ def test_files_that_do_not_exist_are_named_in_the_folder_of_the_config(
         load_config(minimal, ["algorithm=sft"])
 
 
-def test_what_is_not_a_file_stays_as_it_is(minimal: Path) -> None:
+def test_a_name_that_is_not_a_file_is_unchanged(minimal: Path) -> None:
     assert load_config(minimal, ["data.path=org/data-set"]).data.path == "org/data-set"
     assert load_config(minimal, ["agent=package.module:agent"]).agent == "package.module:agent"
 
@@ -120,7 +120,7 @@ def test_paths_of_a_command_line_agent_resolve_against_the_folder_of_the_config(
     }
 
 
-def test_overrides_reach_inside(minimal: Path) -> None:
+def test_overrides_set_nested_keys(minimal: Path) -> None:
     config = load_config(minimal, ["trainer.steps=7", "trainer.lr=1e-3", "seed=2", "eval.data.path=x"])
     assert (config.trainer.steps, config.trainer.lr, config.seed) == (7, 1e-3, 2)
     assert config.eval is not None and config.eval.data.path == "x"
@@ -229,7 +229,7 @@ def test_a_tilde_is_the_home_folder(minimal: Path, monkeypatch: pytest.MonkeyPat
     assert config.data.path == str(minimal.parent / "tasks.jsonl")
 
 
-def test_what_is_saved_loads_as_the_same_tree(minimal: Path, tmp_path: Path) -> None:
+def test_a_saved_config_is_loaded_unchanged(minimal: Path, tmp_path: Path) -> None:
     config = load_config(minimal, ["trainer.steps=7"])
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
@@ -322,7 +322,7 @@ def test_combinations_across_sections_are_refused_with_the_reason(
         (["rollout.max_staleness=.inf"], None),
     ],
 )
-def test_the_loop_says_how_stale_a_token_may_be(
+def test_the_loop_sets_the_largest_staleness(
     minimal: Path, tmp_path: Path, overrides: list[str], bound: int | None
 ) -> None:
     config = load_config(minimal, overrides)
@@ -402,7 +402,7 @@ def test_the_sandbox_of_a_command_is_read_saved_and_read_again(minimal: Path, tm
     agent = "agent={command: python work.py, isolation: process, workdir: work, limits: {memory_mb: null}}"
     config = load_config(minimal, [agent])
     assert isinstance(config.agent, CommandAgentConfig)
-    # An argument's paths are relative to the working directory, and a command's to its sandbox.
+    # Paths in an override are relative to the working directory, and those in a command to its sandbox.
     assert config.agent.command == "python work.py" and Path(config.agent.workdir).is_absolute()
     assert config.agent.limits.memory_mb is None and config.agent.limits.processes == 512
     save_config(config, tmp_path / "saved.yaml")

@@ -16,7 +16,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.quickstart import quickstart_model
 
 MODEL = Path(__file__).parent.parent / "examples" / "search_agent" / "model"
-# The Hub's address is read when huggingface_hub is imported, so each download has a process of its own.
+# The Hub's address is read when huggingface_hub is imported, so each download runs in a separate process.
 _FIND = """
 import sys
 from pathlib import Path
@@ -44,7 +44,7 @@ def find(name: str, hub: str, home: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_folder_goes_before_every_name(tmp_path: Path) -> None:
+def test_a_folder_takes_precedence_over_a_name(tmp_path: Path) -> None:
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert model_folder("quickstart", tmp_path) == str(tmp_path / "quickstart")
@@ -52,7 +52,7 @@ def test_a_folder_goes_before_every_name(tmp_path: Path) -> None:
     assert model_folder("absent", tmp_path) == str(tmp_path / "absent")
 
 
-def test_the_quick_start_model_has_a_name(tmp_path: Path) -> None:
+def test_the_name_quickstart_is_that_of_the_quick_start_model(tmp_path: Path) -> None:
     assert quickstart_model() == MODEL
     config = tmp_path / "config.yaml"
     config.write_text("model: quickstart\nagent: a:b\ndata: {path: tasks.jsonl}\n")
@@ -67,7 +67,7 @@ def test_a_model_of_the_hub_is_downloaded_once(tmp_path: Path) -> None:
         assert {f.name: f.read_bytes() for f in folder.iterdir()} == {
             f.name: f.read_bytes() for f in MODEL.iterdir()
         }
-    again = find("org/small", hub, tmp_path)  # the Hub is gone, and the cache has the model
+    again = find("org/small", hub, tmp_path)  # the Hub has stopped, and the cache has the model
     assert Path(again.stdout.strip()) == folder, again.stderr
 
 
@@ -78,7 +78,7 @@ def test_a_model_of_the_hub_is_downloaded_once(tmp_path: Path) -> None:
         ("org/gated", "needs permission: accept its conditions"),
     ],
 )
-def test_a_refused_download_says_why(name: str, message: str, tmp_path: Path) -> None:
+def test_a_refused_download_is_reported_with_the_reason(name: str, message: str, tmp_path: Path) -> None:
     with hub_with({}) as hub:
         refused = find(name, hub, tmp_path)
     assert refused.returncode == 1 and message in refused.stderr and "Traceback" not in refused.stderr

@@ -1,4 +1,4 @@
-"""The reference of configuration keys: complete, current, and in agreement with what is loaded."""
+"""The reference of configuration keys: complete, current, and consistent with loaded configurations."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def test_a_key_is_found_by_its_last_parts(name: str, path: str) -> None:
     assert {key.path for key in explain_key(name)} == {path}
 
 
-def test_a_key_of_several_parts_names_what_each_needs() -> None:
+def test_a_key_that_several_parts_have_names_the_setting_that_each_needs() -> None:
     assert {key.needs[-1] for key in explain_key("clip_high")} >= {"policy_loss: ppo", "policy_loss: gspo"}
 
 
-def test_an_unknown_key_names_near_ones() -> None:
+def test_an_unknown_key_is_refused_with_similar_keys() -> None:
     with pytest.raises(ConfigError, match="no configuration key 'trainer.leraning_rate'"):
         explain_key("trainer.leraning_rate")
     with pytest.raises(ConfigError, match=r"did you mean .*trainer\.warmup_steps"):
@@ -73,7 +73,7 @@ def test_an_unknown_key_names_near_ones() -> None:
         explain_key("grop_size")
 
 
-def test_the_schema_accepts_what_is_accepted_and_refuses_typos() -> None:
+def test_the_schema_accepts_valid_configurations_and_refuses_typos() -> None:
     validator = jsonschema.Draft202012Validator(schema())
     example = yaml.safe_load(EXAMPLE.read_text())
     validator.validate(example)
@@ -105,7 +105,7 @@ def test_a_dry_run_names_the_origin_of_each_value() -> None:
     )
 
 
-def test_a_dry_run_says_what_names_the_run(tmp_path: Path) -> None:
+def test_a_dry_run_shows_where_the_name_of_the_run_comes_from(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         yaml.safe_dump({"model": str(EXAMPLE.parent / "model"), "agent": "m:a", "data": {"path": "m:t"}})
@@ -114,7 +114,7 @@ def test_a_dry_run_says_what_names_the_run(tmp_path: Path) -> None:
         assert line in [" ".join(shown.split()) for shown in annotated(path, overrides).splitlines()]
 
 
-def test_a_dry_run_says_which_loop_sets_the_staleness(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_loop_that_sets_the_staleness(tmp_path: Path) -> None:
     tree = yaml.safe_load(EXAMPLE.read_text())
     tree["model"], tree["loop"] = str(EXAMPLE.parent / "model"), "sync"
     del tree["rollout"]["max_staleness"]
@@ -143,7 +143,9 @@ def test_a_dry_run_knows_the_short_form_of_a_reward() -> None:
         (("--version",), "areal-agents 0."),
     ],
 )
-def test_the_commands(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+def test_commands_print_the_expected_output_and_write_no_file(
+    arguments: tuple[str, ...], expected: str, tmp_path: Path
+) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "areal_agents.cli", *arguments],
         capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True,

@@ -1,4 +1,4 @@
-"""Calls between the processes of a run reach each other although the environment names a dead HTTP proxy."""
+"""The processes of a run reach each other although the environment names an HTTP proxy that is down."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEAD = "http://127.0.0.1:9"  # the discard port, on which nothing listens
 
 @pytest.fixture
 def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that sends all HTTP to an address where nothing answers."""
+    """Set an environment that sends all HTTP to an address where nothing answers."""
     for name in PROXIES:
         monkeypatch.setenv(name, DEAD)
         monkeypatch.setenv(name.lower(), DEAD)
@@ -48,7 +48,7 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def server_that_says(answer: object) -> Iterator[tuple[str, list[str]]]:
-    """A server; yields its URL and the targets of the requests that it received."""
+    """Run a server; yields its URL and the targets of the requests that it receives."""
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -75,7 +75,7 @@ def server_that_says(answer: object) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.usefixtures("dead_proxy")
-async def test_engine_proxy_and_clients_of_a_machine_with_an_http_proxy(tmp_path: Path) -> None:
+async def test_engine_proxy_and_clients_work_on_a_machine_with_an_http_proxy(tmp_path: Path) -> None:
     """A small installation: an engine, `serve` in front of it, and clients of both."""
     model = EXAMPLE / "model"
     with EngineProcess(EmbeddedEngineConfig(model=str(model), port=0, threads=1)) as engine:
@@ -97,7 +97,7 @@ async def test_engine_proxy_and_clients_of_a_machine_with_an_http_proxy(tmp_path
 
 
 @pytest.mark.usefixtures("dead_proxy")
-def test_the_doctor_and_a_command_on_a_machine_with_an_http_proxy() -> None:
+def test_the_doctor_and_a_command_work_on_a_machine_with_an_http_proxy() -> None:
     report = examine(command=COMMAND, timeout_s=60)
     assert report.agent_error is None and report.facts.turns == 1
     assert not [finding for finding in report.findings if "sends HTTP through" in finding.what]
@@ -132,7 +132,7 @@ async def test_an_http_proxy_that_an_async_client_is_given_is_used() -> None:
         ({}, ["https://proxy.example.com/v1"], None),
     ],
 )
-def test_the_hosts_that_a_child_calls_without_an_http_proxy(
+def test_a_child_process_calls_local_hosts_without_an_http_proxy(
     given: dict[str, str], urls: list[str], expected: str | None
 ) -> None:
     environment = bypassing_proxies({"HTTP_PROXY": DEAD, "PATH": "/bin", **given}, *urls)
@@ -155,7 +155,7 @@ def test_sglang_reaches_itself_on_a_machine_with_an_http_proxy(
 
 
 @pytest.mark.usefixtures("dead_proxy")
-async def test_a_command_finds_its_proxy_and_keeps_the_http_proxy_for_the_rest(tmp_path: Path) -> None:
+async def test_a_command_bypasses_the_http_proxy_only_for_its_own_proxy(tmp_path: Path) -> None:
     code = f"import json, os; json.dump(dict(os.environ), open({str(tmp_path / 'seen')!r}, 'w'))"
     ep = areal_agents.Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
     await CommandAgent([sys.executable, "-c", code]).run({}, ep)
@@ -165,7 +165,7 @@ async def test_a_command_finds_its_proxy_and_keeps_the_http_proxy_for_the_rest(t
     assert all(os.environ[name] == DEAD for name in PROXIES)
 
 
-STARTERS = PACKAGE / "starter" / "files"  # agents, which make their clients themselves
+STARTERS = PACKAGE / "starter" / "files"  # agents, which create their clients themselves
 
 
 def test_the_package_makes_its_http_clients_in_one_place() -> None:
@@ -215,7 +215,7 @@ def test_a_client_that_trusts_the_environment_is_found(code: str) -> None:
         "from websockets.asyncio.server import serve",
     ],
 )
-def test_what_makes_no_client_is_allowed(code: str) -> None:
+def test_code_that_creates_no_client_is_allowed(code: str) -> None:
     assert not _own_clients(code)
 
 

@@ -17,17 +17,17 @@ PAGES = sorted(
     page
     for folder in ("", "docs", "docs/decisions", "examples/*", "integrations", "integrations/*", "benchmarks")
     for page in ROOT.glob(f"{folder}/*.md" if folder else "*.md")
-    if page.name != "CHANGELOG.md"  # it names what is gone
+    if page.name != "CHANGELOG.md"  # it names files that no longer exist
 )
 TOP = ("areal_agents", "benchmarks", "docs", "examples", "integrations", "tests")
 EXAMPLES = {
     "areal_agents/algorithms/losses/tapered.py",  # a page tells the reader to write it
-    "tests/test.sh",  # of a task folder of Harbor
+    "tests/test.sh",  # a file in a task folder of Harbor
 }
 
 
 def _in_code(pattern: str) -> list[tuple[str, str]]:
-    """What a pattern finds in the code spans and code blocks of the pages, with each page's name."""
+    """Return the matches of a pattern in code spans and code blocks, each with the name of its page."""
     found = []
     for page in PAGES:
         text = page.read_text()
@@ -37,7 +37,7 @@ def _in_code(pattern: str) -> list[tuple[str, str]]:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub generates them."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -48,7 +48,7 @@ def test_the_pages_are_found() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_the_targets_of_links_exist(page: Path) -> None:
     wrong = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if link.startswith(("http://", "https://", "mailto:")):

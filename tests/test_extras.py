@@ -1,4 +1,4 @@
-"""An install without an extra says which one a command needs."""
+"""Where an extra is not installed, a command names the extra that it needs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_every_requirement_of_an_extra_is_known() -> None:
         assert {NAMES.get(name, name.replace("-", "_")) for name in required} == set(modules)
 
 
-def test_a_module_of_no_extra_is_not_explained() -> None:
+def test_a_module_of_no_extra_has_no_install_command() -> None:
     assert install_command("torch.nn") == "pip install 'areal-agents[train]'"
     assert install_command("my_module") is None and install_command(None) is None
 
 
-def test_ctrl_c_while_modules_are_imported_prints_no_stack(tmp_path: Path) -> None:
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback(tmp_path: Path) -> None:
     done = without("typer", tmp_path, "--help", raises="KeyboardInterrupt()")
     assert done.returncode == 130 and done.stderr == ""
 
@@ -46,7 +46,7 @@ def without(
     program: str = "areal_agents",
     raises: str = "ModuleNotFoundError(f'No module named {name!r}', name=name)",
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command line where the import of a module raises."""
+    """Run a command line in a process in which the import of a module raises an error."""
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
         "class Missing:\n"

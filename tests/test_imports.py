@@ -149,7 +149,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "simulate": {"config", "errors", "launch", "store", "whole_files"},
 }
-# The last module is run by the Python of another environment and never imported.
+# The last two are run by the Python of another environment and never imported.
 MAY_IMPORT_TORCH = {
     "algorithms",
     "training",
@@ -181,14 +181,14 @@ def _imports(path: Path) -> set[str]:
 def test_packages_import_only_what_they_may(path: Path) -> None:
     package = _package(path)
     if package not in ALLOWED:
-        return  # config, cli, __main__, launch and cluster sit on top
+        return  # config, cli, __main__, launch and cluster may import every package
     packages = {name.split(".")[1] for name in _imports(path) if name.startswith("areal_agents.")}
     known = {_package(module) for module in _modules()}
     assert (packages & known) - {package} <= ALLOWED[package]
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_torch_stays_in_its_packages(path: Path) -> None:
+def test_only_the_packages_that_may_import_torch_do_so(path: Path) -> None:
     inside = str(path.relative_to(PACKAGE).parent)
     if any(inside == package or inside.startswith(package + "/") for package in MAY_IMPORT_TORCH):
         return
@@ -202,7 +202,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 def _imported_modules(path: Path, known: set[str]) -> set[str]:
-    """The modules that a file imports; a package only if one of its own names is imported from it."""
+    """Return the modules that a file imports; a package counts only if one of its own names is imported."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -241,7 +241,7 @@ def _name(path: Path) -> str:
         ("areal_agents.inspection.sources, areal_agents.launch.evaluation", ("torch", "openai", "renderers")),
     ],
 )
-def test_what_every_process_imports_is_light(imports: str, without: tuple[str, ...]) -> None:
+def test_imports_of_the_processes_are_light(imports: str, without: tuple[str, ...]) -> None:
     code = f"import sys, {imports}; print([m for m in {without} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

@@ -1,11 +1,11 @@
-"""The least recently used entries leave a cache that is full."""
+"""A full cache drops the least recently used entries."""
 
 from __future__ import annotations
 
 from areal_agents.lru import LruCache
 
 
-def test_entries_that_were_used_last_are_kept() -> None:
+def test_the_most_recently_used_entries_are_kept() -> None:
     cache: LruCache[str, int] = LruCache(2)
     for name in "ab":
         cache.put(name, ord(name))
@@ -14,7 +14,7 @@ def test_entries_that_were_used_last_are_kept() -> None:
     assert (cache.get("a"), cache.get("b"), cache.get("c")) == (ord("a"), None, 1)
 
 
-def test_sizes_are_counted_also_of_entries_that_are_replaced_or_removed() -> None:
+def test_the_total_size_is_right_after_entries_are_replaced_or_removed() -> None:
     cache: LruCache[str, bytes] = LruCache(10, len)
     cache.put("a", b"12345678")
     cache.put("a", b"1234")
@@ -28,7 +28,7 @@ def test_sizes_are_counted_also_of_entries_that_are_replaced_or_removed() -> Non
     assert [cache.get(name) for name in "abcd"] == [None] * 4
 
 
-def test_an_entry_that_grows_counts_with_its_new_size_when_it_is_put_again() -> None:
+def test_an_entry_that_has_grown_has_its_new_size_when_it_is_put_again() -> None:
     cache: LruCache[str, bytearray] = LruCache(10, len)
     cache.put("a", bytearray(3))
     cache.put("b", grown := bytearray(3))

@@ -1,5 +1,4 @@
-"""Processes are ended from outside in time, together with their group and with processes that left the
-group."""
+"""Processes are ended within a time limit, together with the processes that they left in other sessions."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def test_a_process_ends_with_sigterm_or_else_with_sigkill() -> None:
         assert process.stdout.closed
 
 
-def test_the_end_of_a_process_whose_pipe_another_holds_is_its_exit() -> None:
+def test_a_process_has_ended_although_another_process_holds_its_pipe() -> None:
     code = "import subprocess, sys; print(subprocess.Popen(['setsid', 'sleep', '300']).pid, flush=True)"
     process = started(code)
     assert process.stdout is not None
@@ -102,8 +101,8 @@ def test_the_first_line_of_a_pipe_has_a_time_limit() -> None:
         end_process(process, grace_s=0)
 
 
-def test_another_process_of_the_user_cannot_inspect_one_that_forbids_it() -> None:
-    """The kernel says so of the process itself: root, whom nothing is forbidden, could not try it."""
+def test_a_process_can_forbid_its_inspection_by_other_processes() -> None:
+    """The process reads the kernel's flag, since a test that runs as root may inspect every process."""
     code = "import ctypes; from areal_agents.process_control import forbid_inspection as f; "
     code += "asked = lambda: ctypes.CDLL(None).prctl(3, 0, 0, 0, 0); print(asked()); f(); print(asked())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -111,7 +110,7 @@ def test_another_process_of_the_user_cannot_inspect_one_that_forbids_it() -> Non
 
 
 @pytest.mark.parametrize(("before", "collections"), [("", "some\n"), ("collect_seldom()", "none\n")])
-def test_imports_are_not_interrupted_by_collections(before: str, collections: str) -> None:
+def test_collect_seldom_prevents_collections_during_imports(before: str, collections: str) -> None:
     code = f"""
 import gc
 from areal_agents.process_control import collect_seldom
@@ -134,7 +133,7 @@ LOADED_TRITON = "import sys; sys.modules['triton'] = sys"  # whose extension rep
     ("without", "said"),
     [("", "finalised\n"), ("collect_seldom()", ""), (f"collect_seldom(); {LOADED_TRITON}", "finalised\n")],
 )
-def test_what_a_cycle_keeps_alive_is_not_collected_when_the_process_ends(without: str, said: str) -> None:
+def test_collect_seldom_prevents_the_last_collection_unless_triton_is_loaded(without: str, said: str) -> None:
     code = f"""
 from areal_agents.process_control import collect_seldom
 {without}

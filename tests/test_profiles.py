@@ -1,4 +1,4 @@
-"""Profiles: sets of ordinary keys, below all others, that fit the machines that they name."""
+"""Profiles: sets of ordinary keys that fit the named machines, and that all other settings override."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config_file(folder: Path, profile: str, model: str = "0.6B", **settings: obj
 PYTHON = "engine.python=/nowhere/bin/python"
 
 
-def test_what_is_given_wins_key_by_key(tmp_path: Path) -> None:
+def test_given_settings_override_a_profile_key_by_key(tmp_path: Path) -> None:
     path = config_file(tmp_path, "24gb", trainer={"lora": {"alpha": 8.0}, "steps": 7})
     config = load_config(path, [PYTHON, "engine.memory_fraction=0.5"])
     assert (config.engine.colocate, config.engine.memory_fraction, config.engine.max_context) == (
@@ -54,7 +54,7 @@ def test_what_is_given_wins_key_by_key(tmp_path: Path) -> None:
     assert (plain.engine.kind, plain.trainer.device) == ("embedded", "auto")
 
 
-def test_dry_run_names_the_profile_as_origin(tmp_path: Path) -> None:
+def test_a_dry_run_names_the_profile_as_origin(tmp_path: Path) -> None:
     text = annotated(config_file(tmp_path, "node", engine={"replicas": 3}), [PYTHON])
     origins = {line.split(":")[0].strip(): line.rpartition("# ")[2] for line in text.splitlines()}
     assert origins["ranks"] == origins["transport"] == "profile node"

@@ -24,22 +24,22 @@ def moe(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_off_unless_requested(moe: Path) -> None:
+def test_routed_experts_are_off_unless_requested(moe: Path) -> None:
     assert not load(moe).engine.routed_experts
     assert load(moe, *SERVED).engine.routed_experts
 
 
-def test_a_model_without_experts(tmp_path: Path) -> None:
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     with pytest.raises(ConfigError, match=r"engine.routed_experts: .* has no experts"):
         load(tmp_path, *SERVED)
 
 
-def test_a_sequence_over_several_ranks(moe: Path) -> None:
+def test_context_parallelism_is_refused(moe: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine.routed_experts: trainer.context_parallel: 2"):
         load(moe, *SERVED, "trainer.ranks=2", "trainer.context_parallel=2")
 
 
-def test_the_embedded_engine(moe: Path) -> None:
+def test_the_embedded_engine_is_refused(moe: Path) -> None:
     with pytest.raises(ConfigError, match="routed_experts is for kind: sglang"):
         load(moe, "engine.routed_experts=true")

@@ -1,4 +1,4 @@
-"""A process of a run writes its stacks when it is asked, and no other process is ever signalled."""
+"""A process of a run writes its stacks on request, and no other process is ever signalled."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def start(logs: Path, kind: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_threads_and_tasks_are_written_and_the_process_goes_on(tmp_path: Path) -> None:
+def test_threads_and_tasks_are_written_and_the_process_continues(tmp_path: Path) -> None:
     processes = [start(tmp_path, kind) for kind in ("async", "sync")]
     try:
-        time.sleep(0.2)  # so that both have begun to wait
-        for _ in range(2):  # each time only what is new
+        time.sleep(0.2)  # so that both processes have begun to wait
+        for _ in range(2):  # each call returns only the new stacks
             found = collect_stacks(tmp_path)
             assert set(found) == {f"role-{process.pid}" for process in processes}
             asynchronous, plain = (found[f"role-{process.pid}"] for process in processes)
@@ -56,7 +56,7 @@ def test_threads_and_tasks_are_written_and_the_process_goes_on(tmp_path: Path) -
             process.stdout.close()
 
 
-def test_a_file_of_a_process_that_was_killed_or_is_elsewhere_signals_no_one_and_stays(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_or_remote_process_is_kept_and_no_process_is_signalled(tmp_path: Path) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         stacks_folder(tmp_path).mkdir()
@@ -64,13 +64,13 @@ def test_a_file_of_a_process_that_was_killed_or_is_elsewhere_signals_no_one_and_
         for name in names:
             (stacks_folder(tmp_path) / name).touch()
         assert collect_stacks(tmp_path) == {}
-        # A run on another machine that shares the folder can still be asked from there.
+        # The file may belong to a process on another machine, where its stacks can still be requested.
         assert other.poll() is None and {path.name for path in stacks_folder(tmp_path).iterdir()} == names
     finally:
         kill_process(other)
 
 
-def test_a_process_without_a_run_writes_nothing(tmp_path: Path) -> None:
+def test_a_process_outside_a_run_writes_nothing(tmp_path: Path) -> None:
     code = "from areal_agents.stacks import answer_with_stacks; answer_with_stacks('role')"
     environment = {name: value for name, value in os.environ.items() if name != RUN_MARK}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True, timeout=60)

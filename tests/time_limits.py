@@ -1,4 +1,4 @@
-"""Time limits of episodes that expire once an agent hangs, however long a slow machine takes to get there."""
+"""Time limits of episodes that expire once an agent hangs, however long that takes on a slow machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LONGEST_S = 120.0
 
 
 class TimeLimits:
-    """Replaces `asyncio` in a module, by default that of `run_rollout`: a time limit expires once `reached`
-    says so, whatever its length."""
+    """Replaces `asyncio` in a module, by default that of `run_rollout`, so that a time limit expires once
+    `reached` returns true, whatever its length."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, reached: Callable[[], object], *, module: ModuleType = attempt
@@ -29,11 +29,11 @@ class TimeLimits:
         return getattr(asyncio, name)
 
     def timeout(self, delay_s: float) -> asyncio.Timeout:
-        """A time limit that expires in this way."""
+        """Return a time limit that expires once the `reached` of this object returns true."""
         return self.limit_until(self._reached)
 
     def limit_until(self, reached: Callable[[], object]) -> asyncio.Timeout:
-        """A time limit that expires once `reached` says so."""
+        """Return a time limit that expires once `reached` returns true."""
         limit = asyncio.timeout(LONGEST_S)
         self._ending.add(asyncio.create_task(self._end(limit, reached)))
         return limit
@@ -43,7 +43,7 @@ class TimeLimits:
             if reached():
                 try:
                     limit.reschedule(asyncio.get_running_loop().time())
-                except RuntimeError:  # not entered yet: a job runs before the rollout process has seen that
+                except RuntimeError:  # not entered yet: the rollout process does not know yet that a job runs
                     pass
                 else:
                     return

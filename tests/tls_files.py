@@ -1,4 +1,4 @@
-"""An authority for tests, and a certificate of it for this machine: the recipe of docs/security.md is run."""
+"""A certificate authority and a certificate for tests, made with the commands of docs/security.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[1] / "docs/security.md"
 
 
 def made_tls_files(folder: Path, *, names: str = "IP:127.0.0.1") -> TlsConfig:
-    """Make an authority and a certificate for `names` in a folder."""
+    """Make a certificate authority and a certificate for `names` in a new folder."""
     folder.mkdir()
     recipe = re.search(r"```bash\n(openssl req -x509.*?)```", PAGE.read_text(), re.DOTALL)
     assert recipe is not None

@@ -1,4 +1,4 @@
-"""Shared by all attacks: the servers, a second agent whose calls are timed, and the rows of the table."""
+"""Helpers of all attacks: the servers, a second agent whose calls are timed, and the rows of the table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Row:
 
 @contextlib.contextmanager
 def scripted_engine(model: Path, *, reply_tokens: int) -> Iterator[Server]:
-    """An engine that answers at once, so that all delays are the proxy's."""
+    """Run an engine that responds immediately, so that every delay is caused by the proxy."""
     command = [sys.executable, "-m", "areal_agents.testing", "--model", str(model)]
     command += ["--reply-tokens", str(reply_tokens), "--context-length", str(CONTEXT), "--chunk-tokens", "40"]
     with Server(command) as server:
@@ -48,7 +48,7 @@ def scripted_engine(model: Path, *, reply_tokens: int) -> Iterator[Server]:
 def proxy(
     model: Path, engine_url: str, store: Path, *extra: str, admin_key: str | None = ADMIN_KEY
 ) -> Iterator[Server]:
-    """`areal-agents serve` in its own process; without an admin key it is open to this machine."""
+    """Run `areal-agents serve` in a separate process. Without an admin key, it is open to this machine."""
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(model), "--port", "0"]
     command += ["--engine-url", engine_url, "--store", str(store), *extra]
     env = {} if admin_key is None else {"AREAL_AGENTS_ADMIN_KEY": admin_key}
@@ -58,7 +58,7 @@ def proxy(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response, or status 0 with the reason why there is none."""
+    """A response, or status 0 with the reason why there is no response."""
 
     status: int
     body: bytes
@@ -79,7 +79,7 @@ def send(
     headers: Sequence[tuple[str, str]] = (),
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> Answer:
-    """One request on a connection of its own, with exactly these headers (and Content-Length)."""
+    """Send one request on a new connection, with these headers and those that `key` and `body` need."""
     began = time.monotonic()
     connection = _connection(url, timeout_s)
     try:
@@ -94,7 +94,7 @@ def send(
         for name, value in given:
             connection.putheader(name, value)
         connection.endheaders()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the body's end
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the end of the body
             if body is not None:
                 connection.send(body)
         response = connection.getresponse()
@@ -106,12 +106,12 @@ def send(
 
 
 def post(url: str, path: str, body: Any, *, key: str | None = ADMIN_KEY, **options: Any) -> Answer:
-    """POST JSON."""
+    """Send a POST request with a JSON body."""
     return send(url, "POST", path, json.dumps(body).encode(), key=key, **options)
 
 
 def open_episode(url: str, key: str | None = ADMIN_KEY) -> dict[str, Any]:
-    """A new episode; its `id`, `key` and `base_url`."""
+    """Open an episode; return its `id`, `key` and `base_url`."""
     answer = post(url, "/episodes", {}, key=key)
     assert answer.status in (200, 201), answer
     episode: dict[str, Any] = answer.json
@@ -119,15 +119,15 @@ def open_episode(url: str, key: str | None = ADMIN_KEY) -> dict[str, Any]:
 
 
 def dial(url: str, timeout_s: float = 30.0) -> socket.socket:
-    """A plain TCP connection."""
+    """Open a plain TCP connection."""
     parts = urlsplit(url)
     return socket.create_connection((str(parts.hostname), parts.port or 80), timeout=timeout_s)
 
 
 class Neighbour:
-    """An agent with an episode and a process of its own, which calls the model continuously.
+    """An agent in a separate process, which calls the model continuously in its own episode.
 
-    A context manager. Every call must be answered with 200.
+    It is a context manager. Every call must be answered with status 200.
     """
 
     def __init__(self, url: str, key: str) -> None:
@@ -163,7 +163,7 @@ class Neighbour:
             self._calls.append((began, seconds, status))
 
     def during(self, began: float, ended: float, *, at_least: int = 200) -> tuple[float, float, int]:
-        """(p99 in ms, longest in ms, calls that failed) of the calls that overlapped this time.
+        """Return (p99 in ms, longest in ms, number of failed calls) of the calls that overlapped this time.
 
         A short attack overlaps too few calls for a percentile, so later calls complete the sample.
         """
@@ -190,7 +190,7 @@ def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
 
 
 def _call_until_told() -> None:
-    """The main function of the neighbour's process: prints a line of JSON per call until its input closes."""
+    """Run the neighbour's process: print a line of JSON for each call, until standard input closes."""
     url, key = sys.argv[1:]
     told = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), told.set()), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Requests at or above the size limits, while a neighbour's calls are timed."""
+"""Requests at or above the size limits, sent while the calls of a neighbour are timed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from benchmarks.proxy.processes import Server
 
 MIB = 2**20
 P99_MS = 100.0
-MEMORY_MB = 200.0  # that the process may hold more than before, BACK_S after an attack
+MEMORY_MB = 200.0  # that the process may have gained BACK_S after an attack
 BACK_S = 5.0
 
 
 def big(
     server: Server, neighbour: Neighbour, *, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Row]:
-    """One row per body: the response, and the effect on a neighbour."""
+    """Yield one row per body, with the response and the effect on the neighbour."""
     before, _ = server.memory_mb()
     for name, path, make in BODIES:
         if not wanted(name):
@@ -97,7 +97,7 @@ def _conversation(count: int, words: int) -> bytes:
 
 
 def _called(arguments: str) -> bytes:
-    """A conversation in which a tool was called with these arguments."""
+    """Return a conversation in which a tool was called with these arguments."""
     call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": arguments}}
     return _json(
         max_tokens=8,

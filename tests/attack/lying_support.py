@@ -1,4 +1,4 @@
-"""Engines that give invalid answers to the calls of one agent, and valid ones to those of a neighbour."""
+"""Engines that send invalid responses to the calls of one agent, and valid ones to those of a neighbour."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from attack_support import ADMIN_KEY, Neighbour, Row, open_episode, post, proxy,
 from areal_agents.testing import LIES, ScriptedApp, ScriptedCall, ScriptedReply, running
 
 TRUTH = "one two three four"
-P99_MS = 500.0  # of calls that share the engine with repeated attempts
+P99_MS = 500.0  # of calls that share the engine with repeated requests
 
 
 def lying(model: Path, folder: Path, *, one_whole_of: int = 1) -> Iterator[Row]:
-    """One row per lie, whole and streamed: the response, and the effect on a neighbour.
+    """Yield one row per invalid response, streamed and not streamed, and one for the effect on a neighbour.
 
-    The proxy asks the engine again before it refuses a whole answer, for 1.6 s. So of `one_whole_of` lies
-    only the first is told in a whole answer; tests/inference/test_lies.py tells the client all of them.
+    Before the proxy refuses an invalid response that is not streamed, it repeats the request for 1.6 s. So
+    only one of every `one_whole_of` of them is sent; tests/inference/test_lies.py tests the client with all.
     """
     for incremental in (True, False):
         app = ScriptedApp.from_folder(model, _answer, incremental=incremental, keep=0)
@@ -46,7 +46,7 @@ def lying(model: Path, folder: Path, *, one_whole_of: int = 1) -> Iterator[Row]:
 
 
 def _answer(call: ScriptedCall) -> ScriptedReply:
-    """The lie that the prompt asks for; the truth to everybody else."""
+    """Return the invalid response that the prompt names, and a valid response to every other prompt."""
     lie = next((name for name in LIES if f"Tell me: {name}." in call.prompt_text), "")
     return ScriptedReply(text=TRUTH, lie=lie)
 

@@ -2,9 +2,9 @@
 
     python tests/attack/run_attack.py --json
 
-The proxy is `areal-agents serve` in a process of its own, in front of an engine that answers at once. With
-`--json` the last line is one JSON object with a row per attack. The exit status is 1 if a defence did not
-hold.
+The proxy is `areal-agents serve` in a separate process, in front of an engine that responds immediately.
+With `--json` the last line is one JSON object with a row per attack. The exit status is 1 if a defence did
+not hold.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = ("big", "slow", "web", "forged", "lying")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all attacks of the given kinds; returns 1 if a defence did not hold."""
+    """Run all attacks of the given kinds; return 1 if a defence did not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "--kind", action="append", choices=KINDS, help="kinds of attacks to run, by default all"
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def attacks(folder: Path, kinds: Sequence[str], *, one_whole_lie_of: int = 1) -> Iterator[Row]:
-    """The rows of all attacks of these kinds, as they complete; see `lying` for `one_whole_lie_of`."""
+    """Yield a row for each attack of these kinds when it completes; see `lying` for `one_whole_lie_of`."""
     model = qwen_folder()
     with scripted_engine(model, reply_tokens=4000) as engine:
         if {"big", "slow"} & set(kinds):
@@ -86,7 +86,7 @@ def attacks(folder: Path, kinds: Sequence[str], *, one_whole_lie_of: int = 1) ->
 
 
 def show(row: Row) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     print(f"{'held' if row.holds else 'FAILED':6} {row.kind:6} {row.attack}: {row.found}", flush=True)
 
 

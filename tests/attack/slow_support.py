@@ -1,4 +1,4 @@
-"""Connections that send slowly, endlessly or too large a head, or never read their response."""
+"""Clients that send slowly, without an end or with too large a head, or never read the response."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from big_support import MIB, P99_MS
 from benchmarks.proxy.processes import Server
 
 CROWD = 50
-LONGEST_S = 90.0  # for which a connection without progress may stay open
+LONGEST_S = 90.0  # that a connection without progress may stay open
 HEAD_MB = 112
 MEMORY_MB = 200.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one slow connection ended: when, what the server sent, and how many bytes it had received."""
+    """How a slow connection ended: when, whether the server closed it, and the bytes received and sent."""
 
     seconds: float
     closed: bool
@@ -33,7 +33,7 @@ class Ended:
 
 
 def slow(server: Server, neighbour: Neighbour, *, longest_s: float = LONGEST_S) -> Iterator[Row]:
-    """One row per kind of connection; the slow ones run concurrently."""
+    """Yield one row per kind of connection. The slow connections run concurrently."""
     key = open_episode(server.url)["key"]
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
     typed = head + "Content-Type: application/json\r\n"
@@ -94,9 +94,9 @@ def _drip(url: str, begin: bytes, longest_s: float, drop: bytes = b"a") -> Ended
 def _flooded(
     server: Server, neighbour: Neighbour, name: str, begin: bytes, part: bytes, limit_mb: int, most_mb: int
 ) -> Row:
-    """Send without an end; the row holds if the server stops reading early.
+    """Send data without an end. The defence holds if the server stops reading early.
 
-    After its answer it discards up to 64 MiB more, so that the client can read the answer.
+    After its response, the server discards up to 64 MiB more, so that the client can read the response.
     """
     cpu, began, taken = server.cpu_s(), time.monotonic(), 0
     said = b""
@@ -108,7 +108,7 @@ def _flooded(
                 connection.sendall(part)
                 taken += len(part)
         except OSError:
-            pass  # refused: that is what should happen
+            pass  # refused, as expected
         with contextlib.suppress(OSError):
             said = connection.recv(65536)
     ended, cpu = time.monotonic(), server.cpu_s() - cpu
@@ -125,10 +125,10 @@ def _flooded(
 
 
 def _unread(server: Server, neighbour: Neighbour, head: str) -> Row:
-    """Streams whose client never reads.
+    """Open streams whose client never reads.
 
-    Until they are full, the generations of so many callers share the cores with the neighbour, as those of
-    honest callers would: its p99 is shown, and it must not fail.
+    Until the buffers are full, these generations share the processor cores with the neighbour's, as those of
+    well-behaved clients would. So the neighbour's p99 is only shown, but none of its calls may fail.
     """
     body = json.dumps({"messages": [{"role": "user", "content": "Go on."}], "stream": True}).encode()
     request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body

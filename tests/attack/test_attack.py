@@ -1,4 +1,4 @@
-"""The attacks of `make attack` whose result does not depend on the speed of the machine."""
+"""The attacks of `make attack` that do not depend on the machine's speed and, as a slow test, all attacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from run_attack import attacks, main
 
 
 @pytest.mark.timeout(600)
-def test_pages_forgeries_and_lies_meet_a_defence(tmp_path: Path) -> None:
+def test_web_pages_forged_tokens_and_invalid_engine_responses_are_repelled(tmp_path: Path) -> None:
     rows = list(attacks(tmp_path, ["web", "forged", "lying"], one_whole_lie_of=6))
     speed = [row for row in rows if "p99" in row.expected]  # checked by `make attack`
     assert [row for row in rows if not row.holds and row not in speed] == []
@@ -19,5 +19,5 @@ def test_pages_forgeries_and_lies_meet_a_defence(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_attack_meets_a_defence() -> None:
+def test_every_attack_is_repelled() -> None:
     assert main([]) == 0

@@ -24,7 +24,7 @@ from benchmarks.asynchrony.run import Bench, Counts, Layout
 from benchmarks.store import StoreFigures
 
 LAYOUT = Layout(engine=1, trainer=1, concurrency=8)
-# Two short turns: a run of it takes about as long as its processes take to start.
+# Two short turns, so that a run takes little longer than the start of its processes.
 TINY_AGENT = """
 from benchmarks.asynchrony.agent import SyntheticAgent, Workload
 
@@ -34,14 +34,14 @@ agent = SyntheticAgent(Workload.model_validate(
 """
 
 
-def test_the_workload_is_the_one_that_was_fixed() -> None:
+def test_the_workload_has_its_fixed_distribution() -> None:
     workload = read_workload(workload_file(), "workload")
     episodes = [workload.episode(task, index) for task in range(400) for index in range(4)]
     tokens = np.array([tokens for tokens, _, _ in episodes])
     tools = np.array([tools for _, tools, _ in episodes])
     assert tokens.shape == (1600, 4) and tools.shape == (1600, 3)
     assert tokens.min() >= 1 and tokens.max() == 256
-    # Of a log-normal with mean 48 and σ 1 the median is 48 e^(−1/2) = 29.1; the cap takes some of the mean.
+    # A log-normal with mean 48 and σ 1 has the median 48 e^(−1/2) = 29.1; the cap lowers the mean.
     assert np.median(tokens) == pytest.approx(29.1, rel=0.05)
     assert tokens.mean() == pytest.approx(45.7, rel=0.05)
     assert tools.mean() == pytest.approx(0.5, rel=0.05)
@@ -50,7 +50,7 @@ def test_the_workload_is_the_one_that_was_fixed() -> None:
     assert (config.rollout.groups, config.rollout.group_size, config.rollout.max_staleness) == (8, 4, 0)
 
 
-def test_a_workload_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_workload_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the workload 'other'"):
         read_workload(workload_file(), "other")
     assert isinstance(agent._workload, Workload)
@@ -63,7 +63,7 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_first_steps_do_not_count() -> None:
+def test_warm_up_steps_are_not_counted() -> None:
     rows = [row(1, wait_s=2.0, rollout_idle=None), row(2), row(3), row(4, tokens=30, staleness_mean=3.0)]
     found = steady(rows, warm_up=1, failed=3)
     assert found == Measured(
@@ -74,7 +74,7 @@ def test_the_first_steps_do_not_count() -> None:
         steady(rows, warm_up=3, failed=0)
 
 
-def test_a_pause_is_judged_by_what_copying_the_weights_takes() -> None:
+def test_a_pause_is_compared_with_the_time_to_copy_the_weights() -> None:
     figures = PauseFigures(
         megabytes=500, bandwidth_gb_s=10, floor_s=0.05, pause_s=0.07, pause_max_s=0.1, recompute_s=0.3,
         recomputed_tokens=100, lost=0, swaps=8, requests=9,
@@ -83,11 +83,11 @@ def test_a_pause_is_judged_by_what_copying_the_weights_takes() -> None:
     assert copy_bandwidth(4 * 10**6) > 0
 
 
-def test_an_engine_is_paused_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_paused_engine_loses_no_requests(tmp_path: Path) -> None:
     figures = measure_pause([small_model(tmp_path / name, seed) for seed, name in enumerate("ab")], swaps=2)
     assert figures.lost == 0 and figures.swaps == 2 and figures.requests >= 4
     assert 0 < figures.pause_s <= figures.pause_max_s
-    assert figures.recomputed_tokens > 32  # of each stream that then runs, the prompt and what it has
+    assert figures.recomputed_tokens > 32  # the prompt and the tokens so far of each running stream
 
 
 def small_model(folder: Path, seed: int) -> Path:
@@ -127,10 +127,8 @@ def test_the_rollout_side_is_measured_alone(bench: Bench) -> None:
     assert bench._rollout_s("in_place", LAYOUT, 2) > 0
 
 
-def test_what_is_reported_follows_from_what_was_measured(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Synchronous 6 s a step, of which the trainer works 2 s; asynchronous 2.5 s; the rollouts alone 2 s."""
+def test_the_report_is_computed_from_the_measurements(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 6 s if synchronous and 2.5 s if not; the trainer alone and the rollouts alone take 2 s."""
 
     def loop(staleness: int, layout: Layout, steps: int) -> Measured:
         step_s = 2.5 if staleness else 6.0
@@ -151,7 +149,7 @@ def test_what_is_reported_follows_from_what_was_measured(
     assert (measured["bound"], measured["bound_reached"]) == (3.0, 0.8)
     assert (measured["interrupt_gain"], measured["interrupt_gain_in_place"]) == (1.5, 2.0)
     assert (measured["interrupt_gain_workload"], measured["interrupt_gain_workload_in_place"]) == (1.5, 3.0)
-    assert measured["lost"] == 9  # one of each run of the rollout side: 3 of the workload, 6 of long answers
+    assert measured["lost"] == 9  # one per run of the rollout side: 3 with the workload, 6 with long answers
     assert (measured["trainer_idle"], measured["rollout_idle"]) == (0.1, 0.2)
     keys = {"speedup_over_sync", "interrupt_gain", "pause_over_floor", "trainer_idle", "rollout_idle"}
     assert {*keys, "store_turns_per_s", "lost"} <= measured.keys()
@@ -162,7 +160,7 @@ class TestTable:
 
     @pytest.fixture
     def trained(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-        """The configurations that were trained; every run ends at 0.5 + 0.1 per minibatch of the config."""
+        """The configurations that were trained. Each run has a held-out reward of 0.5 + 0.1 × minibatches."""
         configs: list[Any] = []
 
         def train(config: Any, *, console: Console) -> Any:
@@ -183,7 +181,7 @@ class TestTable:
         monkeypatch.setattr(table, "evaluate", evaluate)
         return configs
 
-    def test_runs_that_are_there_are_not_repeated(self, tmp_path: Path, trained: list[Any]) -> None:
+    def test_runs_with_results_are_not_repeated(self, tmp_path: Path, trained: list[Any]) -> None:
         out = tmp_path / "deep" / "table.jsonl"
         table.run(out, json=False, settings=self.SETTINGS[:1])
         image = tmp_path / "plot.png"
@@ -198,19 +196,19 @@ class TestTable:
         assert "| 16 | – | 0.900 (0.900) | – | 0.750 (0.750) | – | 0.608 | – | 6 |" in printed
         assert len(out.read_text().splitlines()) == 2
 
-    def test_a_foreign_file_is_left_alone(self, tmp_path: Path, trained: list[Any]) -> None:
+    def test_a_file_that_holds_no_results_is_refused(self, tmp_path: Path, trained: list[Any]) -> None:
         out = tmp_path / "table.jsonl"
         out.write_text(json.dumps({"something": "else"}) + "\n")
         with pytest.raises(ConfigError, match="is not a file of results"):
             table.run(out, json=False, settings=self.SETTINGS)
         assert not trained
 
-    def test_a_run_has_learned_when_the_mean_of_five_steps_is_high_enough(self) -> None:
+    def test_steps_to_half_are_counted_by_the_mean_of_five_steps(self) -> None:
         assert table.steps_to_half([1.0, 1.0, 0.5, 0.0, 0.0, 0.0]) == 5
         assert table.steps_to_half([0.0] * 4 + [1.0, 1.0, 0.4, 0.1, 0.0]) == 8
         assert table.steps_to_half([0.0] * 4 + [1.0, 1.0, 0.4]) is table.steps_to_half([1.0]) is None
 
-    def test_the_table_is_whole(self) -> None:
+    def test_the_table_has_every_combination_of_settings(self) -> None:
         settings = table.all_settings()
         assert len(settings) == len({s.name for s in settings}) == 6 * 2 * 3
 

@@ -1,4 +1,4 @@
-"""The measurement on a GPU, as a miniature on the CPU: the same functions and processes at tiny sizes."""
+"""The GPU benchmark in miniature on the CPU: the same functions and processes at tiny sizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def here(tmp_path: Path) -> Here:
     return Here("cpu", MINIATURE, tmp_path)
 
 
-def test_every_part_has_its_function_and_the_limits_leave_time_for_all_that_is_quick() -> None:
+def test_every_part_has_a_function_and_a_limit_within_the_total_time() -> None:
     for part in PARTS.values():
         module = importlib.import_module(f"benchmarks.gpu.{part.module}")
         assert callable(getattr(module, part.function)) and part.limit_s <= run.WHOLE_S
@@ -52,7 +52,7 @@ def test_attention_that_differs_from_dense_masks_fails(here: Here, monkeypatch: 
         measure("attention", here)
 
 
-def test_a_head_of_bfloat16_is_compared_with_float64(here: Here) -> None:
+def test_logprobs_of_a_bfloat16_head_are_compared_with_float64(here: Here) -> None:
     assert measure("head", here)["logprob_error"] < 1e-3
 
 
@@ -72,13 +72,13 @@ def test_steps_with_fused_blocks_are_compared(here: Here, monkeypatch: pytest.Mo
     assert "needs a GPU" in figures["liger_skipped"]
 
 
-def test_the_memory_of_steps_is_estimated_before_they_are_taken(here: Here) -> None:
+def test_on_a_cpu_the_memory_of_steps_is_only_estimated(here: Here) -> None:
     figures = measure("memory", here)
     assert list(figures) == ["whole", "recomputed", "offloaded", "adapter"]
     assert all(case["estimated_gib"] >= 0 and "measured_gib" not in case for case in figures.values())
 
 
-def test_an_estimate_that_is_off_fails() -> None:
+def test_an_inaccurate_memory_estimate_fails() -> None:
     for estimated, measured in ((84, 100), (116, 100)):
         with pytest.raises(AssertionError, match=r"whole: the estimate is .* difference of at most 15%"):
             memory._judged("whole", estimated * 2**20, measured * 2**20)
@@ -110,7 +110,7 @@ def test_whole_runs_are_measured(name: str, here: Here) -> None:
 
 
 def row(**changed: Any) -> str:
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     times = {"step_s": 2.0, "train_s": 1.0, "publish_s": 0.5, "pause_s": 0.25}
     return json.dumps(
         {"tokens": 9, "grad_norm": 1.0, "logprob_diff_on_policy_mean": 0.01, **times, **changed}
@@ -135,12 +135,12 @@ def test_a_run_fails_if_engine_and_trainer_differ_or_nothing_was_trained(tmp_pat
         summary(row(grad_norm=None))
 
 
-def test_an_engine_on_a_cpu_has_no_part_that_sleeps(here: Here) -> None:
+def test_the_part_whose_engine_sleeps_is_skipped_on_a_cpu(here: Here) -> None:
     with pytest.raises(Skipped, match="shares no memory"):
         measure("sleep", here)
 
 
-def test_on_a_gpu_runs_of_small_models_run_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_small_runs_are_measured_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
     together, running, most = threading.Barrier(2), 0, 0
 
     def part(name: str, device: str, left_s: float, interrupted: threading.Event, temporary: str) -> Outcome:
@@ -148,7 +148,7 @@ def test_on_a_gpu_runs_of_small_models_run_beside_each_other(monkeypatch: pytest
         running += 1
         most = max(most, running)
         if PARTS[name].beside:
-            together.wait(timeout=10)  # passes only if the other one has begun
+            together.wait(timeout=10)  # returns only if the other part has begun
         running -= 1
         return Outcome(name, "passed", 0.0)  # type: ignore[arg-type]
 
@@ -158,7 +158,7 @@ def test_on_a_gpu_runs_of_small_models_run_beside_each_other(monkeypatch: pytest
     assert most == 2
 
 
-def test_a_part_that_fails_or_hangs_does_not_prevent_the_others_while_there_is_time(
+def test_a_failed_or_hanging_part_does_not_prevent_the_others_while_time_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -186,7 +186,7 @@ def test_a_part_that_fails_or_hangs_does_not_prevent_the_others_while_there_is_t
 
 
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_part_that_runs_and_begins_no_other(
+def test_a_signal_ends_the_running_part_and_no_other_part_begins(
     by: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begun = tmp_path / "begun"
@@ -200,7 +200,7 @@ def test_a_signal_ends_the_part_that_runs_and_begins_no_other(
             time.sleep(0.05)
         signal.pthread_kill(threading.main_thread().ident or 0, by)
 
-    # a process in the background of a shell ignores SIGINT
+    # a background process of a shell ignores SIGINT
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The proxy's benchmark in miniature: every figure is there, and no call fails."""
+"""The proxy's benchmark in miniature: every figure is measured, and no call fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYS = {
     "throughput_2_workers",
     "failures",
 }
-# Of processor times, which tick in hundredths of a second: of so few calls the lesser may be none.
+# Ratios of processor times, whose resolution is 10 ms: for so few calls the divisor may be zero.
 RATIOS = {"turn64_over_turn2", "vs_passthrough_4k", "vs_passthrough_32k"}
 
 
@@ -45,7 +45,7 @@ def test_every_figure_is_measured_and_no_call_fails(
     assert json.loads(printed.out.splitlines()[-1]) == figures
     assert set(figures) >= KEYS
     assert figures["failures"] == 0, printed.out
-    # Without its environment LiteLLM is left out, and the output says how to have it.
+    # Without its environment LiteLLM is left out, and the output says how to install it.
     assert figures["litellm_cpu_ms_4k"] is None
     assert "make litellm" in printed.err
     measured = {name: figures[name] for name in KEYS - RATIOS - {"failures", "litellm_cpu_ms_4k"}}

@@ -35,7 +35,10 @@ def answer(body: bytes = REPLY, status: str = "200 OK", headers: str = "") -> by
 
 @asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[str]:
-    """A server. `serve` gets a request's number, in all and on its connection; False ends the connection."""
+    """Run a server that calls `serve` for each request, with its number in total and on its connection.
+
+    The server closes the connection if `serve` returns False.
+    """
     requests = 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,25 +80,25 @@ async def closes_after_answering(request: int, here: int, writer: asyncio.Stream
 async def says_so(request: int, here: int, writer: asyncio.StreamWriter) -> bool:
     writer.write(answer(headers="Connection: close\r\n"))
     await writer.drain()
-    return True  # the client must not use it again, though it is still open
+    return True  # the connection stays open, but the client must not use it again
 
 
 async def closes_on_the_second(request: int, here: int, writer: asyncio.StreamWriter) -> bool:
     if here > 1:
-        return False  # as one whose idle time has run out while the request came
+        return False  # like a server whose idle timeout expires while the request arrives
     writer.write(answer())
     await writer.drain()
     return True
 
 
 @pytest.mark.parametrize("serve", [closes_after_answering, says_so, closes_on_the_second])
-async def test_what_a_server_closes_between_two_calls_is_opened_again(serve: Serve) -> None:
+async def test_a_connection_that_the_server_closed_between_two_calls_is_reopened(serve: Serve) -> None:
     async with asyncio.timeout(60), serving(serve) as url:
         tally = await played(url, 4)
     assert (tally.failures, len(tally.latencies_s), tally.reopened) == (0, 4, 3), tally.examples
 
 
-async def test_an_answer_that_breaks_off_is_a_failure_and_its_rest_is_not_read() -> None:
+async def test_a_truncated_response_is_a_failure_and_its_connection_is_not_reused() -> None:
     async def breaks_off(request: int, here: int, writer: asyncio.StreamWriter) -> bool:
         writer.write(answer()[:-10] if request == 2 else answer())
         await writer.drain()
@@ -107,7 +110,7 @@ async def test_an_answer_that_breaks_off_is_a_failure_and_its_rest_is_not_read()
     assert len(tally.latencies_s) == 2 and tally.reopened == 1
 
 
-async def test_a_server_that_never_answers_is_asked_once_on_each_connection() -> None:
+async def test_a_failed_first_request_of_a_connection_is_not_repeated() -> None:
     asked = []
 
     async def refuses(request: int, here: int, writer: asyncio.StreamWriter) -> bool:
@@ -130,7 +133,7 @@ async def test_refused_calls_have_no_latency() -> None:
     assert tally.failures == 2 and not tally.latencies_s and tally.examples[0] == "503 {}"
 
 
-def test_no_figure_rests_on_failures() -> None:
+def test_a_figure_that_includes_failed_calls_is_refused() -> None:
     async def call() -> None: ...
 
     tally = Tally(failures=3)
@@ -141,7 +144,7 @@ def test_no_figure_rests_on_failures() -> None:
 
 
 class _Stub:
-    """A server in this process, whose processor time is not looked at."""
+    """A server in this process, whose processor time is not measured."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -150,7 +153,7 @@ class _Stub:
         return 0.0
 
 
-async def test_failures_of_litellm_are_its_own_and_cost_its_figure(
+async def test_failures_of_litellm_are_counted_separately_and_suppress_its_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def often_busy(request: int, here: int, writer: asyncio.StreamWriter) -> bool:

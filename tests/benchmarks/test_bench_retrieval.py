@@ -1,4 +1,4 @@
-"""The figures of the retrieval benchmark are of queries that a server answered."""
+"""The retrieval benchmark in miniature: a server answers queries over a small corpus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks rewards` in miniature: every answer is judged rightly, also beside one that hangs."""
+"""`python -m benchmarks rewards` in miniature: every answer is judged correctly, even while one hangs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from areal_agents.errors import RewardError
 from benchmarks import rewards
 
 
-def test_comparisons_are_counted_alone_and_beside_one_that_hangs() -> None:
+def test_comparisons_are_timed_alone_and_while_another_one_hangs() -> None:
     figures = rewards.measure_math(64, limit_s=8.0)
     assert figures.count == 64
     assert min(figures.numbers_per_s, figures.expressions_per_s, figures.beside_hanging_per_s) > 0

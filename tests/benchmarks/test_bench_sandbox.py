@@ -1,4 +1,4 @@
-"""The figures of the sandboxes' benchmark are of sandboxes that ran a command."""
+"""The sandbox benchmark in miniature: every measured sandbox ran a command."""
 
 from __future__ import annotations
 

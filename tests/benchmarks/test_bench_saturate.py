@@ -1,4 +1,4 @@
-"""The saturated proxy in miniature: every stream is open at the same time, and every turn is exact."""
+"""The saturated proxy in miniature: all streams are open at the same time, and all turns are exact."""
 
 from __future__ import annotations
 

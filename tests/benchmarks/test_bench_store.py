@@ -1,4 +1,4 @@
-"""The figures of the store's benchmark are of turns that were really written."""
+"""The store benchmark in miniature: the measured turns were really written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.listeners import measure_listeners
 from benchmarks.store import StoreFigures, measure_shared, measure_store
 
 
-def test_what_is_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measured_turns_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[int, int]] = []
     close = Store.close
 
@@ -37,7 +37,7 @@ def test_processes_share_a_store(tmp_path: Path) -> None:
         assert sum(summary.turns for summary in store.episodes()) == 32
 
 
-def test_what_listeners_cost_is_measured() -> None:
+def test_the_cost_of_listeners_is_measured() -> None:
     if (missing := PostgresServer.missing()) is not None:
         pytest.skip(missing)
     with PostgresServer() as server:
@@ -47,5 +47,5 @@ def test_what_listeners_cost_is_measured() -> None:
             (episode,) = store.episodes()
             assert episode.turns == 40
     assert found.listeners == 2 and found.commit_server_ms > 0
-    # Ticks of hundredths of a second may be none in so few calls.
+    # The clock has a resolution of 10 ms, so these times may be zero for so few calls.
     assert min(found.commit_listeners_ms, found.heartbeat_server_ms, found.heartbeat_listeners_ms) >= 0

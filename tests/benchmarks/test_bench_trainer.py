@@ -1,4 +1,4 @@
-"""The trainer's benchmark in miniature: every figure is there and makes sense."""
+"""The trainer's benchmark in miniature: every figure is measured and plausible."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_bound_counts_every_common_prefix_once() -> None:
     assert merged_tokens(data.samples) == 2 * (20 + 5 + 7)
 
 
-def test_an_episode_of_branches_trains_each_turn_once() -> None:
+def test_each_turn_of_a_branching_episode_is_trained_once() -> None:
     recorder = Recorder(1000, seed=0)
     data = training_data([recorder.branching(0, episodes=2, turns=20, system=30, added=4, sampled=6)])
     assert sum(int(sample.loss_mask.sum()) for sample in data.samples) == 2 * 20 * 6

@@ -1,4 +1,4 @@
-"""`python -m benchmarks versus`: what is made of the times of two trainings, and, in its long form, both."""
+"""`python -m benchmarks versus`: the figures of given training times and, as a slow test, both trainings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.versus import run as versus
 from benchmarks.versus.run import Training, _training, run
 
 
-def test_times_to_the_target_are_those_of_the_first_weights_that_reach_it(tmp_path: Path) -> None:
+def test_the_time_to_the_target_is_that_of_the_first_weights_that_reach_it(tmp_path: Path) -> None:
     code = tmp_path / "agent.py"
     code.write_text("# a comment\n\nx = 1\ny = 2\n")
     times = [20.0, 24.0, 30.0, 33.0, 37.0, 41.0]
@@ -27,7 +27,7 @@ def test_times_to_the_target_are_those_of_the_first_weights_that_reach_it(tmp_pa
     assert never.to_target_s is None
 
 
-def test_weights_are_evaluated_at_the_last_step(tmp_path: Path) -> None:
+def test_the_number_of_steps_must_be_a_multiple_of_the_evaluation_interval(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--steps has to be a multiple of --every 2, got 5"):
         run(out=tmp_path, json=False, steps=5, every=2, seed=0, tasks=16)
 
@@ -66,7 +66,7 @@ def test_results_of_other_settings_are_not_reused(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_both_train_the_quick_start(tmp_path: Path) -> None:
-    """And what was trained is not trained again."""
+    """The second call reuses the results of the first."""
     arguments = ["versus", "--json", "--out", str(tmp_path), "--steps", "5", "--tasks", "16"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output

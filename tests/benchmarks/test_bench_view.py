@@ -1,4 +1,4 @@
-"""The measurement of the page, on a small run."""
+"""The benchmark of the web page in miniature, on a small run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An agent that never gives up: it repeats a call until it is answered, and records the answers.
+"""An agent that repeats each call until it gets a response, and records the responses.
 
-Whatever dies behind the proxy, its episodes therefore finish, and the store must contain what its file
-records.
+Its episodes therefore finish whichever process is killed, and the store must contain everything that the
+agent's log file records.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from areal_agents import Episode, episode
 LOG_VARIABLE = "CHAOS_AGENT_LOG"
 TURNS = 3
 TOKENS = 24
-PAUSE_S = 0.3  # between turns, as for a tool
+PAUSE_S = 0.3  # between turns, like a tool call
 PATIENCE_S = 120.0
 
 
 def tasks() -> list[dict[str, Any]]:
-    """Many small ones."""
+    """Return many small tasks."""
     return [{"id": f"t{number}", "number": number} for number in range(997)]
 
 
 @episode
 def talk(task: dict[str, Any], ep: Episode) -> float:
-    """A few turns of conversation, slower than training. The reward depends on every letter, so no group is
-    equal."""
+    """Hold a conversation of a few turns, which takes longer than training. The reward depends on every
+    letter, so that the rewards in a group differ."""
     client = OpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0, timeout=60)
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"What is {task['number']}?"}]
     said = ""
@@ -58,7 +58,7 @@ def _ask(client: OpenAI, messages: list[dict[str, Any]]) -> Any:
 
 
 def _note(entry: dict[str, Any]) -> None:
-    """One line, whole: the processes of all episodes append to one file."""
+    """Append a line in one write, since the processes of all episodes append to the same file."""
     descriptor = os.open(os.environ[LOG_VARIABLE], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.write(descriptor, json.dumps(entry).encode() + b"\n")

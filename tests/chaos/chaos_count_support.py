@@ -1,4 +1,4 @@
-"""Counts the damage of the kills from the store, the metrics, the agents' own notes and the weights.
+"""Counts the damage of the kills from the store, the metrics, the agents' log and the weights.
 
 A `Ledger` reads the store from outside during the run, so that `count` can determine afterwards what was
 lost.
@@ -32,12 +32,12 @@ _LOOK_S = 1.0
 
 @dataclass(slots=True)
 class Ledger:
-    """What was seen in the store of a run.
+    """The contents of a run's store that were observed during the run.
 
     Attributes:
-        scores: of every episode that was seen in a complete group: its score and a digest of its tokens.
-        settled: (group, use) → step, of the uses of groups that a checkpoint had behind it.
-        trained_twice: groups of which a use was trained in two steps, or of which a step trained two uses.
+        scores: episode → (score, digest of its turns), of the episodes that were seen in a complete group.
+        settled: (group, use) → step, of the uses of groups that a checkpoint includes.
+        trained_twice: groups with a use that was trained in two steps, or with two uses in one step.
     """
 
     store: Path
@@ -54,7 +54,7 @@ class Ledger:
             with sqlite3.connect(f"file:{self.store}?mode=ro", uri=True, timeout=5) as connection:
                 connection.execute("BEGIN")
                 self._note(connection)
-        except sqlite3.OperationalError:  # being created, or recovered
+        except sqlite3.OperationalError:  # the store is being created or recovered
             return
         finally:
             self._next_look = time.monotonic() + _LOOK_S
@@ -71,7 +71,7 @@ class Ledger:
         steps: dict[str, set[int]] = defaultdict(set)
         query = "SELECT group_id, use, step FROM leases WHERE state = 'trained' ORDER BY group_id, use"
         for group, use, step in connection.execute(query):
-            # The uses of a group are numbered without gaps, and each is of another step.
+            # The uses of a group are numbered without gaps, and each belongs to a different step.
             if (
                 self.settled.get((group, use), step) != step
                 or step in steps[group]
@@ -85,16 +85,16 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What chaos cost; `faults` are those of the counts that must be 0.
+    """The damage of the kills; `faults` has the counts that must be 0 and are not.
 
     Attributes:
-        deaths: kills by role; starts: how often the user called `areal-agents train`.
-        steps: of the run in the end; steps_lost: steps that were trained again after a death;
-            steps_lost_beyond_checkpoint: those of them that the newest checkpoint on the disk had.
-        tokens_checked: whose logprob was computed again with the weights of their version; telling: the
-            share of them whose logprob under the version before is visibly another one, so that a wrong
-            version would have been seen.
-        completions_answered: what agents got, by their own notes.
+        deaths: number of kills by role; starts: number of calls of `areal-agents train`.
+        steps: number of steps at the end of the run; steps_lost: steps that were trained again after a kill;
+            steps_lost_beyond_checkpoint: those of them that the newest checkpoint on the disk included.
+        tokens_checked: number of tokens whose logprob was recomputed with the weights of their version;
+            telling: the share of them whose logprob under the previous version differs by more than the
+            tolerance, so that a wrong version would be detected.
+        completions_answered: number of completions that agents received, according to their log.
     """
 
     deaths: dict[str, int]
@@ -116,7 +116,7 @@ class Counts:
 
     @property
     def faults(self) -> dict[str, int]:
-        """What must be 0 and is not."""
+        """The counts that must be 0 and are not."""
         names = (
             "steps_lost_beyond_checkpoint", "episodes_lost", "completions_lost", "groups_trained_twice",
             "groups_missing_from_a_step", "tokens_of_wrong_version", "versions_repeated", "processes_left",
@@ -125,7 +125,7 @@ class Counts:
 
 
 def count(run: ChaosRun, ledger: Ledger, *, most_turns: int = 500) -> Counts:
-    """Compare what is there now with what was seen. The run has ended.
+    """Compare the final state of a run, which has ended, with the ledger.
 
     Args:
         most_turns: largest number of turns whose tokens are recomputed; of more turns, a random sample of
@@ -169,7 +169,7 @@ def count(run: ChaosRun, ledger: Ledger, *, most_turns: int = 500) -> Counts:
 
 
 def _episodes_lost(connection: sqlite3.Connection, ledger: Ledger) -> int:
-    """Episodes that were complete once, and are no more, or are not what they were."""
+    """Return the number of episodes that were complete, and are missing or changed now."""
     held = {
         row[0]
         for row in connection.execute(
@@ -195,7 +195,7 @@ def _digest(connection: sqlite3.Connection, episode: str) -> str:
 
 
 def _answered(log: Path) -> set[str]:
-    """The completions that agents got, by their own word; a line that a kill cut short is none."""
+    """Return the completions that agents received, according to their log; an incomplete line is skipped."""
     if not log.exists():
         return set()
     lines = (line for line in log.read_text().splitlines(True) if line.endswith("\n"))
@@ -203,7 +203,7 @@ def _answered(log: Path) -> set[str]:
 
 
 def _steps_lost(run: ChaosRun, versions: list[tuple[int, int, str]]) -> tuple[int, int]:
-    """Steps that were trained again; those of them that a checkpoint had when a start found it."""
+    """Return the number of steps that were trained again, and of those that a checkpoint already included."""
     steps = [step for _, step, _ in versions]
     lost = sum(max(0, before - after) for before, after in itertools.pairwise(steps))
     beyond = 0
@@ -214,14 +214,15 @@ def _steps_lost(run: ChaosRun, versions: list[tuple[int, int, str]]) -> tuple[in
 
 
 def _repeated(metrics: list[dict[str, Any]]) -> int:
-    """Steps or versions that more than one line of metrics.jsonl has."""
+    """Return the number of lines of metrics.jsonl that repeat a step or a version."""
     return sum(len(metrics) - len({line[name] for line in metrics}) for name in ("step", "version"))
 
 
 def _check_tokens(
     store_path: Path, versions: list[tuple[int, int, str]], most_turns: int
 ) -> tuple[int, int, float]:
-    """Tokens whose recorded logprob is not that of their version; tokens looked at; the telling share."""
+    """Return the number of tokens whose recorded logprob is not that of their version, the number of tokens
+    that were checked, and the share `Counts.telling`."""
     torch.set_num_threads(1)
     wanted: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
     for ids, logprobs, of, where in _sampled(store_path, most_turns):
@@ -244,8 +245,8 @@ def _check_tokens(
 def _sampled(
     store_path: Path, most_turns: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """(token ids, recorded logprobs, versions, whether its last turn sampled it) [L] of root-to-turn
-    paths."""
+    """Yield (token ids, recorded logprobs, versions, whether the last turn sampled the token), each [L], of
+    the paths from a root to a turn."""
     with Store.open(store_path) as store:
         ids = [summary.id for summary in store.episodes(split="train") if summary.turns]
         rng = random.Random(0)
@@ -282,7 +283,7 @@ def _model(path: str) -> Any:
 
 @torch.inference_mode()
 def _logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
-    """Of each token given those before it [L]; 0 for the first."""
+    """Return the logprob of each token given those before it [L]; 0 for the first token."""
     tokens = torch.from_numpy(ids)[None]
     logits = model(tokens).logits[0, :-1].log_softmax(-1)
     return np.concatenate([[0.0], logits.gather(-1, tokens[0, 1:, None])[:, 0].numpy()])

@@ -1,4 +1,4 @@
-"""Disks that are too small, and too slow: a tmpfs of some megabytes, and a layer that delays writes."""
+"""Disks that are too small or too slow: a tmpfs of some megabytes, and a library that delays writes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def can_mount() -> bool:
 
 @contextmanager
 def small_disk(folder: Path, *, megabytes: int) -> Iterator[Path]:
-    """A disk of so many megabytes at `folder`."""
+    """Mount a disk of this size at `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "chaos", str(folder)], check=True)
     try:
@@ -53,7 +53,7 @@ def small_disk(folder: Path, *, megabytes: int) -> Iterator[Path]:
 
 
 def fill(folder: Path, *, leave_bytes: int) -> Path:
-    """Take all of a disk but so much; removing the file that is returned gives it back."""
+    """Fill a disk except for `leave_bytes`; return the file that fills it."""
     ballast = folder / "ballast"
     with open(ballast, "wb") as file:
         while (room := shutil.disk_usage(folder).free - leave_bytes) > 0:
@@ -66,7 +66,7 @@ def fill(folder: Path, *, leave_bytes: int) -> Path:
 
 
 def slow_disk(folder: Path, *, sync_ms: int, write_ms: int) -> dict[str, str] | None:
-    """The environment of processes whose fsync and pwrite take so long; None without a C compiler."""
+    """Return variables that delay fsync, fdatasync and pwrite of a process; None without a C compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         return None

@@ -1,6 +1,6 @@
-"""`areal-agents serve --workers 2` under kill -9, agents that call it continuously, and what they lost.
+"""`areal-agents serve --workers 2` under kill -9, agents that call it continuously, and counts of the losses.
 
-The agents record the replies that they received and what was acknowledged. When the last of them has ended,
+The agents record the replies and the acknowledgements that they receive. When the last agent has ended,
 `count` compares their notes with the store, and the store with what the engine sampled.
 """
 
@@ -32,7 +32,7 @@ from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, ServedCall
 
 PROXY_ROLES = ("worker", "supervisor")
-TRIES = 14  # of each call, with the pauses of the OpenAI client between them: about 90 s
+TRIES = 14  # attempts of each call; with the pauses of the OpenAI client they take about 90 s
 TURNS = 3
 STOP_S = 30.0
 _MARK = "CHAOS_PROXY"
@@ -54,11 +54,11 @@ class Talkative:
 
 @dataclass(slots=True)
 class ChaosProxy:
-    """The two-worker proxy on one port and one store, started again whenever it has ended.
+    """A proxy with two workers, which keeps its port and its store when it is restarted.
 
     Attributes:
         deaths: the roles killed so far.
-        failures: exit codes of supervisors that ended although nobody killed them.
+        failures: exit codes of supervisors that ended without being killed.
     """
 
     root: Path
@@ -75,7 +75,7 @@ class ChaosProxy:
 
     @property
     def output(self) -> Path:
-        """What the processes said."""
+        """The file with the output of all processes."""
         return self.root / "output.txt"
 
     @property
@@ -85,13 +85,13 @@ class ChaosProxy:
 
     @property
     def serves(self) -> bool:
-        """Whether it answers."""
+        """Whether the proxy answers."""
         with contextlib.suppress(httpx.TransportError):
             return httpx.get(f"{self.url}/health", timeout=2).is_success
         return False
 
     def see_to(self) -> None:
-        """Start the supervisor if there is none, as a service manager does."""
+        """Start the supervisor if it is not running, as a service manager does."""
         if self._supervisor is not None and (code := self._supervisor.poll()) is None:
             return
         if self._supervisor is not None and code != -signal.SIGKILL:
@@ -105,7 +105,7 @@ class ChaosProxy:
             self._supervisor = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
     def kill(self, role: str, rng: random.Random) -> bool:
-        """kill -9 one process of a role; return whether there was one."""
+        """Send SIGKILL to one process of a role; return whether there was one."""
         assert self._supervisor is not None
         if role == "supervisor":
             self._supervisor.kill()
@@ -120,19 +120,19 @@ class ChaosProxy:
         return True
 
     def processes(self) -> list[int]:
-        """Every process of this proxy, across all restarts."""
+        """Return the ids of all processes of this proxy, across all restarts."""
         mark = f"{_MARK}={self.root}".encode()
         found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
         return [process for process in found if mark in _read(process, "environ").split(b"\0")]
 
     def end(self) -> int:
-        """SIGTERM; the exit code. What is still there then is left for `processes` to find."""
+        """Send SIGTERM to the supervisor and return its exit code; `processes` finds what is left."""
         assert self._supervisor is not None
         self._supervisor.terminate()
         return self._supervisor.wait(STOP_S)
 
     def destroy(self) -> None:
-        """End everything, whatever happened before."""
+        """Kill all processes of this proxy."""
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -142,11 +142,11 @@ class ChaosProxy:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What one agent was told of one episode.
+    """The replies and acknowledgements that an agent received for one episode.
 
     Attributes:
-        replies: completion id → text, in order; rewards: the acknowledged ones by name.
-        is_finished: whether the end was acknowledged.
+        replies: completion id → text, in order; rewards: the acknowledged rewards by name.
+        is_finished: whether the end of the episode was acknowledged.
     """
 
     id: str
@@ -156,11 +156,11 @@ class Noted:
 
 
 class Unanswered(Exception):
-    """A call that was not answered within its tries."""
+    """A call got no response within its attempts."""
 
 
 class Refused(Exception):
-    """A call that was refused, although nothing is wrong with it."""
+    """A valid call was refused."""
 
 
 @dataclass(slots=True)
@@ -169,8 +169,8 @@ class Agents:
 
     Attributes:
         is_over: set when no more episodes are to be opened.
-        notes: of every episode that was opened; retries: what was sent again.
-        never_answered, refused: calls that ended an episode so.
+        notes: one entry for each opened episode; retries: number of requests that were repeated.
+        never_answered, refused: descriptions of the calls that failed in this way and ended an episode.
     """
 
     url: str
@@ -247,16 +247,16 @@ class Agents:
 
 @dataclass(frozen=True, slots=True)
 class ProxyCounts:
-    """What the kills cost; `faults` are those of the counts that must be 0 and are not.
+    """The damage of the kills; `faults` has the counts that must be 0 and are not.
 
     Attributes:
-        deaths: kills by role; retries: what agents sent again.
-        replies, rewards: how many were answered and acknowledged.
-        replies_lost: that the store does not have, or has with another text.
+        deaths: number of kills by role; retries: number of requests that agents repeated.
+        replies, rewards: number of replies that were received, and of rewards that were acknowledged.
+        replies_lost: replies that the store does not have, or has with another content.
         turns_duplicated: recorded turns of finished episodes that answer no call.
-        turns_forked: turns that do not continue the one before.
-        turns_not_sampled: whose exact prompt and tokens no generation of the engine had.
-        supervisor_failures: supervisors that ended by themselves.
+        turns_forked: turns that do not continue the previous turn.
+        turns_not_sampled: turns whose exact prompt and tokens are those of no generation of the engine.
+        supervisor_failures: supervisors that ended without being killed.
     """
 
     deaths: dict[str, int]
@@ -277,7 +277,7 @@ class ProxyCounts:
 
     @property
     def faults(self) -> dict[str, int]:
-        """What must be 0 and is not."""
+        """The counts that must be 0 and are not."""
         names = (
             "never_answered", "refused", "replies_lost", "rewards_lost", "episodes_not_finished",
             "turns_duplicated", "turns_forked", "turns_not_sampled", "supervisor_failures", "processes_left",
@@ -286,7 +286,7 @@ class ProxyCounts:
 
 
 def count(proxy: ChaosProxy, agents: Agents, exchanges: Sequence[ServedCall]) -> ProxyCounts:
-    """Compare the notes, the store and the engine. The proxy and the agents have ended."""
+    """Compare the agents' notes, the store and the engine's calls. The proxy and the agents have ended."""
     sampled = {(tuple(int(i) for i in exchange.input_ids), exchange.token_ids) for exchange in exchanges}
     found: Counter[str] = Counter()
     with Store.open(proxy.store) as store:
@@ -331,7 +331,7 @@ def _compared(
 
 
 def _exchange(turn: Turn, turns: Mapping[str, Turn]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The exact prompt and the exact sample of a turn."""
+    """Return the exact prompt and the exact sampled tokens of a turn."""
     pieces, node = [turn.new_prompt_ids], turn
     while node.parent is not None:
         node = turns[node.parent]
@@ -341,7 +341,7 @@ def _exchange(turn: Turn, turns: Mapping[str, Turn]) -> tuple[tuple[int, ...], t
 
 
 def lasting_port() -> int:
-    """A free port that no outgoing connection is given, so that it is still free after a kill."""
+    """Return a free port outside the ephemeral range, so that it is still free after a kill."""
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
@@ -350,12 +350,12 @@ def lasting_port() -> int:
 
 
 def scripted_engine() -> ScriptedApp:
-    """An engine that outlives the proxy, remembers every request, and never returns the same reply twice."""
+    """Return an engine that records every request, and never sends the same reply twice."""
     return ScriptedApp.from_folder(MODEL, Talkative())
 
 
 def _read(process: int, name: str) -> bytes:
     try:
         return (Path("/proc") / str(process) / name).read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return b""

@@ -29,15 +29,15 @@ START_TIMEOUT_S = 120.0
 CONFIG = {
     "model": str(MODEL),
     "agent": f"{chaos_agent.__file__}:talk",
-    "trial": False,  # its episodes would be in the log of the agents
+    "trial": False,  # its episodes would appear in the log of the agents
     "data": {"path": f"{chaos_agent.__file__}:tasks"},
-    # Nothing may be dropped for its age or its scores: each completed episode must be trained.
+    # No group may be dropped for its staleness or its scores: each completed episode must be trained.
     "rollout": {
         "groups": GROUPS, "group_size": GROUP_SIZE, "max_staleness": 4, "concurrency": 4, "workers": 4,
         "retries": 100, "give_up_after": 100_000,
     },
     "algorithm": {"drop_equal_groups": False, "replay": "recent", "replay_groups": 1, "replay_uses": 3},
-    # The versions are so far apart that a token identifies its version; all of them are kept for comparison.
+    # The versions differ so much that logprobs identify their version; all versions are kept for comparison.
     "trainer": {
         "lr": 3e-3, "checkpoint_every": CHECKPOINT_EVERY, "keep_weights": 100_000, "trackers": [],
         "device": "cpu",
@@ -47,17 +47,17 @@ CONFIG = {
 }  # fmt: skip
 
 ROLES = ("trainer", "proxy", "worker", "engine", "rollout", "agent", "supervisor")
-# Processes that others of the run start, by a word of their command line.
+# Roles that other processes of the run start, each with a word of its command line.
 INNER = {"agent": b"areal_agents.rollout.agents.worker", "worker": b"areal_agents.proxy.workers.process"}
 
 
 class NotInTime(AssertionError):
-    """The run did not get where it should within its time."""
+    """The run did not reach the expected state in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a start found: the largest version, -1 without one, and the newest checkpoint on the disk."""
+    """The state before a start: the largest version, -1 without one, and the newest checkpoint on disk."""
 
     version: int
     checkpoint: int
@@ -65,12 +65,12 @@ class Start:
 
 @dataclass(slots=True)
 class ChaosRun:
-    """A run in `root`, started, killed and started again.
+    """A run in `root` that is started, killed and restarted.
 
     Attributes:
-        settings: overrides of its configuration; environment: on top of this process's.
-        deaths: the roles killed so far; starts: one for each `areal-agents train`.
-        watch: called while the run is waited for.
+        settings: overrides of its configuration; environment: variables in addition to this process's.
+        deaths: the roles killed so far; starts: one entry for each call of `areal-agents train`.
+        watch: called repeatedly during each wait for the run.
     """
 
     root: Path
@@ -83,21 +83,21 @@ class ChaosRun:
 
     @property
     def folder(self) -> RunFolder:
-        """Where the run's files are."""
+        """The folder of the run's files."""
         return RunFolder(self.root / "run")
 
     @property
     def agent_log(self) -> Path:
-        """What the agents were answered."""
+        """The file in which the agents record their responses."""
         return self.root / "agents.jsonl"
 
     @property
     def output(self) -> Path:
-        """What the user saw."""
+        """The file with the output of `areal-agents train`."""
         return self.root / "output.txt"
 
     def start(self, *, steps: int = ENDLESS) -> None:
-        """Run `areal-agents train CONFIG`, which continues from whatever is there."""
+        """Run `areal-agents train CONFIG`, which resumes the run if there is one."""
         self.root.mkdir(parents=True, exist_ok=True)
         config = self.root / "chaos.yaml"
         config.write_text(yaml.safe_dump(CONFIG))
@@ -110,18 +110,18 @@ class ChaosRun:
         self.starts.append(found)
 
     def finish(self, *, timeout_s: float = 240.0) -> int:
-        """Wait until the user's command has ended; its exit code."""
+        """Wait until the command has ended, and return its exit code."""
         assert self._supervisor is not None
         self.wait_for(lambda: self.has_ended, timeout_s=timeout_s)
         return self._supervisor.wait()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the user's command is over."""
+        """Whether the command has ended."""
         return self._supervisor is None or self._supervisor.poll() is not None
 
     def wait_for(self, condition: Callable[[], bool], *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """NotInTime, with the end of what the user saw, if it does not come true in time."""
+        """Wait for a condition. Raise NotInTime, with the end of the output, if it is not true in time."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -130,7 +130,7 @@ class ChaosRun:
             time.sleep(0.05)
 
     def wait_for_steps(self, more: int, *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Until so many more steps are trained. NotInTime also if the command ends before."""
+        """Wait until `more` further steps are trained. Raise NotInTime also if the command ends first."""
         target = self.steps + more
 
         def reached() -> bool:
@@ -157,44 +157,47 @@ class ChaosRun:
                 with sqlite3.connect(f"file:{self.folder.store}?mode=ro", uri=True, timeout=30) as connection:
                     found = connection.execute("SELECT COALESCE(MAX(version), -1) FROM versions").fetchone()
                     return int(found[0])
-            except sqlite3.OperationalError:  # being created, or recovered, or closed by those that still end
+            except sqlite3.OperationalError:  # being created, recovered, or closed by an ending process
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
 
     @property
     def checkpoint(self) -> int:
-        """The newest checkpoint on the disk, 0 without one."""
+        """The step of the newest checkpoint on the disk, 0 without one."""
         names = [path.name for path in (self.folder.root / "checkpoints").glob("step-*")]
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
     def kill(self, role: str, rng: random.Random) -> bool:
-        """kill -9 one process of a role, and see to what a user would; whether there was one."""
+        """Send SIGKILL to one process of a role; return whether there was one.
+
+        After a kill that ends the command, wait until it has ended.
+        """
         found = [self._supervisor.pid] if role == "supervisor" and self._supervisor else self.processes(role)
         if not found or self.has_ended:
             return False
         os.kill(rng.choice(found), signal.SIGKILL)
         if role in ("supervisor", "trainer"):
             self.finish()
-            if role == "supervisor" and rng.random() < 0.5:  # else the next one comes while these still end
+            if role == "supervisor" and rng.random() < 0.5:  # else the next start overlaps their end
                 self.wait_for(lambda: not self.processes())
         self.deaths.append(role)
         return True
 
     def stop(self) -> None:
-        """Ctrl-C."""
+        """Interrupt the command, as Ctrl-C does, and wait until it has ended."""
         assert self._supervisor is not None
         self._supervisor.send_signal(signal.SIGINT)
         self.finish()
 
     def metrics(self) -> list[dict[str, float]]:
-        """The whole lines of metrics.jsonl."""
+        """Return the complete lines of metrics.jsonl."""
         path = self.folder.metrics
         lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
     def processes(self, role: str = "") -> list[int]:
-        """The processes of this run, but its supervisor; by role."""
+        """Return the ids of the processes of this run except its supervisor, or only those of a role."""
         found = []
         logs = str(self.folder.root / "logs")
         for entry in Path("/proc").iterdir():
@@ -213,7 +216,7 @@ class ChaosRun:
         return found
 
     def end(self) -> None:
-        """End everything, for a test that failed."""
+        """End all processes of the run, for the case that a test failed."""
         if not self.has_ended and self._supervisor is not None:
             self._supervisor.terminate()
             self._supervisor.wait(90)

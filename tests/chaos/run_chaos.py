@@ -1,9 +1,9 @@
-"""`make chaos`: kill -9 anything at random, fill the disk, slow it down, and count what was lost.
+"""`make chaos`: kills random processes, fills the disk, slows it down, and counts what was lost.
 
     python tests/chaos/run_chaos.py --minutes 12 --seed 0 --json
 
-Each kind of chaos has a run of its own; the last line is one JSON object. It ends with 1 if a count that
-must be 0 is not.
+Each kind of chaos has a separate run. With `--json` the last line is one JSON object. The exit status is 1 if
+a count that must be 0 is not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from chaos_run_support import ROLES, ChaosRun, NotInTime
 
 from areal_agents.testing import running
 
-LAST_STEPS = 2  # that a run goes on for undisturbed, to its end
+LAST_STEPS = 2  # that a run trains undisturbed at its end
 DISK_MB, KEPT_FREE_GB = 400, 0.06
 MEAN_PAUSE_S = 4.0
 PROXY_AGENTS, PROXY_MEAN_PAUSE_S = 50, 8.0
@@ -46,7 +46,7 @@ AGENT_ENDS_S = 300.0  # longest that an agent may take to end its last episode
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """kill -9 of a process of a role, so long after the one before, or after the proxy serves again."""
+    """A kill of a process of a role, `pause_s` after the previous kill or after the proxy serves again."""
 
     role: str
     pause_s: float
@@ -54,7 +54,7 @@ class Death:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """All kinds of chaos, within about so many minutes; 1 if anything was lost."""
+    """Run all kinds of chaos; return 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             settings=["store.durability=power"],
         )  # fmt: skip
         show("slow disk", found["slow disk"])
-    not_run = sorted({"full disk", "slow disk"} - found.keys())  # no right to mount; no C compiler
+    not_run = sorted({"full disk", "slow disk"} - found.keys())  # no right to mount, or no C compiler
     for name in not_run:
         print(f"{name}: NOT RUN on this machine")
     if options.keep is None:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(name: str, counts: Counts | ProxyCounts) -> None:
-    """One line for each count."""
+    """Print one line for each count."""
     print(f"{name}: {'nothing lost' if not counts.faults else 'LOST: ' + str(counts.faults)}")
     for key, value in asdict(counts).items():
         print(f"    {key:32} {value}", flush=True)
@@ -105,7 +105,7 @@ def kills(
     settings: Sequence[str] = (),
     environment: dict[str, str] | None = None,
 ) -> Counts:
-    """kill -9 of random processes at random moments for so long, each seen to as a user would."""
+    """Kill random processes at random moments for this time, and restart the run as a user would."""
     rng = random.Random(seed)
     run, ledger = _new_run(root, settings, environment)
     deadline = time.monotonic() + seconds
@@ -122,14 +122,14 @@ def kills(
 
 
 def kill_each(root: Path, *, seed: int) -> Counts:
-    """kill -9 of each process once, one soon after the other, and one resume: the short form."""
+    """Kill one process of each role in quick succession, and resume the run once: the short form."""
     rng = random.Random(seed)
     run, ledger = _new_run(root)
     try:
         run.start()
         run.wait_for_steps(1)
         for role in ("agent", "engine", "worker", "proxy", "rollout"):
-            run.wait_for(functools.partial(run.kill, role, rng))  # it may be between two lives
+            run.wait_for(functools.partial(run.kill, role, rng))  # the process may be restarting
             _pause(run, rng.uniform(0.0, 1.0))
         run.wait_for_steps(1)
         run.kill(rng.choice(("trainer", "supervisor")), rng)
@@ -139,7 +139,7 @@ def kill_each(root: Path, *, seed: int) -> Counts:
 
 
 def proxy_kills(root: Path, *, seconds: float, seed: int) -> ProxyCounts:
-    """kill -9 of workers and supervisors of a proxy at random moments for so long, under many agents."""
+    """Kill workers and supervisors of a proxy at random moments for this time, while many agents call it."""
     rng = random.Random(seed)
 
     def deaths() -> Iterator[Death]:
@@ -152,20 +152,20 @@ def proxy_kills(root: Path, *, seconds: float, seed: int) -> ProxyCounts:
 
 
 def kill_proxy_each(root: Path, *, seed: int) -> ProxyCounts:
-    """kill -9 of a worker, of the supervisor, and of both soon after one another: the short form."""
+    """Kill a worker, the supervisor, and both in quick succession: the short form."""
     rng = random.Random(seed)
     deaths = [
         Death("worker", 1.5, when_it_serves=True),
-        Death("supervisor", 0.5, when_it_serves=True),  # soon after a worker
+        Death("supervisor", 0.5, when_it_serves=True),  # soon after the kill of a worker
         Death("supervisor", 1.5, when_it_serves=True),
-        Death("supervisor", 0.5),  # before it serves
+        Death("supervisor", 0.5),  # before the proxy serves
         Death("worker", 1.5, when_it_serves=True),
     ]
     return _proxy_deaths(root, deaths, rng, agents=8)
 
 
 def _proxy_deaths(root: Path, deaths: Iterable[Death], rng: random.Random, *, agents: int) -> ProxyCounts:
-    """One death after the other; `count` when every agent has come to its end."""
+    """Carry out the kills one after another, and count the damage when every agent has ended."""
     engine = scripted_engine()
     with running(engine) as engine_url:
         proxy = ChaosProxy(root, engine_url, lasting_port())
@@ -195,13 +195,13 @@ def _proxy_deaths(root: Path, deaths: Iterable[Death], rng: random.Random, *, ag
 
 
 def _in(seconds: float) -> Callable[[], bool]:
-    """Holds in so many seconds."""
+    """Return a condition that becomes true after this time."""
     at = time.monotonic() + seconds
     return lambda: time.monotonic() >= at
 
 
 def _keep_running(proxy: ChaosProxy, until: Callable[[], bool], *, limit_s: float = PROXY_STARTS_S) -> None:
-    """Start the proxy again whenever it has ended, until something holds. NotInTime if it does not."""
+    """Restart the proxy whenever it has ended, until a condition is true. Raise NotInTime if it is late."""
     deadline = time.monotonic() + limit_s
     while not until():
         if time.monotonic() > deadline:
@@ -211,7 +211,7 @@ def _keep_running(proxy: ChaosProxy, until: Callable[[], bool], *, limit_s: floa
 
 
 def full_disk(root: Path) -> Counts:
-    """A disk that has too little room, then none at all, and then enough again."""
+    """Run on a disk with too little free space, then with none at all, and then with enough again."""
     with small_disk(root, megabytes=DISK_MB) as disk:
         run, ledger = _new_run(disk, [f"store.min_free_gb={KEPT_FREE_GB}"])
         try:
@@ -223,7 +223,7 @@ def full_disk(root: Path) -> Counts:
             run.wait_for(lambda: "the warning no longer applies" in run.output.read_text())
             run.wait_for_steps(2)
             ballast = fill(disk, leave_bytes=0)
-            _pause(run, 20.0)  # whatever writes now is refused
+            _pause(run, 20.0)  # all writes fail now
             ballast.unlink()
             _pause(run, 5.0)
             _see_to(run)
@@ -248,7 +248,7 @@ def _pause(run: ChaosRun, seconds: float) -> None:
 
 
 def _see_to(run: ChaosRun) -> None:
-    """Do what a user does: if the run has ended, start it again; return when it trains."""
+    """Restart the run if it has ended, as a user does, and return when it has trained a step."""
     if run.has_ended:
         run.start()
     target = run.steps + 1
@@ -257,7 +257,7 @@ def _see_to(run: ChaosRun) -> None:
 
 def _reaches(run: ChaosRun, steps: int) -> Callable[[], bool]:
     def reached() -> bool:
-        if run.has_ended:  # what was killed took the rest along, later
+        if run.has_ended:  # the kill ended the whole run, with a delay
             run.start()
         return run.steps >= steps
 
@@ -265,7 +265,7 @@ def _reaches(run: ChaosRun, steps: int) -> Callable[[], bool]:
 
 
 def _end(run: ChaosRun, ledger: Ledger) -> Counts:
-    """Let the run come to its own end, and count."""
+    """Let the run complete, and count the damage."""
     if not run.has_ended:
         run.stop()
     run.start(steps=run.steps + LAST_STEPS)

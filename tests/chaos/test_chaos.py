@@ -1,4 +1,4 @@
-"""kill -9 of everything, once each, in a real run and in a proxy of two workers; `make chaos` is longer."""
+"""Kills each kind of process once, in a real run and in a proxy of two workers; `make chaos` is longer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from run_chaos import kill_each, kill_proxy_each, main
 
 
 @pytest.mark.timeout(900)
-def test_nothing_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_lost_when_each_process_of_a_run_is_killed(tmp_path: Path) -> None:
     counts = kill_each(tmp_path, seed=0)
     assert counts.faults == {}
     assert {"agent", "engine", "worker", "proxy", "rollout"} < set(counts.deaths) and counts.starts == 2
-    assert counts.tokens_checked > 200 and counts.telling > 0.02  # most are of version 0
+    assert counts.tokens_checked > 200 and counts.telling > 0.02  # most tokens are of version 0
     assert counts.episodes_completed > 4 and counts.completions_answered > 12
 
 
@@ -28,5 +28,5 @@ def test_nothing_is_lost_when_workers_and_supervisors_of_a_proxy_are_killed(tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_chaos_in_its_long_form() -> None:
+def test_nothing_is_lost_in_the_long_form_of_chaos() -> None:
     assert main(["--minutes", "8", "--seed", "7"]) == 0

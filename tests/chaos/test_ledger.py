@@ -1,4 +1,4 @@
-"""The ledger of the chaos test sees a use of a group that is trained twice."""
+"""The ledger of the chaos test detects a use of a group that is trained twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from areal_agents.store import NewEpisode, Store
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store in which g is trained in step 1, again in step 2, and leased for step 3; a checkpoint has 2."""
+    """A store in which g is trained in steps 1 and 2 and leased for step 3; the checkpoint is of step 2."""
     path = tmp_path / "s.db"
     with Store.open(path) as store:
         store.publish_version(0, step=0, path="v0")
@@ -51,7 +51,7 @@ def look(ledger: Ledger) -> set[str]:
     return ledger.trained_twice
 
 
-def test_reuses_are_not_training_twice(path: Path) -> None:
+def test_reuses_do_not_count_as_training_twice(path: Path) -> None:
     ledger = Ledger(path)
     assert look(ledger) == set() and ledger.settled == {("g", 0): 1, ("g", 1): 2}
     with Store.open(path) as store:
@@ -65,12 +65,12 @@ def test_reuses_are_not_training_twice(path: Path) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        "UPDATE leases SET step = 3 WHERE use = 1",  # trained again in a later step than the checkpoint's
+        "UPDATE leases SET step = 3 WHERE use = 1",  # trained again in a step after the checkpoint
         "UPDATE leases SET step = 1 WHERE use = 1",  # two uses in one step
         "UPDATE leases SET state = 'trained', use = 3 WHERE use = 2",  # a use is missing
     ],
 )
-def test_a_use_that_is_trained_twice_is_seen(path: Path, fault: str) -> None:
+def test_a_use_that_is_trained_twice_is_detected(path: Path, fault: str) -> None:
     ledger = Ledger(path)
     assert look(ledger) == set()
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:

@@ -1,4 +1,4 @@
-"""Patterns of bounded work: what they find, compared with `re`, and what is refused."""
+"""Patterns of bounded work: their matches, compared with those of `re`, and the refused patterns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_matches_are_those_of_re(pattern: str, pieces: list[str]) -> None:
     assert list(BoundedPattern(pattern).spans(text)) == expected
 
 
-def test_a_match_has_at_most_so_many_characters_and_a_text_so_many_matches() -> None:
+def test_the_length_and_the_number_of_matches_are_limited() -> None:
     text = "x-anthropic-billing-header: " + "a" * 2 * LONGEST
     ((start, end),) = BoundedPattern(ACCEPTED[0]).spans(text)
     assert (start, end - start) == (len("x-anthropic-billing-header:"), LONGEST)
@@ -47,7 +47,7 @@ def test_a_match_has_at_most_so_many_characters_and_a_text_so_many_matches() -> 
 
 @pytest.mark.parametrize("pattern", ACCEPTED)
 @pytest.mark.parametrize("unit", ["a", "date: a", "time: aa:", "uid=; cch", "name"])
-def test_no_text_keeps_an_accepted_pattern_busy(pattern: str, unit: str) -> None:
+def test_an_accepted_pattern_takes_bounded_time_on_any_string(pattern: str, unit: str) -> None:
     """A pattern that backtracks without a bound would never end here."""
     assert len(list(BoundedPattern(pattern).spans(unit * 200_000))) <= 64
 
@@ -72,6 +72,6 @@ def test_no_text_keeps_an_accepted_pattern_busy(pattern: str, unit: str) -> None
         ("name(?>(?:a+)+)b", "in too many ways"),
     ],
 )
-def test_what_is_refused(pattern: str, why: str) -> None:
+def test_unsupported_patterns_are_refused(pattern: str, why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
         BoundedPattern(pattern)

@@ -1,4 +1,4 @@
-"""The forest against a plain list of what was said: it finds the longest recorded history, and no other."""
+"""The forest compared with a plain list of messages: it finds the longest recorded history, and no other."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_turn(index: int, parent: Turn | None, new: list[Message], answer: Messa
 
 @st.composite
 def recorded(draw: st.DrawFn) -> Forest:
-    """A few turns, many of which say the same."""
+    """A forest of a few turns, many of which have equal messages."""
     forest = Forest()
     for index in range(draw(st.integers(1, 7))):
         parent = draw(st.none() | st.sampled_from(forest.turns)) if len(forest) else None
@@ -56,17 +56,17 @@ def recorded(draw: st.DrawFn) -> Forest:
 
 
 def said(forest: Forest, turn: Turn) -> list[Message]:
-    """Everything up to the end of a turn."""
+    """Return all messages up to the end of a turn."""
     return [*forest.history(turn.id), turn.reply]
 
 
 def alike(one: Message, other: Message) -> bool:
-    """Whether two messages mean the same, one of them perhaps without its reasoning."""
+    """Whether two messages are equal, possibly except for their reasoning."""
     return canonical_key(one) == canonical_key(other)
 
 
 def check(forest: Forest, messages: list[Message], tools_id: str, found: Continuation) -> None:
-    """What holds for any conversation whatsoever."""
+    """Check what must hold for every conversation."""
     if found.parent is None:
         assert found.new_messages == tuple(messages)
         assert (found.fork is None) == (len(forest) == 0)
@@ -79,7 +79,7 @@ def check(forest: Forest, messages: list[Message], tools_id: str, found: Continu
             only_calls = not mine.content.strip() and bool(theirs.tool_calls)
             assert alike(mine, theirs) or only_calls
             assert mine.role != "assistant" or not reasoning_conflicts(mine, theirs)
-    # No longer history fits word by word.
+    # No longer recorded history matches message by message.
     fits = [
         len(history)
         for turn in forest.turns
@@ -107,10 +107,10 @@ def test_any_conversation_continues_from_its_longest_recorded_history(
 
 @STEADY
 @given(st.data())
-def test_what_a_forest_remembers_of_a_conversation_changes_nothing(data: st.DataObject) -> None:
+def test_a_forest_that_remembers_conversations_finds_the_same_as_a_fresh_one(data: st.DataObject) -> None:
     forest, open_ends, asked = Forest(), [[Message("user", "p")]], []
     for index in range(data.draw(st.integers(1, 16))):
-        if asked and data.draw(st.booleans()):  # an answer, perhaps after others have asked
+        if asked and data.draw(st.booleans()):  # a completion, perhaps after other requests
             messages, found = data.draw(st.sampled_from(asked))
             answer = Message("assistant", "x", reasoning=data.draw(st.sampled_from(["", "hm"])))
             forest.record(make_turn(index, found.parent, list(found.new_messages), answer, ""))
@@ -118,7 +118,7 @@ def test_what_a_forest_remembers_of_a_conversation_changes_nothing(data: st.Data
             assert forest.context(asked_for).tolist() == Forest(forest.turns).context(asked_for).tolist()
             open_ends.append([*messages, answer, Message("user", "p")])
             continue
-        messages = data.draw(st.sampled_from(open_ends))  # the same objects again, as the proxy has them
+        messages = data.draw(st.sampled_from(open_ends))  # the same message objects again, as in the proxy
         found = forest.continuation(messages)
         fresh = Forest(forest.turns).continuation(messages)
         assert found.fork == fresh.fork and found.new_messages == fresh.new_messages
@@ -127,7 +127,7 @@ def test_what_a_forest_remembers_of_a_conversation_changes_nothing(data: st.Data
 
 
 def re_serialised(message: Message, how: str) -> Message:
-    """A reply as some client sends it back."""
+    """Return a reply in a form in which clients send it back."""
     fields: dict[str, Any] = {
         "content": message.content,
         "reasoning": message.reasoning,
@@ -153,7 +153,7 @@ FORMS = ["as it is", "padded", "no reasoning", "other json", "no text"]
 @STEADY
 @given(recorded(), st.data())
 def test_a_recorded_conversation_is_found_however_it_is_sent(forest: Forest, data: st.DataObject) -> None:
-    """The turn that is named by its call ids; without calls, one that reads the same."""
+    """The result is the turn that the call ids identify or, without calls, one with an equal reply."""
     turn = data.draw(st.sampled_from(forest.turns))
     history = said(forest, turn)
     sent = [
@@ -171,10 +171,10 @@ def test_a_recorded_conversation_is_found_however_it_is_sent(forest: Forest, dat
 
 @STEADY
 @given(recorded(), st.data())
-def test_a_handle_names_one_of_many_that_read_alike(forest: Forest, data: st.DataObject) -> None:
+def test_a_handle_identifies_one_of_several_equal_turns(forest: Forest, data: st.DataObject) -> None:
     turn = data.draw(st.sampled_from(forest.turns))
     *before, last = said(forest, turn)
-    # Every reply on the way carries its handle too.
+    # Every reply on the path carries its handle too.
     path = forest.path(turn.id).turns
     handles = {id(each.reply): each.id for each in path}
     sent = [
@@ -190,8 +190,8 @@ def test_a_handle_names_one_of_many_that_read_alike(forest: Forest, data: st.Dat
 
 @STEADY
 @given(recorded(), st.data())
-def test_words_in_the_models_mouth_are_never_spliced(forest: Forest, data: st.DataObject) -> None:
-    """A handle or call ids over another text: a new root or an earlier turn, never the one that is named."""
+def test_a_made_up_reply_with_a_known_id_is_never_spliced(forest: Forest, data: st.DataObject) -> None:
+    """Other content with a known handle or known call ids never continues the turn that they identify."""
     turn = data.draw(st.sampled_from(forest.turns))
     *before, last = said(forest, turn)
     made_up = Message("assistant", "made up", tool_calls=last.tool_calls, handle=turn.id)
@@ -201,8 +201,7 @@ def test_words_in_the_models_mouth_are_never_spliced(forest: Forest, data: st.Da
 
 @STEADY
 @given(recorded())
-def test_the_order_of_loading_does_not_matter(forest: Forest) -> None:
-    """A forest that is loaded again finds the same."""
+def test_a_forest_that_is_loaded_again_finds_the_same_turns(forest: Forest) -> None:
     again = Forest(forest.turns)
     for turn in forest.turns:
         messages = [*said(forest, turn), Message("user", "next")]

@@ -1,4 +1,4 @@
-"""Volatile text in a forest, against a plain forest that never sees it, and a list of what came first."""
+"""Volatile text in a forest, compared with a forest without it and with a record of the first text."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def turn(index: int, parent: Turn | None, new: tuple[Message, ...], reply: Messa
 
 @STEADY
 @given(st.data())
-def test_conversations_with_volatile_text(data: st.DataObject) -> None:
-    """As the proxy does: each call is searched for, and recorded with the text that was seen first."""
+def test_volatile_text_is_replaced_by_the_text_that_was_seen_first(data: st.DataObject) -> None:
+    """As in the proxy, each call is looked up and then recorded with the text that was seen first."""
     forest, calm = Forest(), Forest()
     first: dict[tuple[str, ...], str] = {}  # tools and canonical keys of a conversation → its last content
     for index in range(data.draw(st.integers(1, 7))):
@@ -85,7 +85,7 @@ def test_conversations_with_volatile_text(data: st.DataObject) -> None:
         for place, message in enumerate(shown):
             key = (tools_id, *(canonical_key(plain(m)) for m in sent[: place + 1]))
             first.setdefault(key, message.content)
-    # What the store has suffices: a forest of the same turns, read back, shows the same.
+    # The stored turns are sufficient: a forest that is built from them returns the same messages.
     again = Forest(
         replace(t, new_messages=tuple(Message.from_dict(m.to_dict()) for m in t.new_messages))
         for t in forest.turns
@@ -93,8 +93,8 @@ def test_conversations_with_volatile_text(data: st.DataObject) -> None:
     assert again.as_first_seen(sent, tools_id) == forest.as_first_seen(sent, tools_id)
 
 
-def test_of_two_calls_at_the_same_time_the_first_recorded_one_counts() -> None:
-    """Both were rendered before either was recorded, so each has its own text."""
+def test_of_two_concurrent_calls_the_text_of_the_first_recorded_one_is_used() -> None:
+    """Both calls were rendered before either was recorded, so each has its own text."""
     forest = Forest()
     for index, text in enumerate(("1", "2")):
         asked = Message("user", f"question {index}")
@@ -103,7 +103,7 @@ def test_of_two_calls_at_the_same_time_the_first_recorded_one_counts() -> None:
     assert (shown[0].content, replaced) == ("at 1", 1)
 
 
-def test_only_text_around_a_volatile_part_counts() -> None:
+def test_a_message_is_identified_by_the_text_around_its_volatile_part() -> None:
     one, other = noisy("at ", "12:00", " go"), noisy("at ", "9:30", " go ")
     assert one.digest == other.digest and canonical_key(one) == canonical_key(other)
     for different in (

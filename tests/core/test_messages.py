@@ -1,4 +1,4 @@
-"""Which messages are the same, whatever a client did to them."""
+"""Which messages are equal, although a client may have changed them."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def test_a_message_survives_json(message: Message) -> None:
 
 
 @given(assistants, st.sampled_from([" ", "\n", ""]), arguments)
-def test_what_frameworks_change_does_not_count(message: Message, space: str, values: dict[str, Any]) -> None:
-    """Whitespace around, ids, reasoning left out, and arguments written by another JSON library."""
+def test_changes_that_frameworks_make_do_not_change_the_canonical_key(
+    message: Message, space: str, values: dict[str, Any]
+) -> None:
+    """Such changes are surrounding whitespace, new ids, omitted reasoning, and another JSON serialisation."""
 
     def written(dump: Any, call_id: str) -> Message:
         call = ToolCall(call_id, "search", dump(values))
@@ -91,13 +93,13 @@ def test_arguments_are_compared_as_json(left: str, right: str, same: bool) -> No
     assert (keys[0] == keys[1]) is same
 
 
-def test_numbers_that_no_float_holds_are_no_error() -> None:
+def test_numbers_that_are_no_finite_floats_are_no_error() -> None:
     for text in ('{"n": 1e999}', '{"n": NaN}', '{"n": 123456789012345678901234567890}'):
         assert canonical_key(Message("assistant", tool_calls=(ToolCall("", "f", text),)))
 
 
-def test_arguments_nested_beyond_reason_are_no_error() -> None:
-    """A policy may sample anything; recognising its message must not end the episode."""
+def test_deeply_nested_arguments_are_no_error() -> None:
+    """A policy may sample any string, and recognising its message must not end the episode."""
     text = "[" * 100_000
     assert canonical_key(Message("assistant", tool_calls=(ToolCall("", "f", text),)))
     closed = "[" * 5_000 + "]" * 5_000
@@ -111,7 +113,7 @@ def test_a_digest_is_that_of_the_canonical_key(message: Message) -> None:
 
 
 @given(st.lists(messages, max_size=6), texts)
-def test_digests_name_every_prefix(history: list[Message], tools_id: str) -> None:
+def test_digests_identify_every_prefix(history: list[Message], tools_id: str) -> None:
     digests = history_digests(history, tools_id)
     assert len(digests) == len(history)
     for index in range(1, len(history)):
@@ -120,7 +122,7 @@ def test_digests_name_every_prefix(history: list[Message], tools_id: str) -> Non
 
 
 @given(st.lists(messages, min_size=2, max_size=6))
-def test_digests_tell_order_and_roles_apart(history: list[Message]) -> None:
+def test_digests_depend_on_the_order_of_messages_and_on_the_tools(history: list[Message]) -> None:
     turned = history[::-1]
     same = [canonical_key(m) for m in history] == [canonical_key(m) for m in turned]
     assert (history_digests(history, "")[-1] == history_digests(turned, "")[-1]) is same
@@ -134,7 +136,7 @@ def test_reasoning_that_is_left_out_is_no_conflict() -> None:
     assert reasoning_conflicts(Message("assistant", "x", reasoning="aha"), recorded)
 
 
-def test_tools_have_an_id() -> None:
+def test_the_digest_of_tools_depends_on_their_order_but_not_on_the_order_of_keys() -> None:
     search, find = {"name": "search", "strict": True}, {"name": "find"}
     assert tools_digest([]) == ""
     assert tools_digest([search, find]) == tools_digest([dict(reversed(search.items())), find])
@@ -142,7 +144,7 @@ def test_tools_have_an_id() -> None:
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
-def test_only_an_assistant_reasons_and_calls(role: Any) -> None:
+def test_only_an_assistant_message_has_reasoning_and_calls(role: Any) -> None:
     with pytest.raises(ValueError, match="only an assistant"):
         Message(role, reasoning="hm")
     with pytest.raises(ValueError, match="only an assistant"):
@@ -153,8 +155,8 @@ def test_only_an_assistant_reasons_and_calls(role: Any) -> None:
         ToolCall("", "", "{}")
 
 
-def test_numbers_beyond_64_bits_compare_as_every_reader_has_them() -> None:
-    """Some JSON readers have only floats there, so a replay of such a number is a float."""
+def test_integers_beyond_64_bits_are_compared_as_floats() -> None:
+    """Some JSON parsers read such integers as floats, so a client may send them back as floats."""
 
     def called(arguments: str) -> Message:
         return Message("assistant", tool_calls=(ToolCall("c", "f", arguments),))

@@ -47,7 +47,7 @@ from areal_agents.core.patterns import unenforced_pattern
         (r"\ud83d", "a code that is not a character"),
     ],
 )
-def test_what_is_not_enforced_is_named(pattern: str, construct: str) -> None:
+def test_a_construct_that_is_not_enforced_is_named(pattern: str, construct: str) -> None:
     reason = unenforced_pattern(pattern)
     assert reason is not None and construct in reason and reason.endswith("is not supported")
 
@@ -69,14 +69,14 @@ def test_what_is_not_enforced_is_named(pattern: str, construct: str) -> None:
         "a{0,128}",
     ],
 )
-def test_what_is_enforced_passes(pattern: str) -> None:
+def test_patterns_that_are_enforced_are_accepted(pattern: str) -> None:
     assert unenforced_pattern(pattern) is None
 
 
 @pytest.mark.parametrize("pattern", ['^a"b$', r"^a\\b$", r"\n", "\n"])
-def test_a_text_that_is_no_json_may_have_any_character(pattern: str) -> None:
+def test_a_pattern_outside_json_may_have_any_character(pattern: str) -> None:
     assert unenforced_pattern(pattern, in_json=False) is None
 
 
-def test_a_long_pattern_is_shown_shortened() -> None:
+def test_a_long_pattern_is_shortened_in_the_reason() -> None:
     assert len(str(unenforced_pattern("a" * 900 + "(?=b)"))) < 250

@@ -43,7 +43,7 @@ from areal_agents.core.schemas import unenforced
         ),
     ],
 )
-def test_what_would_be_ignored_is_named(schema: dict[str, Any], reason: str) -> None:
+def test_a_keyword_that_would_be_ignored_is_named(schema: dict[str, Any], reason: str) -> None:
     assert reason in str(unenforced(schema))
 
 
@@ -68,5 +68,5 @@ def test_what_would_be_ignored_is_named(schema: dict[str, Any], reason: str) -> 
         {"type": "array", "prefixItems": [{"type": "integer"}], "minItems": 1, "maxItems": 2},
     ],
 )
-def test_what_is_enforced_is_let_through(schema: Any) -> None:
+def test_schemas_that_are_enforced_are_accepted(schema: Any) -> None:
     assert unenforced(schema) is None

@@ -1,4 +1,4 @@
-"""Settings read booleans as YAML means them: neither as numbers, nor a bare `off` as false."""
+"""Settings read the booleans of YAML as intended: not as numbers, and a bare `off` not as false."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Example(Settings):
         ("every", True),
     ],
 )  # fmt: skip
-def test_a_boolean_is_no_number(name: str, value: bool) -> None:
+def test_a_boolean_is_not_read_as_a_number(name: str, value: bool) -> None:
     with pytest.raises(ValidationError, match=f"{name} must be a number, got {str(value).lower()}"):
         Example(**{name: value})
 
@@ -41,12 +41,12 @@ def test_a_boolean_is_no_number(name: str, value: bool) -> None:
         ("steps", "3", 3), ("rate", "1e-4", 1e-4), ("rate", None, None), ("tier", 1, 1),
     ],
 )  # fmt: skip
-def test_what_is_read_as_it_is_meant(name: str, value: Any, read: Any) -> None:
+def test_values_are_read_as_intended(name: str, value: Any, read: Any) -> None:
     found = getattr(Example(**{name: value}), name)
     assert found == read and type(found) is type(read)
 
 
-def test_settings_of_the_trainer() -> None:
+def test_booleans_in_settings_of_the_trainer_are_read_as_intended() -> None:
     assert TrainerConfig(activation_checkpointing=False).activation_checkpointing == "off"  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="steps must be a number, got true"):
         TrainerConfig(steps=True)

@@ -16,7 +16,7 @@ from areal_agents.core.trajectory import Fork, Trajectory, Turn
 
 
 def make_turn(turn_id: str, parent: str | None = None, **fields: Any) -> Turn:
-    """A turn; what it adds is derived from its id unless given."""
+    """Return a turn whose fields are derived from its id unless they are given."""
     number = sum(turn_id.encode())
     defaults: dict[str, Any] = {
         "new_messages": (Message("user", f"q {turn_id}"),),
@@ -30,13 +30,13 @@ def make_turn(turn_id: str, parent: str | None = None, **fields: Any) -> Turn:
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[Turn]:
-    """Turns in the order of recording: each a root, or the child of any earlier one."""
+    """Turns in the order of recording, each a root or the child of an earlier turn."""
     turns: list[Turn] = []
     for index in range(draw(st.integers(1, 10))):
         parent = draw(st.none() | st.sampled_from([turn.id for turn in turns])) if turns else None
         sampled = draw(st.lists(st.integers(0, 99), max_size=4))
         prompt = draw(st.lists(st.integers(0, 99), min_size=parent is None, max_size=4))
-        # Few different texts, so that siblings often read alike.
+        # Few different strings, so that siblings often have equal replies.
         reply = Message(
             "assistant", draw(st.sampled_from("xy")), tool_calls=(ToolCall(f"c{index}", "f", "{}"),)
         )
@@ -57,7 +57,7 @@ def forests(draw: st.DrawFn) -> list[Turn]:
 
 
 @given(forests())
-def test_every_path_is_the_sum_of_what_its_turns_added(turns: list[Turn]) -> None:
+def test_every_path_is_the_concatenation_of_the_tokens_that_its_turns_add(turns: list[Turn]) -> None:
     forest, by_id = Forest(turns), {turn.id: turn for turn in turns}
     assert forest.turns == tuple(turns) and len(forest) == len(turns)
     for turn in turns:
@@ -99,7 +99,7 @@ def test_leaves_cover_every_turn(turns: list[Turn]) -> None:
 def test_a_conversation_continues_from_the_turn_whose_call_it_replays(
     turns: list[Turn], data: st.DataObject
 ) -> None:
-    """Siblings that read alike are told apart by the tool-call ids that were minted for them."""
+    """Siblings with equal content are distinguished by their tool-call ids."""
     forest = Forest(turns)
     turn = data.draw(st.sampled_from(turns))
     new = (Message("tool", "result", tool_call_id=turn.reply.tool_calls[0].id), Message("user", "go on"))
@@ -110,7 +110,7 @@ def test_a_conversation_continues_from_the_turn_whose_call_it_replays(
 
 
 @given(forests())
-def test_an_order_of_recording_that_is_not_topological_is_refused(turns: list[Turn]) -> None:
+def test_a_turn_without_its_parent_or_recorded_twice_is_refused(turns: list[Turn]) -> None:
     children = [turn for turn in turns if turn.parent is not None]
     for child in children:
         with pytest.raises(ValueError, match="not recorded"):
@@ -120,7 +120,7 @@ def test_an_order_of_recording_that_is_not_topological_is_refused(turns: list[Tu
 
 
 def conversation(*texts: str) -> list[Message]:
-    """Alternating user and assistant messages."""
+    """Return alternating user and assistant messages."""
     return [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(texts)]
 
 
@@ -137,7 +137,7 @@ def test_the_longest_recorded_history_wins() -> None:
     assert found.parent is forest["b"] and [m.content for m in found.new_messages] == ["next"]
 
 
-def test_an_edit_branches_off_after_the_last_reply_that_stands() -> None:
+def test_an_edit_branches_off_after_the_last_unchanged_reply() -> None:
     forest = Forest([make_turn("a"), make_turn("b", "a")])
     found = forest.continuation(conversation("q a", "a a", "q b", "edited", "next"))
     assert found.parent is forest["a"] and [m.content for m in found.new_messages] == [
@@ -167,19 +167,21 @@ def test_without_call_ids_the_latest_of_equal_siblings_wins() -> None:
         (conversation("q a", "a a", "other"), "tools", Fork("a", "tools changed", 2)),
     ],
 )
-def test_a_new_root_says_why(messages: list[Message], tools_id: str, expected: Fork) -> None:
+def test_a_new_root_has_the_reason_for_the_fork(
+    messages: list[Message], tools_id: str, expected: Fork
+) -> None:
     forest = Forest([make_turn("a"), make_turn("b", "a")])
     assert forest.continuation(messages, tools_id).fork == expected
 
 
-def test_other_reasoning_is_an_edit() -> None:
+def test_changed_reasoning_is_an_edit() -> None:
     forest = Forest([make_turn("a", reply=Message("assistant", "x", reasoning="hm"))])
     replayed = Message("assistant", "x", reasoning="aha")
     fork = forest.continuation([Message("user", "q a"), replayed, Message("user", "n")]).fork
     assert fork == Fork("a", "edited", 1)
 
 
-def test_a_shared_system_prompt_is_a_new_conversation() -> None:
+def test_a_conversation_that_shares_only_the_system_prompt_is_new() -> None:
     system = Message("system", "Be brief.")
     forest = Forest([make_turn("a", new_messages=(system, Message("user", "q")))])
     fork = forest.continuation([system, Message("user", "other")]).fork
@@ -194,7 +196,7 @@ FOUND = Message("tool", "In France.", tool_call_id="call_1")
 
 
 def test_a_changed_message_before_a_kept_reply_is_an_edit() -> None:
-    """The newest message had a reminder, which the next call moves on."""
+    """The recorded message contains a reminder, which the next call leaves out."""
     reminded = Message("user", "Where is Lyon? (You have 3 turns left.)")
     forest = Forest([make_turn("a", new_messages=(SYSTEM, reminded), reply=CALLED)])
     assert forest.continuation([SYSTEM, ASKED, CALLED, FOUND]).fork == Fork("a", "edited", 1)
@@ -202,8 +204,8 @@ def test_a_changed_message_before_a_kept_reply_is_an_edit() -> None:
     assert forest.continuation([SYSTEM, ASKED, rewritten, FOUND]).fork == Fork("a", "edited", 1)
 
 
-def test_an_auxiliary_call_about_the_same_question_shares_no_conversation() -> None:
-    """A call for a title has the user's message, too, and no reply."""
+def test_an_auxiliary_call_about_the_same_question_is_a_new_conversation() -> None:
+    """A request for a title also contains the user's message, but no reply."""
     title = (Message("system", "Write titles."), Message("user", "Write a title for this:"), ASKED)
     forest = Forest([make_turn("a", new_messages=title, reply=Message("assistant", "Lyon"))])
     assert forest.continuation([SYSTEM, ASKED]).fork == Fork(None, "new conversation", 0)
@@ -211,7 +213,7 @@ def test_an_auxiliary_call_about_the_same_question_shares_no_conversation() -> N
     assert forest.continuation(title).fork == Fork(None, "new conversation", 0)
 
 
-def test_messages_in_another_order_are_reordered_though_not_all_are_kept() -> None:
+def test_a_changed_order_is_recognised_although_some_messages_are_missing() -> None:
     last = Message("assistant", "In France.")
     turns = [
         make_turn("a", new_messages=(SYSTEM, ASKED), reply=CALLED),
@@ -221,7 +223,7 @@ def test_messages_in_another_order_are_reordered_though_not_all_are_kept() -> No
     assert Forest(turns).continuation(sent).fork == Fork("a", "reordered", 2)
 
 
-def test_equal_messages_are_not_reordered() -> None:
+def test_repeated_equal_messages_do_not_count_as_reordered() -> None:
     again = Message("user", "Go on.")
     turns = [
         make_turn("a", new_messages=(ASKED,), reply=Message("assistant", "one")),
@@ -232,7 +234,7 @@ def test_equal_messages_are_not_reordered() -> None:
     assert Forest(turns).continuation(sent).fork == Fork("a", "edited", 0)
 
 
-def test_a_fork_that_the_template_forces_starts_again() -> None:
+def test_a_fork_that_the_template_forces_begins_a_new_root() -> None:
     forest = Forest([make_turn("a")])
     messages = conversation("q a", "a a", "next")
     found = forest.continuation(messages)
@@ -252,12 +254,12 @@ def test_a_fork_that_the_template_forces_starts_again() -> None:
         ({"parent": "p", "forked_from": Fork(None, "unknown", 0)}, "cannot also be a fork"),
     ],
 )
-def test_an_impossible_turn(fields: dict[str, Any], message: str) -> None:
+def test_an_invalid_turn_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_turn(**{"turn_id": "t", **fields})
 
 
-def test_impossible_relations() -> None:
+def test_invalid_relations_between_turns_are_refused() -> None:
     with pytest.raises(ValueError, match="reason must be one of"):
         Fork(None, "because", 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must offer the same tools"):
@@ -271,12 +273,12 @@ def test_impossible_relations() -> None:
 
 
 def called(turn_id: str) -> Turn:
-    """A turn that says something and calls a tool."""
+    """Return a turn whose reply has content and a tool call."""
     call = ToolCall(f"call of {turn_id}", "f", '{"x": 1}')
     return make_turn(turn_id, reply=Message("assistant", "let me see", tool_calls=(call,)))
 
 
-def test_a_reply_whose_text_was_dropped_is_known_by_its_call_ids() -> None:
+def test_a_reply_without_its_content_is_recognised_by_its_call_ids() -> None:
     forest = Forest([called("a")])
     call = forest["a"].reply.tool_calls[0]
     end = Message("tool", "r", tool_call_id=call.id)
@@ -298,7 +300,7 @@ def test_a_reply_whose_text_was_dropped_is_known_by_its_call_ids() -> None:
         Message("assistant", "other words", handle="a"),
     ],
 )
-def test_a_known_id_over_another_text_is_an_edit(replayed: Message) -> None:
+def test_other_content_with_a_known_id_is_an_edit(replayed: Message) -> None:
     forest = Forest([called("a")])
     found = forest.continuation([*forest["a"].new_messages, replayed, Message("user", "n")])
     assert found.parent is None and found.fork == Fork("a", "edited", 1)
@@ -324,13 +326,13 @@ def replayed_with(arguments: str, *, call_id: str = "call of a", content: str = 
     return Message("assistant", content, tool_calls=(ToolCall(call_id, "f", arguments),))
 
 
-def test_a_call_that_comes_back_with_defaults_of_its_tool_is_the_recorded_one() -> None:
+def test_a_replayed_call_with_added_tool_defaults_is_the_recorded_call() -> None:
     forest = Forest([called("a")])
     end = Message("tool", "r", tool_call_id="call of a")
     first = forest["a"].new_messages
     filled = replayed_with('{"all": false, "x": 1, "most": 5.0}')
     conversation = [*first, filled, end]
-    assert Forest([called("a")]).continuation(conversation).parent is None  # of tools nothing is known
+    assert Forest([called("a")]).continuation(conversation).parent is None  # the tools are not known
     found = forest.continuation(conversation, tools=[EDIT_TOOL])
     assert found.parent is forest["a"] and found.new_messages == (end,)
     forest.record(make_turn("b", "a", new_messages=(end,)))
@@ -352,7 +354,7 @@ def test_a_call_that_comes_back_with_defaults_of_its_tool_is_the_recorded_one() 
         replayed_with("[]"),
     ],
 )
-def test_more_than_defaults_is_an_edit(replayed: Message) -> None:
+def test_a_change_other_than_added_defaults_is_an_edit(replayed: Message) -> None:
     forest = Forest([called("a")])
     conversation = [*forest["a"].new_messages, replayed, Message("user", "n")]
     found = forest.continuation(conversation, tools=[EDIT_TOOL])
@@ -363,14 +365,14 @@ def test_more_than_defaults_is_an_edit(replayed: Message) -> None:
     "tool",
     [{}, {"function": None}, {"function": {"name": "f"}}, {"function": {"name": "f", "parameters": []}}],
 )
-def test_tools_that_declare_nothing_have_no_defaults(tool: dict[str, Any]) -> None:
+def test_tools_without_declared_properties_have_no_defaults(tool: dict[str, Any]) -> None:
     forest = Forest([called("a")])
     filled = replayed_with('{"x": 1, "all": false}')
     conversation = [*forest["a"].new_messages, filled, Message("user", "n")]
     assert forest.continuation(conversation, tools=[tool]).parent is None
 
 
-def test_a_handle_tells_equal_siblings_apart() -> None:
+def test_a_handle_distinguishes_equal_siblings() -> None:
     reply, question = Message("assistant", "same"), (Message("user", "q"),)
     forest = Forest([make_turn(name, new_messages=question, reply=reply) for name in ("a", "b")])
     replayed = Message("assistant", " same", handle="a")
@@ -383,7 +385,7 @@ def test_a_call_id_after_another_history_is_not_spliced() -> None:
     assert found.parent is None
 
 
-def test_the_turns_that_answered_a_conversation() -> None:
+def test_all_turns_that_answered_a_conversation_are_found() -> None:
     forest = Forest(
         [called("a"), make_turn("b", "a"), make_turn("c", "a", new_messages=(Message("user", "q b"),))]
     )
@@ -396,11 +398,11 @@ def test_the_turns_that_answered_a_conversation() -> None:
 
 
 def thinking(turn_id: str, reasoning: str, parent: str | None = None, **fields: Any) -> Turn:
-    """A turn that thinks, and says what its siblings say too."""
+    """Return a turn with reasoning, and with the same content as its siblings."""
     return make_turn(turn_id, parent, reply=Message("assistant", "same", reasoning=reasoning), **fields)
 
 
-def test_nothing_after_a_reply_with_other_reasoning_is_recognised() -> None:
+def test_nothing_after_a_reply_with_changed_reasoning_is_recognised() -> None:
     forest = Forest([thinking("a", "hm"), make_turn("b", "a")])
     edited = Message("assistant", "same", reasoning="aha")
     end = Message("user", "n")
@@ -409,7 +411,7 @@ def test_nothing_after_a_reply_with_other_reasoning_is_recognised() -> None:
 
 
 def test_a_branch_is_followed_from_sibling_to_child() -> None:
-    """Two siblings and their children read alike, but for the siblings' reasoning."""
+    """Two siblings and their children are equal except for the siblings' reasoning."""
     question, more = (Message("user", "q"),), (Message("user", "more"),)
     forest = Forest(
         [
@@ -424,7 +426,7 @@ def test_a_branch_is_followed_from_sibling_to_child() -> None:
         assert forest.continuation(replayed).parent is forest[f"{name}1"]
 
 
-def test_an_assistant_message_in_a_prompt_is_found_again_with_its_reasoning() -> None:
+def test_an_assistant_message_in_a_prompt_is_recognised_with_its_reasoning() -> None:
     shown = (
         Message("user", "example"),
         Message("assistant", "answer", reasoning="why"),

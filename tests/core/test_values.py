@@ -1,4 +1,4 @@
-"""Values are checked where they are made, and cannot change afterwards."""
+"""Values are validated when they are created, and cannot be changed afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_episode(*rewards: Reward, status: Any = "finished") -> RecordedEpisode:
         ([[-1.0], [-1.0]], [0, 0], "stop", "one-dimensional"),
     ],
 )
-def test_an_impossible_completion(logprobs: Any, versions: Any, reason: Any, message: str) -> None:
+def test_an_invalid_completion_is_refused(logprobs: Any, versions: Any, reason: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Completion([1, 2], logprobs, versions, reason)
 
@@ -59,12 +59,12 @@ def test_arrays_are_copied_and_frozen() -> None:
     "fields",
     [{"max_new_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2}],
 )
-def test_impossible_sampling(fields: dict[str, Any]) -> None:
+def test_invalid_sampling_parameters_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         SamplingParams(**{"max_new_tokens": 1, **fields})
 
 
-def test_the_score_is_every_reward_once() -> None:
+def test_the_score_is_the_sum_of_all_rewards() -> None:
     rewards = (
         Reward("episode", "", "return", 1.0),
         Reward("episode", "", "style", 0.5),
@@ -75,7 +75,7 @@ def test_the_score_is_every_reward_once() -> None:
     assert make_episode().score == 0
 
 
-def test_impossible_rewards() -> None:
+def test_invalid_rewards_are_refused() -> None:
     with pytest.raises(ValueError, match="finite"):
         Reward("episode", "", "return", float("nan"))
     with pytest.raises(ValueError, match="target"):
@@ -86,7 +86,7 @@ def test_impossible_rewards() -> None:
         make_episode(Reward("turn", "c", "return", 1))
 
 
-def test_impossible_groups() -> None:
+def test_invalid_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="group g must have at least one rollout"):
         RolloutGroup("g", TASK, ())
     with pytest.raises(ValueError, match="failed"):
@@ -108,7 +108,7 @@ def make_sample(**fields: Any) -> TrainingSample:
     return TrainingSample(**{**arrays, **fields}, episode_id="e", group_id="g")
 
 
-def test_a_sample_is_aligned_and_finite() -> None:
+def test_a_sample_must_be_aligned_and_finite() -> None:
     assert len(make_sample()) == 2
     with pytest.raises(ValueError, match="all arrays must have one length"):
         make_sample(versions=np.array([0]))

@@ -1,6 +1,6 @@
-"""Agents with real clients, as users write them: good ones, and one for each way to go wrong.
+"""Agents with real clients, as users write them: correct ones, and one for each kind of mistake.
 
-Run as a command, with the name of one of them, the client finds the proxy through the environment.
+Run as a command with the argument openai or anthropic, a client finds the proxy through the environment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _begin(task: dict[str, Any]) -> list[Any]:
 
 
 async def good(task: dict[str, Any], ep: Episode) -> float:
-    """Calls tools until the model answers in text, and asserts that they are called as the schema says."""
+    """Calls tools until the model answers in text, and asserts that the arguments follow the schema."""
     messages = _begin(task)
     async with _client(ep) as client:
         while True:
@@ -56,7 +56,7 @@ async def good(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def streaming(task: dict[str, Any], ep: Episode) -> float:
-    """Streams its one answer, and asks for what has no effect."""
+    """Streams its only response, and sends parameters that have no effect."""
     async with _client(ep) as client:
         stream = await client.chat.completions.create(
             model=MODEL, messages=_begin(task), stream=True, temperature=0.1, user="somebody"
@@ -77,7 +77,7 @@ async def editing(task: dict[str, Any], ep: Episode) -> float:
 
 
 def _noisy_system(call: int) -> str:
-    """A system message with text that is another one at every call; no clock, so that tests can repeat it."""
+    """Return a system message that differs at every call, but not between runs of a test."""
     return (
         "You are a helpful agent.\n"
         f"<env>\nToday's date: 2026-11-{10 + call}\nTime is {9 + call}:0{call}:1{call} UTC.\n</env>\n"
@@ -86,7 +86,7 @@ def _noisy_system(call: int) -> str:
 
 
 async def noisy(task: dict[str, Any], ep: Episode) -> float:
-    """Writes the date, the time and a trace id into its system message, anew at every call."""
+    """Writes a new date, time and trace id into its system message at every call."""
     messages = _begin(task)
     async with _client(ep) as client:
         for call in range(3):
@@ -102,7 +102,7 @@ async def noisy(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def typed_pydantic_ai(task: dict[str, Any], ep: Episode) -> float:
-    """Declares the type of the answer; with "free", in the way that the doctor advises."""
+    """Declares the type of the answer; for a task with "free", in the way that the doctor advises."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -114,7 +114,7 @@ async def typed_pydantic_ai(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def typed_langchain(task: dict[str, Any], ep: Episode) -> float:
-    """Declares the type of the answer; with "free", in the way that the doctor advises."""
+    """Declares the type of the answer; for a task with "free", in the way that the doctor advises."""
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(model=MODEL, base_url=ep.base_url, api_key=lambda: ep.api_key, max_retries=0)
@@ -130,7 +130,7 @@ class Place(BaseModel):
 
 
 async def conversing(task: dict[str, Any], ep: Episode) -> float:
-    """Asks a second question after the answer, which it sends back as it was."""
+    """Asks a second question after the answer, which it sends back unchanged."""
     messages = _begin(task)
     async with _client(ep) as client:
         for _ in range(2):
@@ -140,14 +140,14 @@ async def conversing(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def blocks(task: dict[str, Any], ep: Episode) -> float:
-    """Waits in a way that stops the event loop."""
+    """Blocks the event loop."""
     await good(task, ep)
     time.sleep(600)  # noqa: ASYNC251 (what an agent should not do)
     return 1.0
 
 
 async def gives_nothing(task: dict[str, Any], ep: Episode) -> None:
-    """Plays its episode, and returns no reward."""
+    """Calls the model, and returns no reward."""
     await good(task, ep)
 
 
@@ -157,7 +157,7 @@ async def idle(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def elsewhere(task: dict[str, Any], ep: Episode) -> float:
-    """Calls a server that is written out in its source, and takes the failure for an answer."""
+    """Calls a server whose address is in its source code, and catches the failure."""
     async with AsyncOpenAI(base_url=ELSEWHERE, api_key="its own", max_retries=0) as client:
         try:
             await client.chat.completions.create(model=MODEL, messages=_begin(task))
@@ -167,7 +167,7 @@ async def elsewhere(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def unsupported(task: dict[str, Any], ep: Episode) -> float:
-    """Asks for audio."""
+    """Requests audio output."""
     async with _client(ep) as client:
         await client.chat.completions.create(
             model=MODEL,
@@ -179,14 +179,14 @@ async def unsupported(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def own_key(task: dict[str, Any], ep: Episode) -> float:
-    """Has the episode's address, and a key of its own."""
+    """Uses the episode's base_url with another key."""
     async with AsyncOpenAI(base_url=ep.base_url, api_key="sk-mine", max_retries=0) as client:
         await client.chat.completions.create(model=MODEL, messages=_begin(task))
     return 1.0
 
 
 async def bare(task: dict[str, Any], ep: Episode) -> float:
-    """Has the proxy's address without the episode."""
+    """Uses the proxy's base_url without the episode."""
     origin = ep.base_url.partition("/e/")[0]
     async with AsyncOpenAI(base_url=f"{origin}/v1", api_key="any", max_retries=0) as client:
         await client.chat.completions.create(model=MODEL, messages=_begin(task))
@@ -194,7 +194,7 @@ async def bare(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def forced(task: dict[str, Any], ep: Episode) -> float:
-    """Has every answer constrained."""
+    """Constrains every response with a JSON schema."""
     async with _client(ep) as client:
         answer = await client.chat.completions.create(
             model=MODEL,
@@ -206,7 +206,7 @@ async def forced(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def choosing(task: dict[str, Any], ep: Episode) -> float:
-    """Forces a call of one of two tools, then asks for a call or JSON until it gets JSON."""
+    """Forces a call of one of two tools, then requests a call or JSON until the model writes JSON."""
     messages = _begin(task)
     other = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
     options: dict[str, Any] = {"model": MODEL, "tools": [SEARCH, other]}
@@ -230,7 +230,7 @@ async def choosing(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def claude(task: dict[str, Any], ep: Episode) -> float:
-    """An Anthropic client with tools."""
+    """Uses an Anthropic client with tools."""
     messages = _begin(task)
     async with AsyncAnthropic(base_url=ep.base_url.removesuffix("/v1"), api_key=ep.api_key) as client:
         while True:
@@ -248,21 +248,21 @@ async def claude(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def claude_with_v1(task: dict[str, Any], ep: Episode) -> float:
-    """An Anthropic client with an OpenAI client's base_url."""
+    """Uses an Anthropic client with the base_url of an OpenAI client."""
     async with AsyncAnthropic(base_url=ep.base_url, api_key=ep.api_key, max_retries=0) as client:
         await client.messages.create(model=MODEL, max_tokens=64, messages=_begin(task))
     return 1.0
 
 
 async def telling(task: dict[str, Any], ep: Episode) -> float:
-    """Fails with a message that holds its key."""
+    """Fails with a message that contains its key."""
     async with _client(ep) as client:
         await client.chat.completions.create(model=MODEL, messages=_begin(task))
     raise RuntimeError(f"nothing works at {ep.base_url}")
 
 
 async def endless(task: dict[str, Any], ep: Episode) -> float:
-    """Gets an answer, marks that, and then never ends."""
+    """Creates the file `mark` after a response, and then never ends."""
     async with _client(ep) as client:
         await client.chat.completions.create(model=MODEL, messages=_begin(task))
     Path(task["mark"]).touch()
@@ -279,14 +279,14 @@ async def asks_its_question(task: dict[str, Any], ep: Episode) -> float:
 
 
 def synchronous(task: dict[str, Any], ep: Episode) -> float:
-    """Without async: it runs in a process of its own."""
+    """Is not async, so it runs in a separate process."""
     with OpenAI(base_url=ep.base_url, api_key=ep.api_key) as client:
         answer = client.responses.create(model=MODEL, input="Where is Lyon?")
     return float(bool(answer.output_text))
 
 
 def main(name: str) -> None:
-    """As a command."""
+    """Run one of the clients as a command."""
     if name == "openai":
         OpenAI().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
     elif name == "anthropic":

@@ -17,7 +17,7 @@ async def ask(task: dict[str, Any], ep: Episode) -> None:
 
 
 async def ask_and_insist(task: dict[str, Any], ep: Episode) -> float:
-    """Raises when the model says nothing, and gives its own reward."""
+    """Raises ValueError if the reply is empty, and returns its own reward."""
     async with AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": task["question"]}]
         reply = await client.chat.completions.create(model="policy", messages=messages)

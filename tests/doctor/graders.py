@@ -1,4 +1,4 @@
-"""Graders: a good one, and one for each way to go wrong; each process of one imports nothing else."""
+"""Graders: a correct one, and one for each kind of mistake. Grader processes import no other test module."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def exact(episode: FinishedEpisode) -> float:
 
 
 def named(episode: FinishedEpisode) -> dict[str, float]:
-    """The same under a name of its own."""
+    """Gives the reward of `exact` under a name."""
     return {"exact": exact(episode)}
 
 
 def contains(episode: FinishedEpisode) -> float:
-    """Finds the answer in any text that names all choices."""
+    """Accepts every reply that contains the answer, such as a list of all choices."""
     return float(episode.task["answer"] in episode.answer)
 
 
@@ -43,7 +43,7 @@ def boxed_or_nothing(episode: FinishedEpisode) -> float:
 
 
 def fenced_statement(episode: FinishedEpisode) -> float:
-    """Reads a block whose fence names SQL."""
+    """Reads a fenced block that is marked as SQL."""
     return float(f"```sql\n{episode.task['answer']}\n```" in episode.answer)
 
 
@@ -60,7 +60,7 @@ def never(episode: FinishedEpisode) -> float:
 
 
 def moody(episode: FinishedEpisode) -> float:
-    """Gives another reward at each call."""
+    """Gives a different reward at each call."""
     return exact(episode) + next(_CALLS) * 1e-3
 
 
@@ -76,7 +76,7 @@ def endless(episode: FinishedEpisode) -> float:
 
 
 def ends_the_process(episode: FinishedEpisode) -> float:
-    """Ends its process on the right answer, as a grader that was a program may do."""
+    """Ends its process if the answer is right, as a grader that was written as a program may do."""
     if episode.answer == episode.task["answer"]:
         print("graded", flush=True)
         os._exit(7)
@@ -84,14 +84,14 @@ def ends_the_process(episode: FinishedEpisode) -> float:
 
 
 def tests_of_the_folder(episode: FinishedEpisode) -> float:
-    """Runs the tests that the agent left."""
+    """Runs the tests that the agent left in its folder."""
     assert episode.workdir is not None
     done = subprocess.run([sys.executable, "test_double.py"], cwd=episode.workdir, timeout=30, check=False)
     return float(done.returncode == 0)
 
 
 def tests_of_the_task(episode: FinishedEpisode) -> float:
-    """Runs the tests of the task, whatever the agent made of its copy."""
+    """Runs the original tests of the task, even if the agent changed its copy."""
     assert episode.workdir is not None
     shutil.copy(Path(episode.task["folder"]) / "test_double.py", episode.workdir)
     return tests_of_the_folder(episode)

@@ -1,4 +1,4 @@
-"""The doctor on agents with real clients: what it saw, what it says, and what it advises."""
+"""The doctor's reports on agents with real clients: the facts, the findings, and the advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGENTS = Path(__file__).with_name("doctor_agents.py")
 MODEL = AGENTS.parents[2] / "examples" / "search_agent" / "model"
 
 
-@cache  # reports are data, and each takes half a second
+@cache  # reports are immutable, and each takes half a second
 def report_on(name: str) -> Report:
     return examine(function=f"{AGENTS}:{name}", timeout_s=60)
 
@@ -34,7 +34,7 @@ def serious(report: Report) -> list[Finding]:
     return [finding for finding in report.findings if finding.severity != "note"]
 
 
-def test_a_good_function() -> None:
+def test_a_correct_function_has_no_serious_findings() -> None:
     report = report_on("good")
     facts = report.facts
     assert report.verdict == "ok" and serious(report) == [] and report.agent_error is None
@@ -45,7 +45,7 @@ def test_a_good_function() -> None:
     assert facts.episode == "given" and facts.rewarded and facts.streamed == 0
 
 
-def test_a_good_command_through_the_command_line() -> None:
+def test_a_correct_command_is_ok_on_the_command_line() -> None:
     done = doctor("--json", "--", sys.executable, str(AGENTS), "openai")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
@@ -55,7 +55,7 @@ def test_a_good_command_through_the_command_line() -> None:
     assert "verdict: ok" in done.stdout
 
 
-def test_an_anthropic_command() -> None:
+def test_an_anthropic_command_is_ok_although_it_gives_no_reward() -> None:
     report = examine(command=[sys.executable, str(AGENTS), "anthropic"], timeout_s=60)
     assert report.verdict == "ok" and report.facts.dialects == ["messages"]
     assert not report.facts.rewarded
@@ -63,18 +63,18 @@ def test_an_anthropic_command() -> None:
     assert note.severity == "note" and "AREAL_AGENTS_EPISODE_ID" in note.fix
 
 
-def test_an_anthropic_function_with_tools() -> None:
+def test_an_anthropic_function_with_tools_is_ok() -> None:
     report = report_on("claude")
     assert report.verdict == "ok" and report.facts.endpoints == {"/v1/messages": 3}
     assert report.facts.branches == 1 and report.facts.trained_share == 1
 
 
-def test_a_synchronous_function_on_the_responses_api() -> None:
+def test_a_synchronous_function_on_the_responses_api_is_ok() -> None:
     report = report_on("synchronous")
     assert report.verdict == "ok" and report.facts.endpoints == {"/v1/responses": 1}
 
 
-def test_an_agent_that_streams() -> None:
+def test_parameters_without_effect_are_noted_for_a_streaming_agent() -> None:
     report = report_on("streaming")
     facts = report.facts
     assert report.verdict == "ok" and (facts.calls, facts.streamed, facts.turns) == (1, 1, 1)
@@ -84,7 +84,7 @@ def test_an_agent_that_streams() -> None:
     assert "In training, the proxy sets these parameters: temperature." in notes
 
 
-def test_an_agent_that_edits_its_history() -> None:
+def test_an_agent_that_edits_its_history_gets_a_remark() -> None:
     report = report_on("editing")
     facts = report.facts
     assert report.verdict == "remarks" and facts.branches == facts.roots == 2
@@ -95,7 +95,7 @@ def test_an_agent_that_edits_its_history() -> None:
 
 
 def test_text_that_differs_at_every_call_is_named_with_a_rule_to_paste(tmp_path: Path) -> None:
-    """What the doctor prints is pasted into a configuration, with which the agent has one branch."""
+    """With the printed rule in its configuration, the agent has one branch."""
     noisy = ("--agent", f"{AGENTS}:noisy", "--json")
     done = doctor(*noisy)
     assert done.returncode == 0, done.stderr
@@ -119,12 +119,12 @@ def test_text_that_differs_at_every_call_is_named_with_a_rule_to_paste(tmp_path:
     assert facts["changing_texts"] == [] and facts["reused_share"] > 0.8
 
 
-def test_an_agent_whose_template_strips_reasoning() -> None:
+def test_a_template_that_strips_reasoning_is_named() -> None:
     (finding,) = serious(report_on("conversing"))
     assert "template strips reasoning" in finding.what and "reasoning: keep" in finding.fix
 
 
-def test_an_agent_that_never_calls() -> None:
+def test_an_agent_that_never_calls_the_proxy_cannot_be_trained() -> None:
     report = report_on("idle")
     assert report.verdict == "cannot" and report.facts.calls == 0 and report.facts.episode == "none"
     (finding,) = serious(report)
@@ -132,7 +132,7 @@ def test_an_agent_that_never_calls() -> None:
     assert "base_url=ep.base_url" in finding.fix
 
 
-def test_an_agent_with_another_address_in_its_source() -> None:
+def test_another_address_in_the_source_of_an_agent_is_named() -> None:
     report = report_on("elsewhere")
     assert report.verdict == "cannot"
     (finding,) = serious(report)
@@ -140,7 +140,7 @@ def test_an_agent_with_another_address_in_its_source() -> None:
     assert f"models.example.invalid (doctor_agents.py:{line})" in finding.what
 
 
-def test_an_agent_that_asks_for_what_is_not_supported() -> None:
+def test_an_unsupported_parameter_is_named() -> None:
     report = report_on("unsupported")
     assert report.verdict == "cannot" and report.facts.ignored_fields == {}
     (refusal,) = report.facts.refused
@@ -161,7 +161,7 @@ def test_an_agent_that_asks_for_what_is_not_supported() -> None:
         ("claude_with_v1", "/v1/v1/messages was refused with 404", "Anthropic clients need it without /v1"),
     ],
 )
-def test_what_keeps_an_agent_from_being_trained(agent: str, what: str, fix: str) -> None:
+def test_a_mistake_that_prevents_training_is_named_with_its_fix(agent: str, what: str, fix: str) -> None:
     report = report_on(agent)
     assert report.verdict == "cannot"
     first = report.findings[0]
@@ -183,13 +183,13 @@ def test_a_declared_type_is_constrained_unless_the_advice_is_followed(agent: str
     assert free.facts.trained_share == 1 and free.facts.sampled_tokens > 0 and free.verdict == "ok"
 
 
-def test_the_scripted_model_keeps_to_what_a_grammar_lets_through() -> None:
+def test_the_scripted_model_follows_tool_choices_and_schemas() -> None:
     report = report_on("choosing")
     assert report.agent_error is None and report.facts.turns == 4
     assert report.facts.trained_share == 0 and report.verdict == "cannot"
 
 
-def test_an_engine_and_a_model_of_the_user() -> None:
+def test_the_engine_and_the_model_of_the_user_are_used() -> None:
     app = ScriptedApp.from_folder(MODEL, lambda call: "<think>\nHm.\n</think>\n\nIn France.")
     with running(app) as url:
         report = examine(function=f"{AGENTS}:streaming", model=MODEL, engine_url=url, timeout_s=60)
@@ -199,14 +199,14 @@ def test_an_engine_and_a_model_of_the_user() -> None:
     assert report.facts.sampled_tokens == len(exchange.token_ids)
 
 
-def test_no_key_is_in_a_report() -> None:
+def test_a_report_contains_no_key() -> None:
     assert "RuntimeError: nothing works at http://127.0.0.1:" in str(report_on("telling").agent_error)
     for agent in ("good", "telling", "own_key", "claude_with_v1", "bare"):
         said = json.dumps(report_on(agent).to_dict())
         assert "ep-" not in said.replace("areal-agents", "") and "sk-mine" not in said
 
 
-def test_an_agent_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "answered"
     TimeLimits(monkeypatch, mark.exists)
     report = examine(function=f"{AGENTS}:endless", task={"mark": str(mark)}, timeout_s=2)
@@ -215,14 +215,14 @@ def test_an_agent_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest
     assert finding.what == "The agent did not end within 2 s and was stopped." and "--timeout" in finding.fix
 
 
-def test_an_agent_that_fails_for_lack_of_a_task_is_told_how_to_give_one() -> None:
+def test_the_report_on_an_agent_that_lacks_a_task_says_how_to_give_one() -> None:
     report = examine(function=f"{AGENTS}:asks_its_question", timeout_s=60)
     (finding,) = [each for each in report.findings if "failed before any call" in each.what]
     assert "KeyError: 'question'" in finding.what
     assert "Its task was {}; give another with --task." in finding.fix
 
 
-def test_a_command_that_fails_shows_why() -> None:
+def test_the_report_on_a_command_that_fails_says_why() -> None:
     done = doctor("--json", "--", sys.executable, str(AGENTS), "nobody")
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
@@ -232,7 +232,7 @@ def test_a_command_that_fails_shows_why() -> None:
     assert any("OPENAI_BASE_URL" in finding["fix"] for finding in said["findings"])
 
 
-def test_mistakes_on_the_command_line_are_one_clear_line() -> None:
+def test_a_mistake_on_the_command_line_is_reported_without_a_traceback() -> None:
     done = doctor("--agent", "no_such_module:agent")
     assert done.returncode == 1 and "cannot import no_such_module" in done.stderr
     assert "Traceback" not in done.stderr
@@ -269,7 +269,7 @@ def test_the_agent_of_a_configuration_is_examined_with_its_first_task(tmp_path: 
     assert (report["facts"]["turns"], report["agent_error"]) == (1, None)
 
 
-def test_what_cannot_be_examined() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="--agent module:function or --"):
         examine()
     with pytest.raises(ConfigError, match="needs --model"):
@@ -285,7 +285,7 @@ def test_an_engine_that_does_not_answer_is_reported_at_once() -> None:
         examine(function=f"{AGENTS}:good", model=MODEL, engine_url="http://127.0.0.1:9")
 
 
-def test_a_reward_function_apart_from_the_agent_is_called(tmp_path: Path) -> None:
+def test_a_reward_function_that_is_separate_from_the_agent_is_called(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(
         "def score(episode):\n    return float(episode.messages[0]['role'] == 'user')\n"
         "def broken(episode):\n    raise KeyError('answer')\n"

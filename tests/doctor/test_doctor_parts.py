@@ -1,4 +1,4 @@
-"""The doctor's parts that need no episode: made-up values, tools in prompts, and an agent's surroundings."""
+"""The doctor's parts that need no episode: generated values, tools in prompts, an agent's surroundings."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_instances_fit_their_schema(schema: dict[str, Any], value: object) -> No
     assert instance_of(schema) == value
 
 
-def test_a_schema_that_contains_itself_ends() -> None:
+def test_the_instance_of_a_recursive_schema_is_finite() -> None:
     schema = {"$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}}}
     assert json.dumps(instance_of({**schema, "$ref": "#/$defs/n"})).startswith('{"n": {"n"')
 
 
-def test_the_stand_in_model_has_a_token_for_everything(tmp_path: Path) -> None:
+def test_the_built_in_model_encodes_every_string(tmp_path: Path) -> None:
     renderer = ChatRenderer.from_folder(write_tiny_model(tmp_path))
     assert renderer.family == "qwen3"
     text = "héllo \U0001f600 \x00\n<tool_call>"
@@ -97,7 +97,7 @@ def test_hosts_in_the_environment_are_named_without_their_secrets() -> None:
     assert [(host.host, host.where) for host in found] == [("judge.example.com", "JUDGE_BASE_URL")]
 
 
-def test_an_http_proxy_is_in_the_way_unless_this_machine_is_left_out() -> None:
+def test_an_http_proxy_is_named_unless_this_machine_is_excluded() -> None:
     environment = {"HTTP_PROXY": "http://proxy.example.com:3128"}
     proxy = http_proxy_in_the_way(environment)
     assert proxy is not None and proxy.host == "proxy.example.com"
@@ -105,7 +105,7 @@ def test_an_http_proxy_is_in_the_way_unless_this_machine_is_left_out() -> None:
     assert http_proxy_in_the_way({}) is None
 
 
-def test_telemetry_is_named_until_it_is_off() -> None:
+def test_telemetry_is_named_unless_it_is_off() -> None:
     (found,) = telemetry_of({"crewai", "json"}, [], {})
     assert (found.variable, found.value) == ("CREWAI_DISABLE_TELEMETRY", "true")
     assert telemetry_of({"crewai"}, [], {"CREWAI_DISABLE_TELEMETRY": "1"}) == []
@@ -115,7 +115,7 @@ def test_telemetry_is_named_until_it_is_off() -> None:
     assert telemetry_of({"agents"}, [], {}, "RunConfig(tracing_disabled=True)") == []
 
 
-def test_sources_are_read_with_their_neighbours(tmp_path: Path) -> None:
+def test_sources_are_read_with_the_modules_that_they_import(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("import json\nfrom tools import search\n")
     (tmp_path / "tools.py").write_text('import crewai.llm\nURL = "https://api.example.com/x"\n')
     (tmp_path / "other.py").write_text('URL = "https://other.example.com"\n')
@@ -130,14 +130,14 @@ def test_sources_are_read_with_their_neighbours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"'])
-def test_a_task_is_a_json_object(text: str) -> None:
+def test_a_task_must_be_a_json_object(text: str) -> None:
     assert read_task('{"question": 1}') == {"question": 1}
     with pytest.raises(ConfigError, match="--task must be a JSON object"):
         read_task(text)
 
 
 def observed(*conversations: tuple[Message, ...]) -> Observed:
-    """An episode with a root for each conversation, which the policy answered with "ok"."""
+    """Return an episode with a root for each conversation, to which the policy replied "ok"."""
     turns = tuple(
         Turn(
             id=f"t{index}",
@@ -155,7 +155,7 @@ def observed(*conversations: tuple[Message, ...]) -> Observed:
 
 
 def talk(*systems: str, user: str = "Hi.") -> Observed:
-    """A conversation whose system message is each of these in turn."""
+    """Return a conversation with a different system message at each call."""
     said = [Message("user", user)]
     found = []
     for system in systems:
@@ -176,7 +176,9 @@ def talk(*systems: str, user: str = "Hi.") -> Observed:
         ("It is Mon 1 May.", "It is Tue 2 May.", "It is Wed 31 May.", r"It is [^\n]+"),
     ],
 )
-def test_the_rule_that_is_proposed_for_a_text(first: str, second: str, third: str, pattern: str) -> None:
+def test_the_proposed_rule_matches_all_forms_of_a_changing_text(
+    first: str, second: str, third: str, pattern: str
+) -> None:
     texts = changing_texts(talk(first, second, third))
     rules = VolatileText({n: VolatileRule.model_validate(rule) for n, rule in rules_of(texts).items()})
     marked = rules.marked([Message("system", text) for text in (first, second, third)], "")
@@ -188,13 +190,13 @@ def test_the_rule_that_is_proposed_for_a_text(first: str, second: str, third: st
     "seen",
     [
         talk("Be brief.", "Be brief."),
-        talk("1", "2"),  # nothing is before it
+        talk("1", "2"),  # no text precedes the change
         talk("You are Ann. " * 200, "Reply in verse! " * 300),
         observed((Message("user", "a"),), (Message("user", "Item 2"), Message("assistant", "other"))),
         observed((Message("user", "Item 1"),), (Message("user", "Item 2"),)),  # another conversation
     ],
 )
-def test_nothing_is_proposed_where_no_rule_would_do(seen: Observed) -> None:
+def test_nothing_is_proposed_where_no_rule_applies(seen: Observed) -> None:
     assert changing_texts(seen) == []
 
 
@@ -212,5 +214,7 @@ def test_nothing_is_proposed_where_no_rule_would_do(seen: Observed) -> None:
         (("OpenAI/Python 3.57.0",), {"openai"}, "Let the model answer freely"),
     ],
 )
-def test_the_setting_that_lifts_a_constraint(clients: tuple[str, ...], imported: set[str], said: str) -> None:
+def test_the_setting_that_lifts_a_constraint_is_named(
+    clients: tuple[str, ...], imported: set[str], said: str
+) -> None:
     assert said in lifting(clients, imported)

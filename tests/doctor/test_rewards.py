@@ -1,4 +1,4 @@
-"""The doctor's look at rewards: what players earn that do none of the work, and what it says of it."""
+"""The doctor's report on rewards: the rewards of players that do none of the work, and the findings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def serious(report: RewardReport) -> list[Finding]:
     return [finding for finding in report.findings if finding.severity != "note"]
 
 
-def test_a_good_grader() -> None:
+def test_a_correct_grader_has_no_findings() -> None:
     report = examined("exact")
     assert means(report) == {
         "empty": 0, "constant": 0, "“0”": 0, "“yes”": 0, "“A”": 0, "echo": 0, "tool-less": 0, "truncated": 0,
@@ -73,7 +73,7 @@ def test_a_good_grader() -> None:
     assert [grade.task for grade in by_name["empty"].grades] == [*CAPITALS]
 
 
-def test_an_answer_that_is_searched_in_the_reply_is_found_in_a_list_of_all() -> None:
+def test_a_grader_that_searches_the_reply_rewards_a_list_of_all_choices() -> None:
     report = examined("contains")
     (finding,) = [finding for finding in serious(report) if "'echo'" in finding.what]
     assert report.verdict == "cannot" and finding.severity == "error"
@@ -84,14 +84,14 @@ def test_an_answer_that_is_searched_in_the_reply_is_found_in_a_list_of_all() -> 
     assert means(report)["The answer is: …"] == 1
 
 
-def test_a_claim_of_success_that_is_paid() -> None:
+def test_a_rewarded_claim_of_success_gets_a_remark() -> None:
     report = examined("by_claim")
     (finding,) = serious(report)
     assert finding.severity == "remark" and "'tool-less', which claims success" in finding.what
     assert "30% of what the right answer earns" in finding.what and "check the work" in finding.fix
 
 
-def test_a_grader_that_fails_on_what_it_cannot_read() -> None:
+def test_a_grader_that_fails_on_unreadable_replies_is_an_error() -> None:
     report = examined("boxed")
     failed = report.findings[0]
     assert report.verdict == "cannot" and failed.severity == "error"
@@ -104,7 +104,9 @@ def test_a_grader_that_fails_on_what_it_cannot_read() -> None:
 @pytest.mark.parametrize(
     ("reward", "agent", "limit_s"), [("endless", "ask", 60.0), ("exact", "ask_and_wait", 0.3)]
 )
-def test_what_never_ends_is_played_three_times(reward: str, agent: str, limit_s: float) -> None:
+def test_a_grader_or_an_agent_that_never_ends_is_tried_in_three_episodes(
+    reward: str, agent: str, limit_s: float
+) -> None:
     report = examined(reward, agent=agent, time_s=0.3, limits=LimitsConfig(time_s=limit_s))
     first = report.findings[0]
     assert (report.verdict, first.severity, report.facts.episodes) == ("cannot", "error", 3)
@@ -113,7 +115,7 @@ def test_what_never_ends_is_played_three_times(reward: str, agent: str, limit_s:
 
 
 @pytest.mark.parametrize(("question", "named"), [("{}?", False), ("{}? Write \\boxed{{…}}.", True)])
-def test_a_form_that_the_prompt_does_not_name(question: str, named: bool) -> None:
+def test_a_required_form_that_the_prompt_does_not_name_gets_a_remark(question: str, named: bool) -> None:
     report = examined("boxed_or_nothing", tasks=tasks_with(question=question))
     assert means(report)["\\boxed{…}"] == 1 and means(report)["right answer"] == 0
     found = [finding.what for finding in serious(report) if "do not name this form" in finding.what]
@@ -132,7 +134,9 @@ QUERIES = [
     ("reward", "best", "earned"),
     [("fenced_statement", "a fenced sql block", 0), ("any_fence", "a fenced block", 1)],
 )
-def test_a_reward_that_reads_a_fenced_block(reward: str, best: str, earned: float) -> None:
+def test_a_required_fenced_block_that_the_prompt_does_not_name_gets_a_remark(
+    reward: str, best: str, earned: float
+) -> None:
     report = examined(reward, tasks=QUERIES, most_tasks=2)
     assert means(report)[best] == 1 and means(report)["right answer"] == 0
     assert means(report)["a fenced block"] == earned
@@ -166,8 +170,8 @@ def test_the_languages_of_fences_follow_from_the_answers(answer: str, languages:
     assert [*_languages([answer])] == ["", *languages]
 
 
-def test_a_grader_that_ends_its_process() -> None:
-    """Only the episodes of which it does are failures, and the report says what it did."""
+def test_a_grader_that_ends_its_process_is_an_error() -> None:
+    """Only the episodes in which it does so are failures, and the report says why."""
     report = examined("ends_the_process", most_tasks=2)
     (right,) = [player for player in report.players if player.name == "right answer"]
     assert len(right.grades) == 2 and right.scores == {}
@@ -178,7 +182,7 @@ def test_a_grader_that_ends_its_process() -> None:
     assert "ended the process" in report.findings[0].what and report.verdict == "cannot"
 
 
-def test_a_reward_that_nothing_earns() -> None:
+def test_a_reward_that_no_player_earns_is_an_error() -> None:
     report = examined("never")
     said = " ".join(finding.what for finding in report.findings)
     assert report.verdict == "cannot" and report.facts.equal_groups == 1 and report.facts.spread == 0
@@ -198,7 +202,7 @@ def test_the_most_frequent_answer_is_a_player_if_it_is_right_more_than_once() ->
     assert not any("no more than other players" in finding.what for finding in report.findings)
 
 
-def test_tasks_without_answers() -> None:
+def test_the_right_answer_is_a_player_only_if_a_field_of_a_task_holds_it() -> None:
     tasks = [Task("a", {"question": "?", "solved": "Paris"})]
     report = examined("never", tasks=tasks)
     assert "right answer" not in means(report) and report.facts.best_form is None
@@ -209,7 +213,7 @@ def test_tasks_without_answers() -> None:
     assert "right answer" in means(named)
 
 
-def test_rewards_of_the_agent_itself_and_an_agent_that_raises() -> None:
+def test_an_agent_that_rewards_itself_and_sometimes_raises_gets_a_remark() -> None:
     report = examined(None, agent="ask_and_insist")
     assert means(report)["right answer"] == 1 and means(report)["empty"] is None
     (finding,) = serious(report)
@@ -218,7 +222,7 @@ def test_rewards_of_the_agent_itself_and_an_agent_that_raises() -> None:
     assert report.facts.grade_s is None
 
 
-def test_an_agent_that_rewards_itself_beside_a_reward_function() -> None:
+def test_rewards_of_both_the_agent_and_a_reward_function_are_named() -> None:
     report = examined("named", agent="ask_and_insist", most_tasks=1)
     assert means(report)["right answer"] == 2
     (finding,) = [
@@ -227,23 +231,23 @@ def test_an_agent_that_rewards_itself_beside_a_reward_function() -> None:
     assert "the agent gave return 1, and reward: gave exact 1; both count: the score is 2" in finding.what
 
 
-def test_without_any_reward() -> None:
+def test_a_run_without_any_reward_cannot_be_trained() -> None:
     report = examined(None, agent="ask")
     assert report.verdict == "cannot" and "no reward was given" in report.findings[0].what
 
 
-def test_noise_and_time() -> None:
+def test_noisy_and_slow_rewards_are_named() -> None:
     moody = examined("moody", most_tasks=1)
     assert any("gives the same episode different rewards" in finding.what for finding in moody.findings)
     slow = examined("slow_if_right", most_tasks=1, time_s=0.5)
     assert any("may take 0.5 s" in finding.what for finding in slow.findings)
 
 
-def test_a_truncated_episode_without_a_reward_has_that_of_the_proxy() -> None:
+def test_the_truncated_reward_is_not_given_to_an_episode_that_reached_no_limit() -> None:
     report = examined(
         None, agent="ask", limits=LimitsConfig(max_turns=1), proxy=ProxyConfig(truncated_reward=-1)
     )
-    assert report.facts.failures == report.facts.episodes  # no limit was reached, and no reward given
+    assert report.facts.failures == report.facts.episodes  # no limit was reached, and no reward was given
 
 
 CODER = """
@@ -259,7 +263,9 @@ open("double.py", "w").write(said or "")
 
 
 @pytest.mark.parametrize(("grader", "earned"), [("tests_of_the_folder", 1), ("tests_of_the_task", 0)])
-def test_an_agent_that_changes_the_tests_in_its_folder(grader: str, earned: float, tmp_path: Path) -> None:
+def test_a_reward_that_runs_tests_changed_by_the_agent_is_an_error(
+    grader: str, earned: float, tmp_path: Path
+) -> None:
     folder = tmp_path / "task"
     folder.mkdir()
     (folder / "test_double.py").write_text("from double import double\nassert double(3) == 6\n")
@@ -283,10 +289,10 @@ def test_an_agent_that_changes_the_tests_in_its_folder(grader: str, earned: floa
     assert [finding.severity for finding in found] == ["error"] * bool(earned)
     assert (
         (folder / "test_double.py").read_text().startswith("from double")
-    )  # the task's own are as they were
+    )  # the task's own tests are unchanged
 
 
-def test_which_files_are_tests(tmp_path: Path) -> None:
+def test_only_files_of_tests_are_changed(tmp_path: Path) -> None:
     tests = ["test_a.py", "a_test.go", "tests/data.py", "ui.spec.ts", "run-tests.sh", "spec/x.js"]
     others = ["latest.py", "contest.py", "tests/data.json", "attest.go", "README.md"]
     for name in tests + others:
@@ -297,7 +303,7 @@ def test_which_files_are_tests(tmp_path: Path) -> None:
     assert (tmp_path / "a_test.go").read_text().startswith("package thing\n\nimport")
 
 
-def test_equal_groups_of_a_known_table() -> None:
+def test_the_share_of_equal_groups_is_computed_from_the_grades() -> None:
     def player(*scores: float | None) -> PlayerGrades:
         return PlayerGrades("p", "", False, False, tuple(Grade(str(n), s) for n, s in enumerate(scores)))
 
@@ -310,7 +316,7 @@ def test_equal_groups_of_a_known_table() -> None:
     assert facts.flat_tasks == ("0", "2") and facts.failures == 2
 
 
-def test_the_command_line(tmp_path: Path) -> None:
+def test_the_command_line_prints_the_report(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text(
         "".join(
             json.dumps({"question": f"{land}?", "answer": city}) + "\n" for land, city in CAPITALS.items()

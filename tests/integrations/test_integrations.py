@@ -1,4 +1,4 @@
-"""Real, unmodified agents of each framework through the running proxy: their answers and their record."""
+"""Real, unmodified agents of each framework call a running proxy: their answers and the recorded turns."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def test_an_agent_is_recorded_exactly(case: Case, stack: Stack) -> None:
 
 
 def as_scripts() -> list[Any]:
-    """The cases of bare clients, and those of frameworks, which take seconds to import, in the long form."""
+    """The cases of bare clients and, marked as slow, those of frameworks, which take seconds to import."""
     plain = [case for case in EXACT if not case.options]
     marks = {"openai_sdk": (), "anthropic_sdk": (), "google_genai": ()}
     return [pytest.param(case, id=case.id, marks=marks.get(case.folder, pytest.mark.slow)) for case in plain]
 
 
 @pytest.mark.parametrize("case", as_scripts())
-def test_an_agent_is_pointed_here_by_its_environment(case: Case, stack: Stack) -> None:
-    """As a user starts it, without a change to its code."""
+def test_an_agent_finds_the_proxy_through_its_environment(case: Case, stack: Stack) -> None:
+    """The agent is started as a user starts it, without a change to its code."""
     episode = stack.open_episode(case.conversation.script())
     environment = {
         "OPENAI_BASE_URL": episode["base_url"],

@@ -18,7 +18,7 @@ NODE = [case for case in CASES if case.folder == "openai_node"]
 
 @pytest.mark.parametrize("case", NODE, ids=lambda case: case.id)
 def test_the_node_client_is_recorded_exactly(case: Case, stack: Stack) -> None:
-    node = node_environment(FOLDER / case.folder).node  # which the npm registry must have provided once
+    node = node_environment(FOLDER / case.folder).node  # the first time, this needs the npm registry
     episode = stack.open_episode(case.conversation.script())
     argument = json.dumps({"questions": case.conversation.questions, **case.options})
     done = subprocess.run(

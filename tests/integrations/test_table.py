@@ -38,7 +38,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def environments(tmp_path_factory: pytest.TempPathFactory) -> Environments:
-    """A group that needs nothing but what a new environment has, and one that cannot be installed."""
+    """Environments of two groups: one needs only pip, and the other cannot be installed."""
     home = tmp_path_factory.mktemp("environments")
     groups = home / "groups"
     groups.mkdir()
@@ -77,7 +77,7 @@ def test_the_page_has_a_row_for_each_case_and_nothing_else() -> None:
         assert row.remark or row.verdict is Verdict.TRAINED, f"{case.id} must say why"
 
 
-def test_a_row_is_what_was_recorded(engine: Engine) -> None:
+def test_a_row_describes_the_recorded_turns(engine: Engine) -> None:
     row = run_case(OPENAI, HERE, engine, version="3.0", date="2026-01-02")
     assert row == Row(
         id="openai_sdk",
@@ -96,8 +96,8 @@ def test_a_row_is_what_was_recorded(engine: Engine) -> None:
     )
 
 
-def test_an_agent_that_rewrites_its_history_and_forces_calls_is_told(engine: Engine, tmp_path: Path) -> None:
-    """It writes the first reply in capitals, and its last one is sampled under a grammar."""
+def test_a_row_shows_a_rewritten_history_and_constrained_sampling(engine: Engine, tmp_path: Path) -> None:
+    """The agent sends the first reply back in capitals, and its last reply is sampled under a grammar."""
     agent = tmp_path / "agent.py"
     agent.write_text(
         "import json, os, urllib.request\n"
@@ -121,13 +121,13 @@ def test_an_agent_that_rewrites_its_history_and_forces_calls_is_told(engine: Eng
     assert row.remark == "A message differs from the recorded one."
 
 
-def test_an_agent_that_withholds_a_result_from_the_model_is_told(engine: Engine) -> None:
+def test_an_agent_that_withholds_a_result_from_the_model_fails(engine: Engine) -> None:
     case = replace(OPENAI, conversation=replace(WEATHER, results=(*WEATHER.results, "sunshine")))
     row = run_case(case, HERE, engine, version="3.0", date="2026-01-02")
     assert (row.verdict, row.remark) == (Verdict.FAILS, "the model never read 'sunshine'")
 
 
-def test_rows_are_kept_and_a_worse_verdict_is_told(
+def test_other_rows_are_kept_and_a_worse_verdict_is_reported(
     engine: Engine, environments: Environments, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.md"
@@ -154,8 +154,8 @@ def test_rows_are_kept_and_a_worse_verdict_is_told(
     assert read_rows(page)["openai_sdk"].remark == "it answered '' instead of 'Yes, again.'"
 
 
-def test_a_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
-    """Also what runs in another session, and holds its standard output open."""
+def test_all_processes_that_a_command_started_are_ended(tmp_path: Path) -> None:
+    """This includes a process in another session that holds the standard output open."""
     environment = dict(os.environ)
     leaving = ["sh", "-c", "setsid sleep 600 & echo $!"]
     started = run_command(leaving, environment, cwd=tmp_path, timeout_s=60).stdout
@@ -169,7 +169,7 @@ def test_a_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
 
 
 def _ends(pid: int) -> bool:
-    """Whether a process that was killed ends, or waits only to be reaped, within the time that this takes."""
+    """Return whether a killed process ends, or waits only to be reaped, within `KILL_S`."""
     status, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + KILL_S
     while time.monotonic() < deadline:
         try:
@@ -194,7 +194,7 @@ def test_an_environment_is_made_again_only_when_its_requirements_change(environm
     assert environments.prepared(case) == made and not kept.exists()
 
 
-def test_a_locked_environment_is_not_waited_for_without_end(
+def test_the_wait_for_a_locked_environment_is_limited(
     environments: Environments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("integrations.environments.INSTALL_TIMEOUT_S", 0.5)
