@@ -5,10 +5,11 @@ The server must run on this machine, since the processor time of its processes i
 
 from __future__ import annotations
 
+import contextlib
 import json as jsonlib
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
@@ -30,7 +31,7 @@ class ListenerFigures:
 
     Attributes:
         listeners: how many stores wait for commits.
-        commit_server_ms, heartbeat_server_ms: of all processes of the server.
+        commit_server_ms, heartbeat_server_ms: of the processes that the server has before and after.
         commit_listeners_ms, heartbeat_listeners_ms: of all listeners together.
     """
 
@@ -65,11 +66,14 @@ def measure_listeners(url: str, *, listeners: int, commits: int = COMMITS) -> Li
             (turns,) = make_turns(commits, 1, TOKENS)
 
             def cost(work: Callable[[int], object]) -> tuple[float, float]:
-                before = _cpu_s(*server.children()), _cpu_s(told)
+                before = _cpu_s(server.children()), _cpu_s([told])
                 for number in range(commits):
                     work(number)
-                after = _cpu_s(*server.children()), _cpu_s(told)
-                server_ms, told_ms = (1000 * (b - a) / commits for a, b in zip(before, after, strict=True))
+                after = _cpu_s(server.children()), _cpu_s([told])
+                server_ms, told_ms = (
+                    1000 * sum(b[process] - a[process] for process in a.keys() & b.keys()) / commits
+                    for a, b in zip(before, after, strict=True)
+                )
                 return round(server_ms, 2), round(told_ms, 2)
 
             commit = cost(lambda number: store.add_turn("e0", turns[number]).result())
@@ -121,6 +125,11 @@ def _server_of(url: str) -> psutil.Process:
     return parent
 
 
-def _cpu_s(*processes: psutil.Process) -> float:
-    times = [process.cpu_times() for process in processes]
-    return sum(one.user + one.system for one in times)
+def _cpu_s(processes: Iterable[psutil.Process]) -> dict[psutil.Process, float]:
+    """Return the processor time in seconds of each process that has not ended yet."""
+    found: dict[psutil.Process, float] = {}
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found[process] = times.user + times.system
+    return found

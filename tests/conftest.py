@@ -66,10 +66,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = [
         option.removeprefix("--") for option in (SGLANG, VLLM, ENVIRONMENTS) if not config.getoption(option)
     ]
-    left_out = [item for item in items if any(item.get_closest_marker(marker) for marker in missing)]
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        needs_missing = any(item.get_closest_marker(marker) for marker in missing)
+        (left_out if needs_missing else kept).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = kept
 
 
 def _skip_without_gpu(items: list[pytest.Item]) -> None:

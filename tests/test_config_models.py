@@ -13,6 +13,7 @@ from hub_server import hub_with
 from areal_agents.config import load_config
 from areal_agents.config.models import model_folder
 from areal_agents.errors import ConfigError
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.quickstart import quickstart_model
 
 MODEL = Path(__file__).parent.parent / "examples" / "search_agent" / "model"
@@ -85,7 +86,8 @@ def test_a_refused_download_is_reported_with_the_reason(name: str, message: str,
 
 
 def test_without_a_network_the_message_says_what_to_do(tmp_path: Path) -> None:
-    refused = find("org/absent", "http://127.0.0.1:9", tmp_path)
+    with reserved_ports(1) as (port,):
+        refused = find("org/absent", f"http://127.0.0.1:{port}", tmp_path)
     assert refused.returncode == 1 and "Traceback" not in refused.stderr
     assert "hf download org/absent --local-dir FOLDER" in refused.stderr
 

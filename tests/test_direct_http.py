@@ -20,6 +20,7 @@ from areal_agents.client import AsyncClient, Client
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.doctor import examine
 from areal_agents.inference import EmbeddedEngineConfig, EngineConfig, EngineProcess, SGLangEngine
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.inference.sglang.server import GpuPlacement, server_environment
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
@@ -33,17 +34,19 @@ EXAMPLE = PACKAGE.parent / "examples" / "search_agent"
 COMMAND = [sys.executable, str(PACKAGE.parent / "tests" / "doctor" / "doctor_agents.py"), "openai"]
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 NO_PROXY = ("NO_PROXY", "no_proxy")
-DEAD = "http://127.0.0.1:9"  # the discard port, on which nothing listens
 
 
 @pytest.fixture
-def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set an environment that sends all HTTP to an address where nothing answers."""
-    for name in PROXIES:
-        monkeypatch.setenv(name, DEAD)
-        monkeypatch.setenv(name.lower(), DEAD)
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Set an environment that sends all HTTP to an address where nothing answers; yield its URL."""
     for name in NO_PROXY:
         monkeypatch.delenv(name, raising=False)
+    with reserved_ports(1) as (port,):
+        url = f"http://127.0.0.1:{port}"
+        for name in PROXIES:
+            monkeypatch.setenv(name, url)
+            monkeypatch.setenv(name.lower(), url)
+        yield url
 
 
 @contextmanager
@@ -135,34 +138,34 @@ async def test_an_http_proxy_that_an_async_client_is_given_is_used() -> None:
 def test_a_child_process_calls_local_hosts_without_an_http_proxy(
     given: dict[str, str], urls: list[str], expected: str | None
 ) -> None:
-    environment = bypassing_proxies({"HTTP_PROXY": DEAD, "PATH": "/bin", **given}, *urls)
-    rest = {name: value for name, value in environment.items() if name not in NO_PROXY}
-    assert rest == {"HTTP_PROXY": DEAD, "PATH": "/bin"}
+    others = {"HTTP_PROXY": "http://proxy.example:3128", "PATH": "/bin"}
+    environment = bypassing_proxies({**others, **given}, *urls)
+    assert {name: value for name, value in environment.items() if name not in NO_PROXY} == others
     assert [environment.get(name) for name in NO_PROXY] == [expected, expected]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.9.8.7"])
-@pytest.mark.usefixtures("dead_proxy")
 def test_sglang_reaches_itself_on_a_machine_with_an_http_proxy(
-    monkeypatch: pytest.MonkeyPatch, host: str
+    monkeypatch: pytest.MonkeyPatch, dead_proxy: str, host: str
 ) -> None:
     environment = server_environment(EngineConfig(kind="sglang", python=sys.executable), GpuPlacement(), host)
     for name in NO_PROXY:
         monkeypatch.setenv(name, environment[name])
     for address in (host, "127.0.0.1", "localhost"):
         assert proxy_bypass_environment(address)
-    assert getproxies_environment()["http"] == DEAD and not proxy_bypass_environment("a.example")
+    assert getproxies_environment()["http"] == dead_proxy and not proxy_bypass_environment("a.example")
 
 
-@pytest.mark.usefixtures("dead_proxy")
-async def test_a_command_bypasses_the_http_proxy_only_for_its_own_proxy(tmp_path: Path) -> None:
+async def test_a_command_bypasses_the_http_proxy_only_for_its_own_proxy(
+    tmp_path: Path, dead_proxy: str
+) -> None:
     code = f"import json, os; json.dump(dict(os.environ), open({str(tmp_path / 'seen')!r}, 'w'))"
     ep = areal_agents.Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
     await CommandAgent([sys.executable, "-c", code]).run({}, ep)
     seen = json.loads((tmp_path / "seen").read_text())
     assert seen["NO_PROXY"] == seen["no_proxy"] == "127.0.0.1"
-    assert {seen[name] for name in PROXIES} == {DEAD}
-    assert all(os.environ[name] == DEAD for name in PROXIES)
+    assert {seen[name] for name in PROXIES} == {dead_proxy}
+    assert all(os.environ[name] == dead_proxy for name in PROXIES)
 
 
 STARTERS = PACKAGE / "starter" / "files"  # agents, which create their clients themselves

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "areal_agents"
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -159,35 +161,34 @@ MAY_IMPORT_TORCH = {
 }
 
 
-def _modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def _package(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def _imports(path: Path) -> set[str]:
+PACKAGES = {_package(path) for path in MODULES}
+
+
+@cache
+def _imports(path: Path) -> frozenset[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
-    return names
+    return frozenset(names)
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_packages_import_only_what_they_may(path: Path) -> None:
     package = _package(path)
     if package not in ALLOWED:
         return  # config, cli, __main__, launch and cluster may import every package
     packages = {name.split(".")[1] for name in _imports(path) if name.startswith("areal_agents.")}
-    known = {_package(module) for module in _modules()}
-    assert (packages & known) - {package} <= ALLOWED[package]
+    assert (packages & PACKAGES) - {package} <= ALLOWED[package]
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_the_packages_that_may_import_torch_do_so(path: Path) -> None:
     inside = str(path.relative_to(PACKAGE).parent)
     if any(inside == package or inside.startswith(package + "/") for package in MAY_IMPORT_TORCH):
@@ -197,7 +198,7 @@ def test_only_the_packages_that_may_import_torch_do_so(path: Path) -> None:
 
 def test_no_modules_import_each_other() -> None:
     """Imports under TYPE_CHECKING and within functions count too."""
-    paths = {_name(path): path for path in _modules()}
+    paths = {_name(path): path for path in MODULES}
     TopologicalSorter({name: _imported_modules(path, set(paths)) for name, path in paths.items()}).prepare()
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import pytest
+from polling import until
+
+from areal_agents import stacks
 from areal_agents.process_control import RUN_MARK, kill_process
 from areal_agents.stacks import collect_stacks, innermost, stacks_folder
 
@@ -15,14 +18,15 @@ PROGRAM = """
 import asyncio, sys, time
 from areal_agents.stacks import answer_with_stacks
 answer_with_stacks("role")
-print("ready", flush=True)
 async def waits_for_ever():
-    await asyncio.sleep(60)
+    print("ready", flush=True)
+    await asyncio.sleep(600)
 def holds_the_thread():
-    time.sleep(60)
+    print("ready", flush=True)
+    time.sleep(600)
 async def main():
     task = asyncio.create_task(waits_for_ever(), name="episode-7")
-    await asyncio.sleep(60)
+    await task
 asyncio.run(main()) if sys.argv[1] == "async" else holds_the_thread()
 """
 
@@ -38,16 +42,28 @@ def start(logs: Path, kind: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_threads_and_tasks_are_written_and_the_process_continues(tmp_path: Path) -> None:
-    processes = [start(tmp_path, kind) for kind in ("async", "sync")]
+async def test_threads_and_tasks_are_written_and_the_process_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "WAIT_S", 60.0)
+    processes: list[subprocess.Popen[str]] = []
+
+    def both_have_answered() -> bool:
+        """Collect the stacks; return whether the answers are complete and contain no earlier stacks.
+
+        On a busy machine a process may still be writing when its answer is taken for complete.
+        """
+        found = collect_stacks(tmp_path)
+        assert set(found) == {f"role-{process.pid}" for process in processes}
+        asynchronous, plain = (found[f"role-{process.pid}"] for process in processes)
+        has_task = "waits_for_ever" in asynchronous.partition("Task episode-7:")[2]
+        return has_task and plain.count("in holds_the_thread") == 1
+
     try:
-        time.sleep(0.2)  # so that both processes have begun to wait
-        for _ in range(2):  # each call returns only the new stacks
-            found = collect_stacks(tmp_path)
-            assert set(found) == {f"role-{process.pid}" for process in processes}
-            asynchronous, plain = (found[f"role-{process.pid}"] for process in processes)
-            assert "Task episode-7:" in asynchronous and "waits_for_ever" in asynchronous
-            assert plain.count("in holds_the_thread") == 1
+        for kind in ("async", "sync"):
+            processes.append(start(tmp_path, kind))
+        for _ in range(2):
+            await until(both_have_answered, within_s=60)
         assert [process.poll() for process in processes] == [None, None]
     finally:
         for process in processes:
@@ -78,7 +94,7 @@ def test_a_process_outside_a_run_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_the_innermost_frame_of_the_project_is_that_of_the_main_thread() -> None:
-    stacks = """Thread 0x0001 (most recent call first):
+    found = """Thread 0x0001 (most recent call first):
   File "/x/areal_agents/store/database.py", line 1 in _write_loop
 
 Current thread 0x0002 (most recent call first):
@@ -89,5 +105,5 @@ Current thread 0x0002 (most recent call first):
 Task main:
   File "/x/areal_agents/other.py", line 3, in waits
 """
-    assert innermost(stacks) == "areal_agents/training/control.py, line 88 in any"
+    assert innermost(found) == "areal_agents/training/control.py, line 88 in any"
     assert innermost("the process did not answer") == ""

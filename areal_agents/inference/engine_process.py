@@ -198,7 +198,7 @@ class EngineProcess(ServerProcess):
         config: EmbeddedEngineConfig,
         *,
         log_path: Path | None = None,
-        start_timeout_s: float = 120.0,
+        start_timeout_s: float = 300.0,
         stop_timeout_s: float = 15.0,
         env: dict[str, str] | None = None,
         key: str = "",
@@ -230,7 +230,7 @@ def running_engine(
     model: str | Path,
     *,
     log_path: Path | None = None,
-    start_timeout_s: float = 120.0,
+    start_timeout_s: float = 300.0,
     key: str = "",
     **options: Any,
 ) -> Iterator[str]:

@@ -47,7 +47,10 @@ def judge_once(run: Path, grace_s: float) -> int:
     url = f"http://127.0.0.1:{endpoints['proxy_port']}"
     count, after = 0, None
     with httpx.Client(
-        base_url=url, headers={"Authorization": f"Bearer {endpoints['admin_key']}"}, trust_env=False
+        base_url=url,
+        headers={"Authorization": f"Bearer {endpoints['admin_key']}"},
+        timeout=60,
+        trust_env=False,
     ) as http:
         while True:
             query = {"status": "finished", **({} if after is None else {"after": after})}

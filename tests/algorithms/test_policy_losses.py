@@ -22,7 +22,6 @@ from areal_agents.algorithms.losses.ratios import Sequences
 from areal_agents.algorithms.losses.sapo import sapo
 
 SEEDS = range(4)
-ON_POLICY_WEIGHT = {"weight_cap": 1e6}  # nothing is capped: w is checked in test_corrections
 
 
 def check(t: Tokens, oracle, algorithm: AlgorithmConfig, advantages: Array | None = None) -> dict[str, float]:  # type: ignore[no-untyped-def]

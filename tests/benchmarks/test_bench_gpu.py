@@ -41,7 +41,7 @@ def test_every_part_has_a_function_and_a_limit_within_the_total_time() -> None:
 def test_attention_is_compared_with_dense_masks_and_timed(here: Here) -> None:
     figures = measure("attention", here)
     assert figures["error_documents_float32"] < 2e-4 and figures["error_tree_float32"] < 2e-4
-    assert figures["documents_ms"] > 0 and figures["tree_tflops"] >= 0
+    assert figures["documents_ms"] > 0 and figures["tree_ms"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -141,15 +141,17 @@ def test_the_part_whose_engine_sleeps_is_skipped_on_a_cpu(here: Here) -> None:
 
 
 def test_on_a_gpu_small_runs_are_measured_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, running, most = threading.Barrier(2), 0, 0
+    together, counting, running, most = threading.Barrier(2), threading.Lock(), 0, 0
 
     def part(name: str, device: str, left_s: float, interrupted: threading.Event, temporary: str) -> Outcome:
         nonlocal running, most
-        running += 1
-        most = max(most, running)
+        with counting:
+            running += 1
+            most = max(most, running)
         if PARTS[name].beside:
-            together.wait(timeout=10)  # returns only if the other part has begun
-        running -= 1
+            together.wait(timeout=60)  # returns only if the other part has begun
+        with counting:
+            running -= 1
         return Outcome(name, "passed", 0.0)  # type: ignore[arg-type]
 
     monkeypatch.setattr(run, "_run_part", part)
@@ -158,14 +160,29 @@ def test_on_a_gpu_small_runs_are_measured_concurrently(monkeypatch: pytest.Monke
     assert most == 2
 
 
+class Clock:
+    """Replaces `time` in a module: a clock that advances only by the size of a file, in seconds."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def monotonic(self) -> float:
+        """Return the time in seconds."""
+        return float(self._file.stat().st_size) if self._file.exists() else 0.0
+
+
 def test_a_failed_or_hanging_part_does_not_prevent_the_others_while_time_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, tempfile, time\n"
         "if sys.argv[1:2] == ['head']: raise SystemExit('the head is broken')\n"
-        "if sys.argv[1:2] == ['step']: tempfile.mkstemp(); time.sleep(600)\n"
+        "if sys.argv[1:2] == ['step']:\n"
+        "    tempfile.mkstemp()\n"
+        f"    with open({str(tmp_path / 'clock')!r}, 'a') as clock: clock.write('.....')\n"
+        "    time.sleep(600)\n"
     )
+    monkeypatch.setattr(run, "time", Clock(tmp_path / "clock"))  # 5 s pass while the step hangs
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(run, "_path", lambda: f"{tmp_path}:{run.ROOT}")
     monkeypatch.setitem(PARTS, "step", replace(PARTS["step"], limit_s=5))
@@ -175,12 +192,13 @@ def test_a_failed_or_hanging_part_does_not_prevent_the_others_while_time_is_left
     assert not list((tmp_path / "temporary").iterdir())
     assert failed.status == "failed" and "the head is broken" in failed.reason
     assert hanging.status == "failed" and "was not done after 5 s" in hanging.reason
+    assert hanging.seconds == 5
     assert skipped.status == "skipped" and "shares no memory" in skipped.reason
     monkeypatch.setattr(run, "LEAST_S", 1.0)
     monkeypatch.setitem(PARTS, "step", replace(PARTS["step"], limit_s=60))
     assert run.run(tmp_path / "gpu", device="cpu", parts=["step", "head"], within_s=5) == 0
     cut, late = json.loads((tmp_path / "gpu" / "gpu.json").read_text())["parts"]
-    assert cut["status"] == "not run" and "no time left after 5 s" in cut["reason"] and cut["seconds"] >= 5
+    assert cut["status"] == "not run" and "no time left after 5 s" in cut["reason"] and cut["seconds"] == 5
     assert late["status"] == "not run" and late["reason"] == "no time left of 5 s"
     assert "Not run, because no time was left: step, head." in capsys.readouterr().out
 
@@ -191,25 +209,29 @@ def test_a_signal_ends_the_running_part_and_no_other_part_begins(
 ) -> None:
     begun = tmp_path / "begun"
     (tmp_path / "sitecustomize.py").write_text(
-        f"import os, sys, time\nopen({str(begun)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(60)\n"
+        f"import os, sys, time\nopen({str(begun)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(600)\n"
     )
     monkeypatch.setattr(run, "_path", lambda: f"{tmp_path}:{run.ROOT}")
+    ended = threading.Event()
 
     def interrupt() -> None:
-        while not begun.exists() or not begun.read_text().endswith(" "):
-            time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident or 0, by)
+        deadline = time.monotonic() + 60
+        while not ended.wait(0.01) and time.monotonic() < deadline:
+            if begun.exists() and begun.read_text().endswith(" "):
+                signal.pthread_kill(threading.main_thread().ident or 0, by)
+                return
 
     # a background process of a shell ignores SIGINT
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=interrupt).start()
-    started = time.monotonic()
+    sender = threading.Thread(target=interrupt, daemon=True)
+    sender.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             run_parts(["head", "step"], "cpu")
     finally:
+        ended.set()
+        sender.join(60)
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - started < 30
     (pid,) = map(int, begun.read_text().split())
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

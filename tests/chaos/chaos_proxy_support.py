@@ -11,7 +11,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -105,7 +104,7 @@ class ChaosProxy:
             self._supervisor = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
     def kill(self, role: str, rng: random.Random) -> bool:
-        """Send SIGKILL to one process of a role; return whether there was one."""
+        """Send SIGKILL to one process of a role; return whether there was one that had not ended yet."""
         assert self._supervisor is not None
         if role == "supervisor":
             self._supervisor.kill()
@@ -114,8 +113,10 @@ class ChaosProxy:
             found = [process for process in self.processes() if _WORKER in _read(process, "cmdline")]
             if not found:
                 return False
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.kill(rng.choice(found), signal.SIGKILL)
+            except ProcessLookupError:  # it has ended since it was found
+                return False
         self.deaths.append(role)
         return True
 
@@ -338,15 +339,6 @@ def _exchange(turn: Turn, turns: Mapping[str, Turn]) -> tuple[tuple[int, ...], t
         pieces += [node.completion.token_ids, node.new_prompt_ids]
     prompt = tuple(int(i) for piece in reversed(pieces) for i in piece)
     return prompt, tuple(int(i) for i in turn.completion.token_ids)
-
-
-def lasting_port() -> int:
-    """Return a free port outside the ephemeral range, so that it is still free after a kill."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
 
 
 def scripted_engine() -> ScriptedApp:

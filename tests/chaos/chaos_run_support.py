@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import chaos_agent
 import yaml
 
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.process_control import RUN_MARK
+from areal_agents.process_control import RUN_MARK, end_process
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 GROUPS, GROUP_SIZE = 2, 2
@@ -169,14 +170,17 @@ class ChaosRun:
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
     def kill(self, role: str, rng: random.Random) -> bool:
-        """Send SIGKILL to one process of a role; return whether there was one.
+        """Send SIGKILL to one process of a role; return whether there was one that had not ended yet.
 
         After a kill that ends the command, wait until it has ended.
         """
         found = [self._supervisor.pid] if role == "supervisor" and self._supervisor else self.processes(role)
         if not found or self.has_ended:
             return False
-        os.kill(rng.choice(found), signal.SIGKILL)
+        try:
+            os.kill(rng.choice(found), signal.SIGKILL)
+        except ProcessLookupError:  # it has ended since it was found
+            return False
         if role in ("supervisor", "trainer"):
             self.finish()
             if role == "supervisor" and rng.random() < 0.5:  # else the next start overlaps their end
@@ -218,7 +222,7 @@ class ChaosRun:
     def end(self) -> None:
         """End all processes of the run, for the case that a test failed."""
         if not self.has_ended and self._supervisor is not None:
-            self._supervisor.terminate()
-            self._supervisor.wait(90)
+            end_process(self._supervisor, grace_s=90)
         for process in self.processes():
-            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since it was found
+                os.kill(process, signal.SIGKILL)

@@ -28,12 +28,12 @@ from chaos_proxy_support import (
     Agents,
     ChaosProxy,
     ProxyCounts,
-    lasting_port,
     scripted_engine,
 )
 from chaos_proxy_support import count as count_proxy
 from chaos_run_support import ROLES, ChaosRun, NotInTime
 
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.testing import running
 
 LAST_STEPS = 2  # that a run trains undisturbed at its end
@@ -167,8 +167,9 @@ def kill_proxy_each(root: Path, *, seed: int) -> ProxyCounts:
 def _proxy_deaths(root: Path, deaths: Iterable[Death], rng: random.Random, *, agents: int) -> ProxyCounts:
     """Carry out the kills one after another, and count the damage when every agent has ended."""
     engine = scripted_engine()
-    with running(engine) as engine_url:
-        proxy = ChaosProxy(root, engine_url, lasting_port())
+    # The port stays reserved while no proxy listens on it, so that a restarted one gets it again.
+    with running(engine) as engine_url, reserved_ports(1) as (port,):
+        proxy = ChaosProxy(root, engine_url, port)
         playing = Agents(proxy.url)
         try:
             with ThreadPoolExecutor(agents) as pool:

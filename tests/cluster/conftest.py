@@ -9,9 +9,10 @@ from slurm_cluster import SlurmCluster
 
 
 @pytest.fixture
-def slurm() -> Iterator[SlurmCluster]:
+def slurm(request: pytest.FixtureRequest) -> Iterator[SlurmCluster]:
+    """The cluster; a test may give its keyword arguments as the fixture's parameter."""
     missing = SlurmCluster.missing()
     if missing:
         pytest.skip(missing)
-    with SlurmCluster() as cluster:
+    with SlurmCluster(**getattr(request, "param", {})) as cluster:
         yield cluster

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from postgres_server import PostgresServer
@@ -54,8 +54,13 @@ class Host:
     def lose(self) -> None:
         """Lose the host: cut its link and kill all its processes."""
         self.cut()
+        self.kill_processes()
+
+    def kill_processes(self) -> None:
+        """Kill the processes that run on this host, some of which may end meanwhile."""
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class HostServer(PostgresServer):
@@ -124,11 +129,11 @@ def network(names: Sequence[str]) -> Iterator[dict[str, Host]]:
                 _ip("-n", namespace, *command)
         yield hosts
     finally:
-        for host in hosts.values():
-            for pid in host.processes():
-                os.kill(pid, signal.SIGKILL)
-            _ip("netns", "delete", host.namespace)  # this also deletes its links
-        subprocess.run(["ip", "link", "delete", bridge], timeout=30, check=False)
+        with ExitStack() as removing:  # each is removed, even if another cannot be removed
+            removing.callback(subprocess.run, ["ip", "link", "delete", bridge], timeout=30, check=False)
+            for host in hosts.values():
+                removing.callback(_ip, "netns", "delete", host.namespace)  # this also deletes its links
+                removing.callback(host.kill_processes)
 
 
 def write_placing_program(path: Path, hosts: Sequence[Host]) -> Path:

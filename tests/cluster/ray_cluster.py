@@ -38,7 +38,7 @@ class RayCluster:
 def ray_cluster(nodes: Sequence[dict[str, int]]) -> Iterator[RayCluster]:
     """Start a cluster with nodes of these `cpus` and `gpus`, which the machine need not have."""
     process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), json.dumps(nodes)],
+        [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), json.dumps(nodes), f"{START_S:g}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

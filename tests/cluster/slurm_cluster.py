@@ -20,11 +20,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
+from areal_agents.inference.ports import reserved_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "setpriv")
 CPUS = 4  # of each node, regardless of the machine
 GPU_FILES = ("/dev/null", "/dev/zero")  # Slurm allocates device files without checking what they are
 START_S = 60.0
-COMMAND_S = 60.0
+COMMAND_S = 120.0
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 _CONFIG = """
@@ -50,7 +52,7 @@ SelectTypeParameters=CR_Core_Memory
 GresTypes=gpu
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
-SlurmdTimeout=6
+SlurmdTimeout={missing_s}
 SlurmdParameters=config_overrides
 KillWait=20
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -66,17 +68,21 @@ CgroupAutomount=no
 class SlurmCluster:
     """A controller and nodes named node1, node2, …, each with 4 CPUs and 2 emulated GPUs.
 
+    Args:
+        missing_s: how long a node does not answer until Slurm marks it as down.
+
     Attributes:
         environment: the variables with which Slurm's commands find this cluster.
     """
 
-    def __init__(self, nodes: int = 2) -> None:
+    def __init__(self, nodes: int = 2, *, missing_s: int = 6) -> None:
         # Not in pytest's folder: its path is too long for a socket.
         self.folder = Path(tempfile.mkdtemp(prefix="areal-agents-slurm-"))
         self.nodes = [f"node{number}" for number in range(1, nodes + 1)]
         self.environment = {"PATH": _PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._ports = _free_ports(1 + nodes)
+        self._missing_s = missing_s
+        self._held = ExitStack()  # the ports, while the daemons use them
 
     @staticmethod
     def missing() -> str | None:
@@ -131,7 +137,8 @@ class SlurmCluster:
     def kill_node(self, node: str, *, noticed: bool = False) -> None:
         """End a node's daemon and the processes of its steps by SIGKILL.
 
-        Slurm detects the loss within half a minute. With `noticed`, the node is marked as down at once.
+        Slurm detects the loss within half a minute, unless `missing_s` is longer. With `noticed`, the node is
+        marked as down at once.
         """
         _kill_namespace(self._daemons.pop(node))
         if noticed:
@@ -183,14 +190,14 @@ class SlurmCluster:
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
 
     def _write_files(self) -> None:
-        controller, *ports = self._ports
+        controller, *ports = self._held.enter_context(reserved_ports(1 + len(self.nodes)))
         for name in ("state", "cgroup", *(f"spool-{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(1024))
         host = socket.gethostname().partition(".")[0]
-        config = _CONFIG.format(host=host, port=controller, folder=self.folder)
+        config = _CONFIG.format(host=host, port=controller, folder=self.folder, missing_s=self._missing_s)
         for node, port in zip(self.nodes, ports, strict=True):
             config += (
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} "
@@ -211,6 +218,7 @@ class SlurmCluster:
     def _end(self) -> None:
         while self._daemons:
             _kill_namespace(self._daemons.popitem()[1])
+        self._held.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -229,9 +237,3 @@ def _kill_namespace(unshare: subprocess.Popen[bytes]) -> None:
         unshare.wait(timeout=COMMAND_S)
     finally:
         unshare.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [opened.getsockname()[1] for opened in sockets]

@@ -14,6 +14,7 @@ from areal_agents.cluster.launchers.base import RoleProcess
 from areal_agents.cluster.place import Place
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.store import Store
+from areal_agents.store.roles import Role, RoleRow
 
 HOST = "127.0.0.1"
 
@@ -36,8 +37,19 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_following_ends_when_the_process_has_ended_after_the_last_step(
-    store: Store, background: ThreadPoolExecutor, capsys: pytest.CaptureFixture[str]
+    store: Store,
+    background: ThreadPoolExecutor,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    looks = threading.Semaphore(0)  # released once for each time that the place is read
+    role_rows = store.role_rows
+
+    def counted(role: Role | None = None) -> list[RoleRow]:
+        rows = role_rows(role)
+        looks.release()
+        return rows
+
     follow.take_places_away(store, [RoleProcess("trainer", 0, ())])
     trained = threading.Event()
     code = background.submit(
@@ -48,8 +60,11 @@ def test_following_ends_when_the_process_has_ended_after_the_last_step(
     with Place.claim(store, "trainer", 0, host=HOST) as second:  # the first process failed
         second.announce("tcp://127.0.0.1:1")
         trained.set()
+        monkeypatch.setattr(store, "role_rows", counted)
+        for _ in range(3):  # what the first look shows has been acted on when the second is made
+            assert looks.acquire(timeout=60), "the process is not followed any more"
         assert not code.done()
-    assert code.result(timeout=30) == 0
+    assert code.result(timeout=60) == 0
     assert "no process is trainer 0" in capsys.readouterr().out
 
 

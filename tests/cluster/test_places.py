@@ -12,16 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 
 from areal_agents.cluster import place
-from areal_agents.cluster.place import Place, address_for_store
+from areal_agents.cluster.place import CUT_OFF_S, Place, address_for_store
 from areal_agents.errors import ConfigError
 from areal_agents.launch.run_folder import Endpoints
 from areal_agents.store import Store
 from areal_agents.store.postgres import host_of
-from areal_agents.store.roles import DEAD_AFTER_S
-from areal_agents.store.schema import roles
 
 
 @pytest.fixture
@@ -87,27 +84,53 @@ def test_a_process_that_cannot_reach_the_store_considers_its_place_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place, "BEAT_S", 0.02)
-    monkeypatch.setattr(place, "CUT_OFF_S", 0.5)
+    clock = Clock()
+    monkeypatch.setattr(place, "time", clock)
     with Place.claim(store, "engine", 0, host="127.0.0.1") as own:
-        time.sleep(0.6)
-        assert own.loss is None  # it has written heartbeats
-        with sqlite3.connect(store.path, isolation_level=None) as other:
+        clock.now += CUT_OFF_S / 2
+        for _ in range(3):  # the second begins after the change of the clock, and ends before the third
+            wait_for_heartbeat(store)
+        clock.now += CUT_OFF_S / 2 + 1
+        assert own.loss is None  # the last heartbeat is not as old as the place
+        with sqlite3.connect(store.path, timeout=60, isolation_level=None) as other:
             other.execute("BEGIN EXCLUSIVE")
-            wait_for_loss(own, "engine 0 has not reached the store for 0 s, so another may have its place")
+            clock.now += CUT_OFF_S + 1
+            wait_for_loss(own, "engine 0 has not reached the store for 120 s, so another may have its place")
             other.execute("ROLLBACK")
 
 
+class Clock:
+    """Replaces the module `time`; it shows the time that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def wait_for_heartbeat(store: Store) -> None:
+    """Wait until engine 0 writes its next heartbeat."""
+    [earlier] = store.role_rows("engine")
+    deadline = time.monotonic() + 60
+    while store.role_rows("engine")[0].beat_at == earlier.beat_at:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def wait_for_loss(own: Place, expected: str) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while own.loss is None and time.monotonic() < deadline:
         time.sleep(0.02)
     assert own.loss is not None and own.loss.startswith(expected)
 
 
-def test_a_process_learns_from_its_heartbeat_that_its_place_was_taken(store: Store) -> None:
+def test_a_process_learns_from_its_heartbeat_that_its_place_was_taken(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "BEAT_S", 0.02)
     with Place.claim(store, "engine", 0, host="127.0.0.1") as own:
-        _execute(store, sa.update(roles).values(beat_at=roles.c.beat_at - DEAD_AFTER_S))
-        later = store.claim_role("engine", 0, host="elsewhere", pid=1)
+        later = store.claim_role("engine", 0, host="elsewhere", pid=1, gone=own.row.epoch)
         wait_for_loss(own, "another process is engine 0 of the run now")
     [row] = store.role_rows("engine")
     assert (row.epoch, row.state, row.host) == (later.epoch, "running", "elsewhere")
@@ -138,10 +161,3 @@ def test_the_address_is_loopback_for_a_store_on_this_machine() -> None:
 def test_an_ipv6_address_has_brackets_in_urls() -> None:
     endpoints = Endpoints((), "fd00::1", 8000, "key")
     assert (endpoints.proxy_url, endpoints.local_url) == ("http://[fd00::1]:8000",) * 2
-
-
-def _execute(store: Store, statement: sa.Executable) -> None:
-    engine = sa.create_engine(f"sqlite:///{store.path}")
-    with engine.begin() as connection:
-        connection.execute(statement)
-    engine.dispose()

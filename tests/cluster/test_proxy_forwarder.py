@@ -110,11 +110,17 @@ def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers
 @contextlib.contextmanager
 def forwarded(servers: Servers, *, preferred: int) -> Iterator[httpx.Client]:
     """Yield a client of a forwarder for two proxies. The client keeps its connections open."""
+    with reserved_ports(1) as [port], forwarded_at(port, servers, preferred=preferred) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def forwarded_at(port: int, servers: Servers, *, preferred: int) -> Iterator[httpx.Client]:
+    """Yield a client of such a forwarder at a port that the caller has reserved."""
     table = ProxyTable(servers.store)
     forwarder = ProxyForwarder(table, count=2, preferred=preferred)
     with (
         table.watching(),
-        reserved_ports(1) as [port],
         forwarder.running("127.0.0.1", port),
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False) as client,
     ):
@@ -171,12 +177,14 @@ def test_a_connection_waits_until_there_is_a_proxy(servers: Servers) -> None:
 
 def test_without_any_proxy_a_connection_is_closed(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_forwarder, "_FIND_S", 0.1)
-    with forwarded(servers, preferred=0) as client:
-        with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
+    with reserved_ports(1) as [port]:  # so that no other server listens on it after the forwarder
+        with (
+            forwarded_at(port, servers, preferred=0) as client,
+            pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)),
+        ):
             ask(client)
-        port = client.base_url.port
-    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 5):
-        pass
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 60):
+            pass
 
 
 def test_a_forwarder_that_does_not_end_in_time_hides_no_error(

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from run_support import kill_role, wait_for_step
+from run_support import MANY, REPOSITORY, STOP_S, supervised
 
 from areal_agents.store import Store
 from areal_agents.store.roles import Role
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-
-REPOSITORY = Path(__file__).parents[2]
 QUICK_START = REPOSITORY / "examples/search_agent/config.yaml"
-STEPS, GROUPS, SIZE = 5, 2, 4
-RUN_S = 600.0
+GROUPS, SIZE = 2, 4
+RUN_S = 900.0
+LOST: list[tuple[Role, int]] = [("sandbox", 1), ("rollout", 0)]
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(RUN_S + 2 * STOP_S)]
 
 # Plays one turn in its working folder, and posts its reward.
 AGENT = """
@@ -67,27 +66,22 @@ def test_agents_on_sandbox_hosts_survive_the_loss_of_a_host_and_of_a_rollout_pro
     }
     command = [
         sys.executable, "-m", "areal_agents", "train", str(QUICK_START), "--launcher", "local",
-        f"run_dir={run}", f"store.url={store}", f"trainer.steps={STEPS}", "eval=null",
+        f"run_dir={run}", f"store.url={store}", f"trainer.steps={MANY}", "eval=null",
         f"agent={json.dumps(agent)}", "ablation=null",
         f"rollout.groups={GROUPS}", f"rollout.group_size={SIZE}", "rollout.concurrency=16",
         "cluster.rollouts=2", "cluster.sandboxes=2", "cluster.sandbox_places=4",
     ]  # fmt: skip
-    with open(log, "wb") as output:
-        supervisor = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY)
-    try:
-        killed: list[tuple[Role, int]] = [("sandbox", 1), ("rollout", 0)]
-        for after, (role, index) in enumerate(killed, start=1):
-            wait_for_step(after, run, supervisor, log, within_s=RUN_S)
-            kill_role(store, role, index)
-        assert supervisor.wait(RUN_S) == 0, log.read_text()
-    finally:
-        supervisor.terminate()
-        supervisor.wait(120)
+    with supervised(command, run, log, within_s=RUN_S) as running:
+        for role, index in LOST:
+            running.wait_for_step(running.steps() + 1)
+            running.lose(store, role, index)
+        running.wait_for_step(running.steps() + 2)
+        steps = running.stop()
     with Store.open(store) as opened:
-        trained = [opened.groups_of_step(step) for step in range(1, STEPS + 1)]
+        trained = [opened.groups_of_step(step) for step in range(1, steps + 1)]
         rows = opened.role_rows()
-    assert [len(step) for step in trained] == [GROUPS] * STEPS
-    assert len({group for step in trained for group in step}) == STEPS * GROUPS, "each is trained once"
+    assert [len(step) for step in trained] == [GROUPS] * steps
+    assert len({group for step in trained for group in step}) == steps * GROUPS, "each is trained once"
     epochs = {(row.role, row.index): row.epoch for row in rows}
     assert epochs["sandbox", 1] == 2 and epochs["rollout", 0] == 2 and epochs["sandbox", 0] == 1
     assert not any(row.is_alive for row in rows), "every process has left its place"

@@ -9,13 +9,14 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from run_support import MANY, REPOSITORY, STOP_S, SupervisedRun, supervised
 from tls_files import made_tls_files
 
 from areal_agents.cluster.run_record import RunKeys, RunRecord
@@ -24,14 +25,14 @@ from areal_agents.secret_variables import RUN_TOKEN, bearer
 from areal_agents.store import Store
 from areal_agents.tls import TlsConfig, trusting
 
-pytestmark = pytest.mark.cluster
-
-REPOSITORY = Path(__file__).parents[2]
 QUICK_START = REPOSITORY / "examples/search_agent/config.yaml"
 RUN_S = 1200.0
+VERIFY_S = 600.0
 TOKEN = "token-" + "t0k3n" * 6
 PASSWORD = "password-of-the-database"
 SECRET_VARIABLES = {RUN_TOKEN: TOKEN, "PGPASSWORD": PASSWORD}
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(RUN_S + VERIFY_S + 2 * STOP_S)]
 
 
 @pytest.fixture
@@ -40,42 +41,31 @@ def tls(tmp_path: Path) -> TlsConfig:
 
 
 @pytest.fixture
-def supervised(tmp_path: Path, tls: TlsConfig) -> Iterator[tuple[subprocess.Popen[bytes], Path, Path]]:
-    """The supervisor of a run, the folder of the run, and the file with the supervisor's output."""
-    run, log = tmp_path / "run", tmp_path / "supervisor.log"
+def running(tmp_path: Path, tls: TlsConfig) -> Iterator[SupervisedRun]:
+    """A run that serves HTTPS, and has a token and the password of a database."""
+    run = tmp_path / "run"
     command = [
         sys.executable, "-m", "areal_agents", "train", str(QUICK_START), "--launcher", "local",
-        f"run_dir={run}", "trainer.steps=12", "rollout.groups=2", "rollout.group_size=4", "eval=null",
+        f"run_dir={run}", f"trainer.steps={MANY}", "rollout.groups=2", "rollout.group_size=4", "eval=null",
         "trial=false", "cluster.proxies=2", *(f"cluster.tls.{name}={path}" for name, path in tls),
     ]  # fmt: skip
-    with open(log, "wb") as output:
-        supervisor = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY,
-            env={**os.environ, **SECRET_VARIABLES},
-        )  # fmt: skip
-    try:
-        yield supervisor, run, log
-    finally:
-        supervisor.terminate()
-        supervisor.wait(120)
+    log = tmp_path / "supervisor.log"
+    with supervised(command, run, log, within_s=RUN_S, environment=SECRET_VARIABLES) as started:
+        yield started
 
 
 def test_the_secrets_of_a_run_are_in_no_log_no_command_line_and_no_metrics(
-    supervised: tuple[subprocess.Popen[bytes], Path, Path], tls: TlsConfig
+    running: SupervisedRun, tls: TlsConfig
 ) -> None:
-    supervisor, run, log = supervised
-    metrics = run / "metrics.jsonl"
-    deadline = time.monotonic() + RUN_S
-    while not metrics.exists():
-        assert supervisor.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.2)
+    run = running.folder
+    running.wait_for_step(1)
     with Store.open(run / "store.db") as store:
         record = RunRecord.read(store)
         config, _ = record.resolved(run)
         keys = record.keys(TOKEN, config)
         engines, proxies = store.addresses("engine"), store.addresses("proxy")
     secrets = [TOKEN, PASSWORD, keys.admin, keys.secret, keys.engine]
-    commands = [one.cmdline() for one in psutil.Process(supervisor.pid).children(recursive=True)]
+    commands = _command_lines(running.supervisor.pid)
     assert len(commands) > 5 and not _found(secrets, str(commands))
     served = _metrics_over_https(tls, keys, engines[0], proxies[0])
     assert not _found(secrets, served)
@@ -83,23 +73,31 @@ def test_the_secrets_of_a_run_are_in_no_log_no_command_line_and_no_metrics(
         [sys.executable, "-m", "areal_agents", "verify", str(run)],
         capture_output=True,
         text=True,
-        timeout=RUN_S,
+        timeout=VERIFY_S,
     )
     # Weights may have been swapped between the responses that `verify` compares.
     assert f"{engines[0]}: " in verified.stdout and "version" in verified.stdout, verified.stdout
     endpoints = run / "endpoints.json"
     assert stat.S_IMODE(endpoints.stat().st_mode) == 0o600 and keys.engine in endpoints.read_text()
-    assert supervisor.wait(RUN_S) == 0, log.read_text()
+    running.stop()
     texts = [
-        log,
-        metrics,
+        running.log,
+        run / "metrics.jsonl",
         run / "config.yaml",
-        run / "summary.json",
         run / "store.db",
         *run.glob("logs/**/*"),
     ]
     for path in (path for path in texts if path.is_file()):
         assert not _found(secrets, path.read_bytes().decode(errors="replace")), path
+
+
+def _command_lines(supervisor: int) -> list[list[str]]:
+    """Return the command lines of the processes of a run, some of which may end meanwhile."""
+    found = []
+    for process in psutil.Process(supervisor).children(recursive=True):
+        with suppress(psutil.Error):
+            found.append(process.cmdline())
+    return found
 
 
 def _metrics_over_https(tls: TlsConfig, keys: RunKeys, engine: str, proxy: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -38,7 +39,10 @@ def submit(slurm: SlurmCluster, *options: str) -> str:
 
 
 def test_a_job_is_requeued_when_slurm_signals_that_its_time_limit_is_near(slurm: SlurmCluster) -> None:
-    job = submit(slurm, "--time=1")  # a minute, the shortest limit: the signal comes at once
+    job = submit(slurm)
+    # The signal that Slurm sends near a time limit. With the shortest limit, a minute, it would come at once,
+    # and end a process that does not handle it yet.
+    slurm.command("scancel", "--batch", f"--signal={signal.SIGUSR1.value}", job)
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be requeued")
     output = (slurm.folder / "job.txt").read_text()
     assert (

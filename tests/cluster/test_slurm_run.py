@@ -14,8 +14,6 @@ import pytest
 from postgres_server import PostgresServer
 from slurm_cluster import COMMAND_S, SlurmCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-
 ROOT = Path(__file__).parents[2]
 STEPS = 8
 SMALL = (
@@ -25,6 +23,8 @@ SMALL = (
     "cluster.cpus.engine=1", "cluster.cpus.trainer=1", "cluster.cpus.rollout=1",
 )  # fmt: skip
 RUN_S = 400.0  # the longest wait, on two busy cores
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(8 * RUN_S)]  # more than all waits together
 
 
 @pytest.fixture

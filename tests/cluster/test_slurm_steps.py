@@ -128,6 +128,7 @@ def test_the_gpus_of_a_process_whose_launcher_was_killed_go_to_the_next_process(
     assert job.run("engine-0", WHERE, gpus=2) == (0, "node1 GPU 0,1")
 
 
+@pytest.mark.parametrize("slurm", [{"missing_s": 600}], indirect=True)  # Slurm notices no loss by itself
 def test_processes_of_a_lost_node_run_on_another_or_report_that_there_is_no_room(job: Job) -> None:
     lost = job.start("engine-1", f"{WHERE}; sleep 600", node=1, gpus=1)
     assert job.started(lost) == "node2 GPU 0"

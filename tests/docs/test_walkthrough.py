@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from docs_support import bash, block, blocks, environment
 from openai import OpenAI
 
 import areal_agents.quickstart
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.rewards import FinishedEpisode
 from areal_agents.rollout.config import DataConfig
 from areal_agents.rollout.data import load_tasks
@@ -242,12 +242,6 @@ def text(page: str, beginning: str, *replaced: tuple[str, str]) -> str:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
-
-
 @contextmanager
 def started(command: str, folder: Path, url: str) -> Iterator[None]:
     """Run a server within the with-block, which begins when the server responds."""
@@ -290,22 +284,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[str]:
     """The URL of a local engine, in place of the engine on a GPU host."""
-    port = free_port()
-    command = f"areal-agents engine --model path/to/model --port {port}"
-    with started(command, folder, f"http://127.0.0.1:{port}/health"):
-        yield f"http://127.0.0.1:{port}"
+    with reserved_ports(1) as (port,):
+        command = f"areal-agents engine --model path/to/model --port {port}"
+        with started(command, folder, f"http://127.0.0.1:{port}/health"):
+            yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path, engine: str) -> Iterator[str]:
     """The port of a server that is started by the command of the README."""
-    port = str(free_port())
-    given = (("8000", port), ("http://gpu-host:30000", engine))
-    both = text("README.md", "areal-agents serve --model path/to/model --port 8000", *given)
-    on_this_machine, by_url = both.splitlines()
-    assert "--engine-url" not in on_this_machine
-    with started(by_url.partition("  #")[0] + f" --port {port}", folder, f"http://127.0.0.1:{port}/health"):
-        yield port
+    with reserved_ports(1) as (port,):
+        given = (("8000", str(port)), ("http://gpu-host:30000", engine))
+        both = text("README.md", "areal-agents serve --model path/to/model --port 8000", *given)
+        on_this_machine, by_url = both.splitlines()
+        assert "--engine-url" not in on_this_machine
+        command = by_url.partition("  #")[0] + f" --port {port}"
+        with started(command, folder, f"http://127.0.0.1:{port}/health"):
+            yield str(port)
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +383,7 @@ def test_an_episode_over_plain_http(folder: Path, served: str) -> None:
             "JSON='Content-Type: application/json'\n" + "\n".join([*identified, "echo", 'echo "$ID"']), folder
         )
         opened = answer.splitlines()[-1]
-        found = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened}", timeout=10).json()
+        found = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened}", timeout=60).json()
         assert found["status"] == "finished" and found["score"] == 1.0
 
 
@@ -400,7 +395,7 @@ def test_an_integration_runs_with_the_key_of_an_episode(folder: Path, served: st
     )
     script = script.replace("integrations/", f"{Path(__file__).parents[2]}/integrations/")
     bash("\n".join(script.splitlines()[1:]), folder)
-    turns = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened['id']}", timeout=10).json()["turns"]
+    turns = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened['id']}", timeout=60).json()["turns"]
     assert turns
 
 
@@ -416,7 +411,7 @@ def test_commands_give_rewards(tmp_path: Path, engine: str, served: str) -> None
     over_http = text("docs/agents.md", "curl -s ")
     for name, script in (("python.sh", f"python - <<'END'\n{in_python}\nEND"), ("http.sh", over_http)):
         (tmp_path / name).write_text(script)
-        opened = httpx.post(f"http://127.0.0.1:{served}/episodes", timeout=10).json()
+        opened = httpx.post(f"http://127.0.0.1:{served}/episodes", timeout=60).json()
         bash(
             script,
             tmp_path,
@@ -424,7 +419,7 @@ def test_commands_give_rewards(tmp_path: Path, engine: str, served: str) -> None
             OPENAI_API_KEY=opened["key"],
             AREAL_AGENTS_EPISODE_ID=opened["id"],
         )
-        found = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened['id']}", timeout=10).json()
+        found = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened['id']}", timeout=60).json()
         assert found["score"] == 1.0, (name, found)
 
 
@@ -463,7 +458,7 @@ def test_a_sandbox_runs_from_python(tmp_path: Path) -> None:
 
 
 def test_the_commands_that_inspect_a_run(folder: Path, run: Path, served: str) -> None:
-    opened = httpx.post(f"http://127.0.0.1:{served}/episodes", timeout=10).json()["id"]
+    opened = httpx.post(f"http://127.0.0.1:{served}/episodes", timeout=60).json()["id"]
     recorded = json.loads(bash("areal-agents episodes ls runs/my_agent-seed0 --json", folder))
     script = text("docs/inspecting.md", "areal-agents tail", ("8000", served))
     script = re.sub("reward EPISODE", f"reward {opened}", script).replace("EPISODE", recorded[0]["id"])
@@ -481,13 +476,15 @@ def test_a_run_is_evaluated_exported_and_deployed(folder: Path, run: Path, engin
     script = text("docs/deploying.md", "areal-agents export", ("step-20", "step-4"))
     bash(script, folder)
     assert (folder / "exported-20" / "config.json").exists()
-    port = free_port()
     serve = text(
         "docs/deploying.md",
         "areal-agents serve --model runs/my_agent-seed0/final --engine-url",
         ("http://gpu-host:30000", engine),
     )
-    with started(serve + f" --port {port}", folder, f"http://127.0.0.1:{port}/health"):
+    with (
+        reserved_ports(1) as (port,),
+        started(serve + f" --port {port}", folder, f"http://127.0.0.1:{port}/health"),
+    ):
         assert (folder / "runs/production/store.db").exists()
 
 

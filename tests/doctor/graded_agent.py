@@ -16,6 +16,11 @@ async def ask(task: dict[str, Any], ep: Episode) -> None:
         await client.chat.completions.create(model="policy", messages=messages)
 
 
+async def ask_twice(task: dict[str, Any], ep: Episode) -> None:
+    await ask(task, ep)
+    await ask(task, ep)
+
+
 async def ask_and_insist(task: dict[str, Any], ep: Episode) -> float:
     """Raises ValueError if the reply is empty, and returns its own reward."""
     async with AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0) as client:

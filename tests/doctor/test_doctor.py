@@ -14,6 +14,8 @@ from time_limits import TimeLimits
 
 from areal_agents.doctor import Finding, Report, examine
 from areal_agents.errors import AgentError, ConfigError, EngineError, RequestError
+from areal_agents.inference.ports import reserved_ports
+from areal_agents.rollout.agents import blocking
 from areal_agents.testing import ScriptedApp, running
 
 AGENTS = Path(__file__).with_name("doctor_agents.py")
@@ -157,11 +159,15 @@ def test_an_unsupported_parameter_is_named() -> None:
         ("bare", "the proxy opened another episode for them", "base_url=ep.base_url"),
         ("forced", "1 of 1 turns were sampled under a grammar", "train_constrained: true"),
         ("gives_nothing", "The agent gave no reward", "return a number, call ep.reward"),
-        ("blocks", "has blocked its event loop for 5 s", "Fix this error first"),
+        ("blocks", "has blocked its event loop for 2 s", "Fix this error first"),
         ("claude_with_v1", "/v1/v1/messages was refused with 404", "Anthropic clients need it without /v1"),
     ],
 )
-def test_a_mistake_that_prevents_training_is_named_with_its_fix(agent: str, what: str, fix: str) -> None:
+def test_a_mistake_that_prevents_training_is_named_with_its_fix(
+    agent: str, what: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if agent == "blocks":
+        monkeypatch.setattr(blocking, "BLOCKED_S", 2.0)
     report = report_on(agent)
     assert report.verdict == "cannot"
     first = report.findings[0]
@@ -281,8 +287,8 @@ def test_invalid_arguments_are_refused() -> None:
 
 
 def test_an_engine_that_does_not_answer_is_reported_at_once() -> None:
-    with pytest.raises((RequestError, EngineError), match="not available"):
-        examine(function=f"{AGENTS}:good", model=MODEL, engine_url="http://127.0.0.1:9")
+    with reserved_ports(1) as (port,), pytest.raises((RequestError, EngineError), match="not available"):
+        examine(function=f"{AGENTS}:good", model=MODEL, engine_url=f"http://127.0.0.1:{port}")
 
 
 def test_a_reward_function_that_is_separate_from_the_agent_is_called(tmp_path: Path) -> None:

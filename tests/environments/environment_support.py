@@ -14,7 +14,7 @@ from areal_agents.episode import Episode
 from areal_agents.rollout.agents.environment_agent import environment_agent, environment_tasks
 from areal_agents.testing import Script, ScriptedCall, ScriptedReply
 
-REQUEST_S = 60.0
+REQUEST_S = 300.0  # of all episodes of a test, and of the start of the interpreters that play them
 
 
 def handle(stack: Stack, replies: Sequence[str | ScriptedReply] | Script) -> Episode:

@@ -99,7 +99,7 @@ def test_relative_paths_are_resolved_from_the_folder_of_the_configuration(tmp_pa
     ("settings", "fault"),
     [
         ({"environment": "countdown"}, "an environment is scheme:name"),
-        ({"environment": "foo:bar"}, "no environment scheme 'foo'; there are|no environment scheme 'foo'"),
+        ({"environment": "foo:bar"}, r"there is no environment scheme 'foo' \('foo:bar'\); there are "),
         ({"environment": COUNTER, "agent": "agent.py:agent"}, "it takes the place of the agent"),
         ({"environment": "mcp:python server.py", "data": {"path": "tasks.jsonl"}}, "gives no reward"),
         ({"environment": "textarena:A-v0", "data": {"path": "tasks.jsonl"}}, "has tasks of its own; leave"),

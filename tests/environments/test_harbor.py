@@ -89,20 +89,22 @@ def test_the_model_works_in_a_sandbox_and_the_tests_reward_it(stack: Stack, tmp_
     make_task(tmp_path / "sum")
     right = Heard(
         command("pwd; ls; echo $GREETING $NAME; cat data/more.txt; ls /tests /logs"),
+        command("head -c 50000 /dev/zero | tr '\\\\0' a"),
         call("read_file", '{"path": "numbers.txt"}') + call("bash", '{"cmd": "ls"}'),
         command("echo wrong > sum.txt; echo 4 >> numbers.txt; echo 1 > /logs/verifier/reward.txt; exit 3"),
         call("write_file", '{"path": "sum.txt", "content": "6"}'),
         "Done.",
     )
-    wrong = Heard(command("head -c 50000 /dev/zero | tr '\\\\0' a; sleep 60"), "Done.")
-    use = f"harbor:{tmp_path}?command_timeout_s=1&isolation=bubblewrap"
-    assert all_played(stack, use, [("sum", right), ("sum", wrong)]) == [1.0, 0.25]
-    looked, read, failed, written = right.news[1:]
+    slow = Heard(command("sleep 60"), "Done.")
+    use = f"harbor:{tmp_path}?isolation=bubblewrap"
+    assert all_played(stack, use, [("sum", right)]) == [1.0]
+    assert all_played(stack, f"{use}&command_timeout_s=0.5", [("sum", slow)]) == [0.25]
+    looked, long, read, failed, written = right.news[1:]
     assert "/app" in looked and "hello the world" in looked and "numbers.txt" in looked and "more" in looked
     assert "test.sh" not in looked and "verifier" not in looked
     assert "1\n2\n3" in read.replace("\\n", "\n") and "command must be a string" in read
     assert "[exit status" in failed and "written" in written
-    assert "bytes before this are left out" in wrong.news[1] and "[killed after 1 s]" in wrong.news[1]
+    assert "bytes before this are left out" in long and "[killed after 0.5 s]" in slow.news[1]
     assert (tmp_path / "sum" / "environment" / "numbers.txt").read_text() == "1\n2\n3\n"
 
 
@@ -110,7 +112,8 @@ def test_the_model_works_in_a_sandbox_and_the_tests_reward_it(stack: Stack, tmp_
 def test_an_agent_that_runs_out_of_time_is_graded_and_tests_without_a_reward_fail(
     stack: Stack, tmp_path: Path
 ) -> None:
-    make_task(tmp_path / "late", toml="[agent]\ntimeout_sec = 1\n")
+    # The time limit includes the reply of the model and the start of its command, so it is not shorter.
+    make_task(tmp_path / "late", toml="[agent]\ntimeout_sec = 10\n")
     make_task(tmp_path / "broken", test="echo no reward here; exit 4\n")
     make_task(tmp_path / "two", test='echo \'{"a": 1, "b": 2}\' > /logs/verifier/reward.json\n')
     late, broken, two = all_played(

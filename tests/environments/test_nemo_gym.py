@@ -123,13 +123,14 @@ def test_a_server_of_the_real_package_is_played(stack: Stack, nemo_gym_python: s
         ("nothing", "/verify gave no reward"),
         ("error", "/verify answered with status 500: no such answer"),
         ("endless", "the answer of /verify is longer than 16777216 bytes"),
-        ("silence", "no answer of /verify within 2 s"),
+        ("silence", "no answer of /verify within 5 s"),
     ],
 )
 def test_an_invalid_response_of_the_server_fails_the_episode(
     stack: Stack, server: str, lie: str, fault: str
 ) -> None:
-    use = f"nemo-gym:{server}?step_timeout_s=2"
+    # The limit of the silence applies to /seed_session as well, which must succeed.
+    use = f"nemo-gym:{server}?step_timeout_s={5 if lie == 'silence' else 60}"
     with pytest.raises(TaskEnvironmentError, match=re.escape(fault)):
         played(stack, use, {**ROW, "initial_count": lie}, ["It is 6."])
 

@@ -49,20 +49,17 @@ def all_played(
 
 
 def test_a_server_is_started_played_with_text_and_ended(stack: Stack, python: str) -> None:
-    use = f"openenv:{command('words', python)}?size=3&held_out=2&step_timeout_s=3&max_turns=3&letters=bca"
+    use = f"openenv:{command('words', python)}?size=3&held_out=2&max_turns=3&letters=bca"
     assert [row["seed"] for row in tasks(use, python)] == [0, 1, 2]
-    right, wrong, stuck = Heard("c", "raise", "b"), Heard("c", "c", "c"), Heard("sleep")
+    right, wrong = Heard("c", "raise", "b"), Heard("c", "c", "c")
     row = {"id": "1", "seed": 1, "letters": "xyz"}  # options of the line override fields of the row
-    rewards = all_played(
-        stack,
-        use,
-        python,
-        [({"seed": 0}, right), ({"seed": 0}, wrong), (row, Heard("c")), ({"seed": 2}, stuck)],
-    )
-    assert rewards[:3] == [0.75, -0.75, 1.0]
+    episodes = [({"seed": 0}, right), ({"seed": 0}, wrong), (row, Heard("c"))]
+    assert all_played(stack, use, python, episodes) == [0.75, -0.75, 1.0]
     assert "Guess one of bca." in right.prompts[0] and "Wrong." in right.news[1]
     assert "that is no word" in right.news[2]
-    assert isinstance(rewards[3], AgentError) and "no answer to step within 3 s" in str(rewards[3])
+    # The limit applies to the reset as well, which must succeed.
+    [end] = all_played(stack, f"{use}&step_timeout_s=10", python, [({"seed": 2}, Heard("sleep"))])
+    assert isinstance(end, AgentError) and "no answer to step within 10 s" in str(end)
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(FILE) in " ".join(p.info["cmdline"] or [])]
 
 
@@ -112,11 +109,14 @@ def test_an_invalid_message_of_the_server_fails_the_episode(stack: Stack, python
         "list": "an observation must be an object",
         "done": "an observation must be an object, and done true or false",
         "endless": "step failed: ConnectionClosedError",
-        "silence": "no answer to step within 2 s",
         "truth": "gave no reward in this episode",
+        "silence": "no answer to step within 10 s",
     }
-    use = f"openenv:{command('liar', python)}?step_timeout_s=2&max_turns=1"
-    ends = all_played(stack, use, python, [({"seed": 0}, Heard(lie)) for lie in lies])
+    use = f"openenv:{command('liar', python)}?max_turns=1"
+    *given, silence = [({"seed": 0}, Heard(lie)) for lie in lies]
+    ends = all_played(stack, use, python, given)
+    # The limit applies to the reset as well, which must succeed.
+    ends += all_played(stack, f"{use}&step_timeout_s=10", python, [silence])
     for end, fault in zip(ends, lies.values(), strict=True):
         assert isinstance(end, AgentError) and fault in str(end)
 

@@ -39,7 +39,7 @@ def test_a_taskset_is_played_by_its_own_agent_and_graded(stack: Stack, verifiers
     async def play() -> None:
         agent = environment_agent(EnvironmentConfig(use=use, python=verifiers_python))
         try:
-            async with asyncio.timeout(4 * REQUEST_S):
+            async with asyncio.timeout(REQUEST_S):
                 ep = handle(stack, answers)
                 ends = await asyncio.gather(
                     *(agent.run({"id": id}, ep) for id in ("3", "4", "8")), return_exceptions=True

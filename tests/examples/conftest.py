@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from areal_agents.errors import AgentError
+from areal_agents.rewards import MathChecks
+from areal_agents.user_functions import load_function
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOLDERS = (
     "search_agent",
@@ -37,3 +41,20 @@ def tool_math_loop() -> Iterator[asyncio.Runner]:
     """One event loop for all episodes of tool_math, because its agent keeps one HTTP client."""
     with asyncio.Runner() as runner:
         yield runner
+
+
+@pytest.fixture(scope="session")
+def patient_checks() -> Iterator[MathChecks]:
+    """Compares answers as the examples do. A comparison may take long, because one that exceeds its limit
+    counts as unequal."""
+    found = MathChecks(processes=1, time_s=60.0)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def patient_tool_math(monkeypatch: pytest.MonkeyPatch, patient_checks: MathChecks) -> None:
+    """Lets the programs and the comparisons of tool_math take long."""
+    agent = load_function(f"{EXAMPLES / 'tool_math' / 'agent.py'}:converse", AgentError)
+    monkeypatch.setitem(agent.__globals__, "CHECKS", patient_checks)
+    monkeypatch.setattr("python_tool.TIME_S", 60.0)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import inspect
 import itertools
 import json
 import pickle
 import random
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from coder import NO_PROGRAM, PROGRAMS, coder, one_shot, solved, tried
+from coder import NO_PROGRAM, PROGRAMS, RUNNER, coder, one_shot, solved, tried
 from integration_support import Stack, running_stack
 from lists import heldout_tasks, reply_with, sample_problem, train_tasks
 from problems import LARGEST_TEST, of_deepcoder, of_livecodebench, own, read_cases
@@ -36,10 +37,21 @@ from integrations.conversations import call
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "code"
 MODEL = EXAMPLE / "model"
-EPISODE_S = 60
+EPISODE_S = 120
+T = TypeVar("T")
 
 one_loop = pytest.mark.asyncio(loop_scope="module")  # the agent and its reward keep sandboxes in one loop
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="make sandbox-tools installs bwrap")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """Lets a program of the policy or of the reward take long."""
+    rewarding = inspect.getclosurevars(solved).nonlocals["runner"]
+    with pytest.MonkeyPatch.context() as patch:
+        for runner in (RUNNER, rewarding):
+            patch.setattr(runner, "_time_s", 60.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +65,19 @@ def answered(task: dict[str, Any], reply: str) -> FinishedEpisode:
     return FinishedEpisode("e", task, [[{"role": "assistant", "content": reply}]], "finished", {})
 
 
-async def rewards_of(replies: Sequence[tuple[dict[str, Any], str]]) -> list[float]:
+async def results_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of calls that use a sandbox each, four at a time."""
     places = asyncio.Semaphore(4)
 
-    async def reward(task: dict[str, Any], reply: str) -> float:
+    async def result(call: Coroutine[Any, Any, T]) -> T:
         async with places:
-            return await solved(answered(task, reply))
+            return await call
 
-    return list(await asyncio.gather(*(reward(*given) for given in replies)))
+    return list(await asyncio.gather(*map(result, calls)))
+
+
+async def rewards_of(replies: Sequence[tuple[dict[str, Any], str]]) -> list[float]:
+    return await results_of(solved(answered(task, reply)) for task, reply in replies)
 
 
 @one_loop
@@ -145,7 +162,7 @@ async def test_demonstrations_show_the_reports_of_the_sandbox(habits: Habits) ->
     shown = [told(task, reply) for task, reply in said]
     assert NO_PROGRAM in shown or habits is CAREFUL
     assert {task["form"] for task, _ in said} == {"stdin", "functional"} and None in shown
-    assert list(await asyncio.gather(*(tried(task, reply) for task, reply in said))) == shown
+    assert await results_of(tried(task, reply) for task, reply in said) == shown
     for task, played in episodes:
         assert played.reports == [told(task, reply) for reply in played.replies[: len(played.reports)]]
 

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
 from areal_agents.errors import ConfigError
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.sockets import listen, url_of
 
 PASSAGES = [
@@ -78,13 +79,14 @@ def web_services(index: Index) -> Starlette:
 def serving(app: Starlette) -> Iterator[str]:
     with listen("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
             yield url_of(listener)
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,10 @@ async def test_many_concurrent_searches_succeed(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_request_is_repeated_after_a_temporary_failure(url: str, status: int) -> None:
+async def test_a_request_is_repeated_after_a_temporary_failure(
+    url: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_backends.random, "uniform", lambda low, high: 0.0)  # the back-off
     page = await web(url).access(f"https://x.example/status-{status}")
     assert page.title == "Lyon"
 
@@ -149,8 +154,8 @@ async def test_failures_that_the_model_did_not_cause_raise_an_error(
     with pytest.raises(BackendError, match="gave no answer: 400.*mode must be one of bm25"):
         await RetrievalServer(f"{url}/local", "dense").search("Lyon", 1)
     monkeypatch.setattr(search_backends, "ATTEMPTS", 1)
-    with pytest.raises(BackendError, match="gave no answer"):
-        await RetrievalServer("http://127.0.0.1:9").search("Lyon", 1)
+    with reserved_ports(1) as (port,), pytest.raises(BackendError, match="gave no answer"):
+        await RetrievalServer(f"http://127.0.0.1:{port}").search("Lyon", 1)
 
 
 def test_environment_variables_select_the_backend() -> None:

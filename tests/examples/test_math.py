@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
+from areal_agents.rewards import MathChecks
 from areal_agents.user_functions import load_function
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "math"
@@ -65,7 +66,10 @@ def test_the_answer_and_the_form_of_a_reply_are_parsed(text: str, answer: str | 
     assert (AGENT["answer_of"](text), AGENT["has_form"](text)) == (answer, form)
 
 
-def test_a_base_model_is_rewarded_for_the_form_and_for_the_answer(tmp_path: Path) -> None:
+def test_a_base_model_is_rewarded_for_the_form_and_for_the_answer(
+    tmp_path: Path, patient_checks: MathChecks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(AGENT, "CHECKS", patient_checks)
     replies = {
         "2 and 2.</think> <answer>4</answer>": {"format": 0.1, "correct": 1.0},
         "2 and 2.</think> <answer>5</answer>": {"format": 0.1, "correct": 0.0},

@@ -18,6 +18,7 @@ from word_problems import heldout_tasks, sample_problem, train_tasks
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
 from areal_agents.proxy import ProxyConfig
+from areal_agents.rewards import MathChecks
 from areal_agents.user_functions import load_function
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_turn_math"
@@ -85,8 +86,15 @@ def loop() -> Iterator[asyncio.Runner]:
     ],
 )
 def test_an_episode_is_played_as_it_is_demonstrated(
-    chances: list[bool], rewards: dict[str, float], stack: Stack, loop: asyncio.Runner
+    chances: list[bool],
+    rewards: dict[str, float],
+    stack: Stack,
+    loop: asyncio.Runner,
+    patient_checks: MathChecks,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    converse = load_function(f"{EXAMPLE / 'agent.py'}:converse", AgentError)
+    monkeypatch.setitem(converse.__globals__, "CHECKS", patient_checks)
     problem = sample_problem(random.Random(7), held_out=True)
 
     def said(seed: int) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import judge
 import pytest
-from conftest import EXAMPLES
 from questions import train_tasks
 from users import Population
 
@@ -26,6 +25,7 @@ from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TIMEOUT_S = 180
 SMALL = [
     "rollout.groups=4",
@@ -60,24 +60,28 @@ def users_of(url: str) -> Iterator[Population]:
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         yield population
     finally:
         stop.set()
         thread.join(60)
-    assert not failures, failures
+    assert not failures and not thread.is_alive(), failures
 
 
 def online(order: str, run_dir: Path) -> None:
     subprocess.run([sys.executable, "-m", "areal_agents", "online", order, str(run_dir)], check=True)
 
 
-def test_a_served_model_learns_and_the_operator_decides(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
+@pytest.fixture
+def port() -> Iterator[int]:
     with reserved_ports(1) as (port,):
-        pass
+        yield port
+
+
+def test_a_served_model_learns_and_the_operator_decides(tmp_path: Path, port: int) -> None:
+    folder = RunFolder(tmp_path / "run")
     command = [sys.executable, "-m", "areal_agents", "train", str(EXAMPLES / "online" / "config.yaml")]
     with (tmp_path / "train.log").open("w") as log:
         process = subprocess.Popen(

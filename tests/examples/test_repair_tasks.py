@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import repairs
+import reward
 from demonstrator import CAREFUL, CARELESS, Habits, play
 from dialogue import SUBMIT
 from repairs import Repair, heldout_tasks, sample_repair, train_tasks
@@ -32,13 +33,31 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tasks"
 
 
+def limit_programs(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Set the time limit of the programs that decide the reward."""
+    monkeypatch.setattr(reward, "TIMEOUT_S", seconds)
+    monkeypatch.setattr(reward._IN_BUBBLEWRAP, "_time_s", seconds)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a program take long, because one that exceeds its limit earns nothing."""
+    limit_programs(monkeypatch, 60.0)
+
+
+def first_heldout_task() -> dict[str, Any]:
+    """The first of `heldout_tasks()`; its folder alone is written."""
+    (task,) = repairs._tasks("heldout", 0, count=1)
+    return task
+
+
 def outputs_of(commands: Sequence[str], folder: Path) -> list[str]:
     """Run commands as mini-swe-agent does: each in its own shell, with both output streams combined."""
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
     return [
         subprocess.run(
             command, shell=True, cwd=folder, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60,
         ).stdout
         for command in commands
     ]  # fmt: skip
@@ -66,7 +85,7 @@ def test_no_function_of_training_is_held_out() -> None:
     docstrings = [text.split('"""')[1] for text in shown]
     assert not set(docstrings[:1000]) & set(docstrings[1000:])
     assert [task["id"] for task in train] != [task["id"] for task in train_tasks(seed=1)]
-    assert heldout == heldout_tasks()
+    assert heldout == heldout_tasks() and heldout[0] == first_heldout_task()
 
 
 def in_bubblewrap(episode: FinishedEpisode) -> float:
@@ -78,9 +97,9 @@ needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="nee
 
 @pytest.mark.parametrize("solved", [solved, pytest.param(in_bubblewrap, marks=needs_bubblewrap)])
 def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(
-    solved: Callable[[FinishedEpisode], float], tmp_path: Path
+    solved: Callable[[FinishedEpisode], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (task, *_) = heldout_tasks()
+    task = first_heldout_task()
     repair = sample_repair(random.Random("heldout/0"), held_out=True)  # the same task
     broken = copy_of(task, tmp_path / "broken")
     assert solved(left_in(broken, task)) == 0.0
@@ -97,12 +116,15 @@ def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(
         "print([True] * 4)\nraise SystemExit(0)\n",
         "def pick(\n",
         "import sys\nsys.stdout = None\n",
-        "while True:\n    print('x' * 10_000)\n",
         "import os\nos.write(1, b'[' + b'1' * 5000 + b']')\nos._exit(0)\n",
         "import os\nos.write(1, b'[' * 60_000)\nos._exit(0)\n",
     ):
         file.write_text(text)
         assert solved(left_in(repaired, task)) == 0.0, text
+    with monkeypatch.context() as patch:
+        limit_programs(patch, 1.0)
+        file.write_text("while True:\n    print('x' * 10_000)\n")
+        assert solved(left_in(repaired, task)) == 0.0
     file.write_bytes(b"\xff\xfe")
     assert solved(left_in(repaired, task)) == 0.0
     file.unlink()
@@ -113,7 +135,7 @@ def test_the_reward_is_earned_by_the_repair_and_by_nothing_else(
 
 @needs_bubblewrap
 def test_in_bubblewrap_a_program_cannot_read_the_expected_results(tmp_path: Path) -> None:
-    (task, *_) = heldout_tasks()
+    task = first_heldout_task()
     folder = copy_of(task, tmp_path / "left")
     results = tmp_path / "results.json"
     results.write_text(json.dumps({json.dumps(case[:2]): case[2] for case in task["cases"]}))

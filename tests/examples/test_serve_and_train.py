@@ -33,7 +33,7 @@ def serving(store: Path, *options: str) -> Iterator[tuple[str, list[str]]]:
         assert lines[0].startswith("serving")
         yield lines[0].split(" at ")[1].split()[0], lines
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(60)
     finally:
         end_process(process, grace_s=10)
 
@@ -59,7 +59,7 @@ def collect(base_url: str, *, grouped: bool, attempts: int = 4) -> None:
         ids = [*pool.map(lambda p: ask(base_url, p[0], task=p[0] if grouped else None), plays)]
     for (_, n), completion_id in zip(plays, ids, strict=True):
         body = {"completion_id": completion_id, "reward": float(n % 2)}
-        httpx.post(base_url.removesuffix("/v1") + "/rewards", json=body).raise_for_status()
+        httpx.post(base_url.removesuffix("/v1") + "/rewards", json=body, timeout=60).raise_for_status()
 
 
 def train(store: Path, run_dir: Path, *settings: str) -> subprocess.CompletedProcess[str]:
@@ -84,7 +84,8 @@ def test_served_and_rewarded_calls_are_trained_on(tmp_path: Path, grouped: bool)
     with serving(store) as (url, lines):
         assert str(store) in lines[1] and "pinned" in lines[1] and "POST /rewards" in lines[1]
         collect(url, grouped=grouped)
-        shown = httpx.get(url.removesuffix("/v1") + "/episodes?split=train").json()["episodes"]
+        listed = httpx.get(url.removesuffix("/v1") + "/episodes?split=train", timeout=60)
+        shown = listed.json()["episodes"]
     assert len(shown) == len(CITIES) * 4
     tasks = {episode["task_id"] for episode in shown}
     assert len(tasks) == (len(CITIES) if grouped else len(shown))

@@ -52,32 +52,24 @@ def test_no_program_of_a_held_out_problem_is_in_training() -> None:
     assert heldout == heldout_tasks() and train_ != train_tasks(seed=1)
 
 
-@pytest.fixture(scope="module")
-def checks() -> Iterator[MathChecks]:
-    """The reward of the recipe."""
-    found = MathChecks(processes=1, time_s=30)
-    yield found
-    found.close()
-
-
 def works(habits: Habits, count: int) -> list[tuple[Problem, Work]]:
     rng = random.Random(0)
     problems = [sample_problem(rng, held_out=True) for _ in range(count)]
     return [(problem, work(problem, habits, rng)) for problem in problems]
 
 
-def test_the_careful_student_is_always_right_and_recovers(checks: MathChecks) -> None:
+def test_the_careful_student_is_always_right_and_recovers(patient_checks: MathChecks) -> None:
     done = works(CAREFUL, 200)
     for problem, one in done:
-        assert checks.equal(one.replies[-1], str(problem.answer))
+        assert patient_checks.equal(one.replies[-1], str(problem.answer))
         assert one.replies[-2:] == [call(f"print({problem.expression})"), boxed(problem.answer)]
         assert one.mishaps == set(range(len(one.replies) - 2))
     assert 20 < sum(bool(one.mishaps) for _, one in done) < 60
 
 
-def test_the_careless_student_is_seldom_right_and_only_with_the_tool(checks: MathChecks) -> None:
+def test_the_careless_student_is_seldom_right_and_only_with_the_tool(patient_checks: MathChecks) -> None:
     done = works(CARELESS, 300)
-    right = [checks.equal(one.replies[-1], str(problem.answer)) for problem, one in done]
+    right = [patient_checks.equal(one.replies[-1], str(problem.answer)) for problem, one in done]
     assert 0.05 < sum(right) / len(done) < 0.25
     used = [bool(one.told) for _, one in done]
     assert 0.2 < sum(used) / len(done) < 0.4
@@ -96,6 +88,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @needs_bubblewrap
+@pytest.mark.usefixtures("patient_tool_math")
 @pytest.mark.parametrize(
     ("habits", "calls", "reward"),
     [

@@ -13,6 +13,7 @@ import pytest
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
+from areal_agents.health import waiting as waiting_module
 from areal_agents.health.waiting import LEAST_S, LOOK_EVERY_S, Waiting
 from areal_agents.store import Activity, NewEpisode, Store
 from areal_agents.store.roles import Role
@@ -27,6 +28,12 @@ class Healthy(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every server here answers, or refuses the connection, however slow the machine is."""
+    monkeypatch.setattr(waiting_module, "PROBE_S", 60.0)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import ModelInfo, OnTokens
 from areal_agents.inference.pool import CurrentVersion, EnginePool, PoolLimits
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.sockets import listen, url_of
 from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, ServedCall
 from areal_agents.testing.server import build_server
@@ -41,6 +42,16 @@ QUICK = PoolLimits(
     load_again_s=0.05,
     unread_interval=1,  # the tests kill engines between two tokens
 )
+
+
+def ports_of_this_process() -> Iterator[int]:
+    """Yield ports that no other process gets, also while the server of a port is dead."""
+    with ExitStack() as held:
+        while True:
+            yield from held.enter_context(reserved_ports(20))  # many at once, because a call takes 0.03 s
+
+
+PORTS = ports_of_this_process()
 
 
 def next_token(ids: Sequence[int]) -> int:
@@ -159,7 +170,7 @@ class ReplicaServer:
         self._chunk_tokens = chunk_tokens
         self._spans = spans
         self._options = options
-        self._port = 0
+        self._port = next(PORTS)
         self.spoil: Callable[[dict[str, Any]], bytes] | None = None
         self.is_alive = False
         self._open = threading.Event()
@@ -177,7 +188,6 @@ class ReplicaServer:
         self.app.exchanges = self.exchanges
         listener = listen("127.0.0.1", self._port)
         self.url = url_of(listener)
-        self._port = listener.getsockname()[1]
 
         async def spoiling(scope: Scope, receive: Receive, send: Send) -> None:
             async def spoiled(message: Message) -> None:

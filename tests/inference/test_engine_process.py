@@ -20,12 +20,16 @@ from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EmbeddedEngineConfig, EngineProcess, SGLangEngine
 
 
-def gone(pid: int, timeout_s: float = 20.0) -> bool:
+def gone(pid: int, timeout_s: float = 60.0) -> bool:
+    """Return whether a process ends in time."""
     deadline = time.monotonic() + timeout_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
+    try:
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+    except psutil.NoSuchProcess:
+        pass
     return True
 
 
@@ -55,11 +59,13 @@ async def test_sigterm_ends_an_engine_during_generations(model_folder: Path) -> 
 
 
 def test_an_engine_can_be_stopped_while_it_starts(model_folder: Path) -> None:
-    process = EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=0, threads=1))
+    """SIGTERM is enough."""
+    config = EmbeddedEngineConfig(model=str(model_folder), port=0, threads=1)
+    process = EngineProcess(config, stop_timeout_s=60.0)
     process.start()
     time.sleep(0.5)
     process.stop()
-    assert process.returncode is not None
+    assert process.returncode in (0, -signal.SIGTERM)
 
 
 def test_an_engine_ends_when_its_parent_is_killed(model_folder: Path) -> None:
@@ -94,8 +100,8 @@ def test_a_port_that_is_taken_is_refused(model_folder: Path) -> None:
 
 
 async def test_a_port_without_a_server_is_an_unavailable_engine() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    async with SGLangEngine(f"http://127.0.0.1:{port}") as engine:
-        with pytest.raises(EngineUnavailable, match="not reachable"):
-            await engine.health()
+    with socket.socket() as held:  # bound, but it does not listen
+        held.bind(("127.0.0.1", 0))
+        async with SGLangEngine(f"http://127.0.0.1:{held.getsockname()[1]}") as engine:
+            with pytest.raises(EngineUnavailable, match="not reachable"):
+                await engine.health()

@@ -4,22 +4,28 @@ request."""
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
 from pool_support import MODEL, QUICK, TOKENIZER, Rows
 
-from areal_agents.core.completion import Grammar, SamplingParams, TokenChunk, TokenIds, as_token_ids
+from areal_agents.core.completion import (
+    Completion,
+    Grammar,
+    SamplingParams,
+    TokenChunk,
+    TokenIds,
+    as_token_ids,
+)
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.answers import SentRequest, check_logprobs, checked_spans, end_ids_of
 from areal_agents.inference.pool import EnginePool
+from areal_agents.inference.pool.replica import Replica
 from areal_agents.testing import LIES, ScriptedApp, ScriptedCall, ScriptedReply, running
 from areal_agents.testing.invalid_answers import Form
 
@@ -198,15 +204,30 @@ def lying_to(*words: str) -> Any:
     return script
 
 
-async def outcome(pool: EnginePool, rid: str, text: str, affinity: str) -> float | EngineError:
-    """Return the seconds that a call took, or its error."""
-    began = time.perf_counter()
+def exclusions_of(pool: EnginePool, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """Record the state and the reason of an engine, and the number of failovers, at each of its exclusions.
+
+    A valid answer resets the number that the engine itself keeps.
+    """
+    found: list[tuple[str, str, int]] = []
+    exclude = Replica.exclude_after_invalid_answers
+
+    def noted(replica: Replica, longest_s: float, why: str) -> None:
+        exclude(replica, longest_s, why)
+        found.append((replica.state, replica.reason, pool.counts.failovers))
+
+    monkeypatch.setattr(Replica, "exclude_after_invalid_answers", noted)
+    return found
+
+
+async def outcome(pool: EnginePool, rid: str, text: str, affinity: str) -> Completion | EngineError:
+    """Return the completion of a call, or its error."""
     try:
         completion = await pool.generate(rid, prompt(text), SAMPLING, affinity=affinity)
     except EngineError as error:
         return error
     assert completion.token_ids.tolist() == TRUTH
-    return time.perf_counter() - began
+    return completion
 
 
 @pytest.mark.parametrize(
@@ -219,42 +240,41 @@ async def outcome(pool: EnginePool, rid: str, text: str, affinity: str) -> float
     ids=["one", "two", "one caller's many"],
 )
 async def test_a_request_that_always_gets_invalid_answers_fails_alone(
-    engines: dict[Form, tuple[ScriptedApp, str]], poisoned: list[str]
+    engines: dict[Form, tuple[ScriptedApp, str]], poisoned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, url = engines["whole"]
     app.script = lying_to("poison")
     async with pool_over(url) as pool:
-        replica = pool.replicas[0]
+        exclusions = exclusions_of(pool, monkeypatch)
         bad = [
             asyncio.create_task(outcome(pool, f"bad-{n}", text, "the one caller"))
             for n, text in enumerate(poisoned)
         ]
-        good: list[float] = []
-        while not all(task.done() for task in bad):
-            for n in range(4):
-                took = await outcome(pool, f"good-{len(good)}", f"hello {n}", f"episode {n}")
-                assert isinstance(took, float)
-                good.append(took)
-        assert replica.exclusions == 0 and replica.is_serving
-        assert len(good) > 10 and median(good) < 0.5  # each takes 0.02 s; an exclusion takes 1 s
+        good = 0
+        while good < 12 or not all(task.done() for task in bad):
+            n = good % 4
+            assert isinstance(await outcome(pool, f"good-{good}", f"hello {n}", f"episode {n}"), Completion)
+            good += 1
+        assert not exclusions and pool.replicas[0].is_serving
         for error in await asyncio.gather(*bad):
             assert isinstance(error, EngineError) and not isinstance(error, EngineUnavailable)
             assert "6 times in a row" in str(error) and "expected one from -1000 to 0" in str(error)
 
 
 async def test_a_prompt_that_always_gets_invalid_answers_fails_alone_in_every_episode(
-    engines: dict[Form, tuple[ScriptedApp, str]],
+    engines: dict[Form, tuple[ScriptedApp, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, url = engines["whole"]
     app.script = lying_to("poison")
     async with pool_over(url) as pool:
+        exclusions = exclusions_of(pool, monkeypatch)
         found = await asyncio.gather(
             *(outcome(pool, f"r{n}", "poison", f"episode {n}") for n in range(8)),
             *(outcome(pool, f"s{n}", "hello", f"episode {n}") for n in range(8)),
         )
         assert all(isinstance(one, EngineError) for one in found[:8])
-        assert all(isinstance(one, float) for one in found[8:])
-        assert pool.replicas[0].exclusions == 0
+        assert all(isinstance(one, Completion) for one in found[8:])
+        assert not exclusions
 
 
 async def test_a_health_check_keeps_the_reason_of_an_excluded_engine(
@@ -271,25 +291,21 @@ async def test_a_health_check_keeps_the_reason_of_an_excluded_engine(
 
 
 async def test_an_engine_is_excluded_after_invalid_answers_to_three_callers(
-    engines: dict[Form, tuple[ScriptedApp, str]],
+    engines: dict[Form, tuple[ScriptedApp, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine may be excluded several times, and one valid answer resets the count."""
     app, url = engines["whole"]
     app.script = lying_to("")
     async with pool_over(url, longest_pause_s=0.2) as pool:
-        replica = pool.replicas[0]
+        replica, exclusions = pool.replicas[0], exclusions_of(pool, monkeypatch)
         calls = [asyncio.create_task(outcome(pool, f"r{n}", f"hello {n}", f"episode {n}")) for n in range(3)]
-        began = asyncio.get_running_loop().time()
-        while not replica.exclusions:
-            assert asyncio.get_running_loop().time() < began + 5
-            await asyncio.sleep(0.001)
-        assert replica.state == "down" and "invalid answers" in replica.reason
-        assert pool.counts.failovers <= 3
         for error in await asyncio.gather(*calls):
             assert isinstance(error, EngineError)
-        assert replica.exclusions > 1
+        state, reason, failovers = exclusions[0]
+        assert state == "down" and "invalid answers" in reason and failovers <= 3
+        assert len(exclusions) > 1
         app.script = lambda call: TEXT
-        assert isinstance(await outcome(pool, "good", "hello", "episode 9"), float)
+        assert isinstance(await outcome(pool, "good", "hello", "episode 9"), Completion)
         assert (replica.exclusions, replica.invalid_answers) == (0, [])
 
 

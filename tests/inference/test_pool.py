@@ -105,7 +105,7 @@ async def test_a_completion_of_a_killed_replica_continues_on_another_one(streame
 
 async def test_a_completion_that_no_client_reads_arrives_in_large_pieces_and_survives_a_death() -> None:
     """The tokens of the piece that the engine had not sent are sampled again."""
-    with servers_of(2) as servers:
+    with servers_of(2, chunk_delay_s=SLOW_S / 2) as servers:
         async with serving(servers, limits=replace(QUICK, unread_interval=32)) as pool:
             call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG))
             await until(lambda: reached(pool, "r") >= 33)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +26,18 @@ from pool_support import QUICK, Rows
 from areal_agents.core.completion import SamplingParams, TokenChunk
 from areal_agents.inference import EmbeddedEngineConfig, EngineProcess, SGLangEngine
 from areal_agents.inference.pool import CurrentVersion, EnginePool
+from areal_agents.inference.ports import reserved_ports
 
 LIMITS = replace(QUICK, probe_timeout_s=5.0, wait_s=60.0)
 GREEDY = SamplingParams(1000, temperature=0.0, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=1.0, seed=11)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that no other process gets while no engine listens on it."""
+    with reserved_ports(1) as (port,):
+        yield port
 
 
 def engine_on(model: Path, port: int = 0) -> EngineProcess:
@@ -41,13 +50,13 @@ def engine_on(model: Path, port: int = 0) -> EngineProcess:
 
 @again_if_missed
 async def test_completions_survive_kill_9_of_an_engine_and_its_restart(
-    model_folder: Path, next_model_folder: Path
+    model_folder: Path, next_model_folder: Path, port: int
 ) -> None:
     """Greedy and seeded completions equal, token by token, those of an engine that was not killed."""
     old, new = load_reference(model_folder), load_reference(next_model_folder)
     rows, prompts = Rows(), [prompt_of(20, seed) for seed in range(2)]
     greedy = reference_greedy(old, prompts[0], 1000).tolist()
-    first, second = engine_on(model_folder), engine_on(model_folder)
+    first, second = engine_on(model_folder, port), engine_on(model_folder)
     first.start()
     second.start()
     again: EngineProcess | None = None
@@ -81,7 +90,7 @@ async def test_completions_survive_kill_9_of_an_engine_and_its_restart(
         rows.current = CurrentVersion(1, str(next_model_folder))  # only the second engine gets it
         await pool.replicas[1].engine.update_weights_from_disk(str(next_model_folder), 1)
         first.stop()
-        again = engine_on(model_folder, int(first.url.rpartition(":")[2]))
+        again = engine_on(model_folder, port)
         again.start()
         await until(lambda: pool.replicas[0].is_serving)
         os.kill(second.pid, signal.SIGKILL)

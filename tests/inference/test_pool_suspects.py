@@ -57,7 +57,7 @@ async def pool_over(
 
     async def keep(server: ReplicaServer, replica: Replica) -> None:
         while True:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.002)
             if not server.is_alive and replica.misses:
                 server.start()
 

@@ -8,7 +8,7 @@ from queue import Queue
 
 import numpy as np
 import pytest
-from inference_support import EOS, VOCAB
+from inference_support import EOS, PATIENCE_S, VOCAB
 from test_architectures import make_runner
 
 from areal_agents.core.completion import SamplingParams, TokenIds, as_token_ids
@@ -197,7 +197,7 @@ def test_an_error_in_a_step_reaches_the_owner_of_the_thread(model_folder: Path) 
     thread.start()
     request = Request("r", as_token_ids([9]), SamplingParams(1), 0, notify=thread.notify)
     thread.submit(lambda scheduler: scheduler.add(request))
-    assert isinstance(failures.get(timeout=10), AssertionError)
+    assert isinstance(failures.get(timeout=PATIENCE_S), AssertionError)
     thread.stop()
 
 
@@ -213,7 +213,7 @@ def test_a_cancelled_call_is_not_run_and_affects_no_later_one(model_folder: Path
     assert all(future.cancel() for future in cancelled)
     later = thread.call(lambda scheduler: scheduler.paused)
     thread.start()
-    assert later.result(timeout=10) is None
+    assert later.result(timeout=PATIENCE_S) is None
     thread.stop()
     assert failures.empty()
 
@@ -229,9 +229,9 @@ def test_a_notice_describes_the_step_in_which_it_was_made(model_folder: Path) ->
     request = Request("r", as_token_ids([9]), SamplingParams(5), 0, notify=thread.notify, streaming=True)
     thread.submit(lambda scheduler: scheduler.add(request))
     thread.start()
-    read = [notices.get(timeout=10)]
+    read = [notices.get(timeout=PATIENCE_S)]
     while request.finish is None:
-        read.append(notices.get(timeout=10))
+        read.append(notices.get(timeout=PATIENCE_S))
     thread.stop()
     read += [notices.get_nowait() for _ in range(notices.qsize())]
     finished = [notice.finished for batch in read for notice in batch]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from inference_support import FreshIds, Missed, again_if_missed
 from real_sglang import running_sglang
+from test_engine_contract import check_aborted
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds, as_token_ids
+from areal_agents.core.completion import Completion, SamplingParams, TokenIds, as_token_ids
 from areal_agents.inference import SGLangEngine
 
 pytestmark = pytest.mark.sglang
@@ -94,31 +97,31 @@ def test_the_experts_of_prompt_and_completion_are_those_of_transformers(
         np.testing.assert_array_equal(np.sort(drawn.routed_experts, axis=-1), expected)
 
 
-def test_after_a_swap_with_retraction_only_experts_of_the_new_weights_are_known(
+@asynccontextmanager
+async def begun(server: str) -> AsyncIterator[tuple[SGLangEngine, asyncio.Task[Completion]]]:
+    """Yield a client, and a generation of 400 tokens of which the first have arrived."""
+    async with FreshIds(server) as engine:
+        first = asyncio.Event()
+        params = SamplingParams(400, ignore_eos=True, routed_experts_from=0)
+        call = asyncio.create_task(engine.generate("long", PROMPT, params, lambda chunk: first.set()))
+        await asyncio.wait_for(first.wait(), WAIT_S)
+        yield engine, call
+
+
+@again_if_missed
+async def test_after_a_swap_with_retraction_only_experts_of_the_new_weights_are_known(
     server: str, folders: tuple[Path, Path]
 ) -> None:
-    async def swapped() -> Completion:
-        async with SGLangEngine(server) as engine:
-            begun = asyncio.Event()
-
-            def note(_: TokenChunk) -> None:
-                begun.set()
-
-            params = SamplingParams(400, ignore_eos=True, routed_experts_from=0)
-            running = asyncio.create_task(engine.generate("swapped", PROMPT, params, note))
-            await asyncio.wait_for(begun.wait(), WAIT_S)
+    async with begun(server) as (engine, call):
+        for version, folder in ((1, folders[1]), (0, folders[0])):
             await engine.pause("retract")
-            await engine.update_weights_from_disk(str(folders[1]), 1)
+            await engine.update_weights_from_disk(str(folder), version)
             await engine.resume()
-            drawn = await asyncio.wait_for(running, WAIT_S)
-            await engine.pause("retract")
-            await engine.update_weights_from_disk(str(folders[0]), 2)
-            await engine.resume()
-            return drawn
-
-    drawn = asyncio.run(swapped())
+            drawn = await asyncio.wait_for(call, WAIT_S)
     old = int((drawn.versions == 0).sum())
-    assert 0 < old < 400 and set(drawn.versions.tolist()) == {0, 1}
+    if old == 400:
+        raise Missed
+    assert old > 0 and set(drawn.versions.tolist()) == {0, 1}
     routing = drawn.routed_experts
     assert routing is not None
     first = len(PROMPT) - 1  # the row of the token before the first sampled one
@@ -127,23 +130,14 @@ def test_after_a_swap_with_retraction_only_experts_of_the_new_weights_are_known(
     np.testing.assert_array_equal(np.sort(routing, axis=-1), expected)
 
 
-def test_an_aborted_generation_returns_the_experts_of_its_tokens(
+@again_if_missed
+async def test_an_aborted_generation_returns_the_experts_of_its_tokens(
     server: str, folders: tuple[Path, Path]
 ) -> None:
-    async def aborted() -> Completion:
-        async with SGLangEngine(server) as engine:
-            begun = asyncio.Event()
-
-            def note(_: TokenChunk) -> None:
-                begun.set()
-
-            params = SamplingParams(400, ignore_eos=True, routed_experts_from=0)
-            running = asyncio.create_task(engine.generate("aborted", PROMPT, params, note))
-            await asyncio.wait_for(begun.wait(), WAIT_S)
-            await engine.abort("aborted")
-            return await asyncio.wait_for(running, WAIT_S)
-
-    drawn = asyncio.run(aborted())
-    assert drawn.finish_reason == "abort" and drawn.routed_experts is not None
+    async with begun(server) as (engine, call):
+        await engine.abort("long")
+        drawn = await asyncio.wait_for(call, WAIT_S)
+    check_aborted(drawn)
+    assert drawn.routed_experts is not None
     expected = choices(folders[0], whole(drawn))[:-1]
     np.testing.assert_array_equal(np.sort(drawn.routed_experts, axis=-1), expected)

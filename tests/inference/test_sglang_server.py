@@ -9,6 +9,7 @@ import os
 import runpy
 import shutil
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,5 +286,6 @@ def test_stopping_a_server_ends_the_processes_that_it_started(tmp_path: Path) ->
     server.start()
     while not pids.exists():
         assert server.alive
+        time.sleep(0.01)
     server.stop()
     assert gone(int(pids.read_text()))

@@ -7,13 +7,14 @@ import contextlib
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from polling import until
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, as_token_ids
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
@@ -60,16 +61,26 @@ def stream_of(chunks: list[dict[str, Any]]) -> bytes:
 
 @asynccontextmanager
 async def serving(
-    writes: list[bytes], *, cut: bool = False, hang: bool = False, timeout_s: float = 20.0
+    writes: list[bytes],
+    *,
+    cut: bool = False,
+    hang: bool = False,
+    timeout_s: float = 60.0,
+    before_write: Callable[[int], Awaitable[None]] | None = None,
 ) -> AsyncIterator[tuple[SGLangEngine, list[str]]]:
-    """Yield the client of a server that answers /generate with separate `writes`, and the aborted rids."""
+    """Yield the client of a server that answers /generate with separate `writes`, and the aborted rids.
+
+    `before_write` is called with the index of each write.
+    """
     aborted: list[str] = []
 
     async def generate(request: web.Request) -> web.StreamResponse:
         assert (await request.json())["stream"] is True
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for data in writes:
+        for index, data in enumerate(writes):
+            if before_write is not None:
+                await before_write(index)
             await response.write(data)
             await asyncio.sleep(0)
         if hang:
@@ -140,8 +151,13 @@ async def test_only_the_last_of_many_cumulative_events_in_one_read_is_parsed() -
     whole.feed(event(chunk(0, 2))[6:])
     assert whole.cumulative
     later = b"data: garbage\n\n" + event(chunk(0, 5, **FINAL)) + DONE
-    async with serving([event(chunk(0, 1)), event(chunk(0, 2)), later]) as (engine, _):
-        seen: list[int] = []
+    seen: list[int] = []
+
+    async def earlier_ones_are_read(index: int) -> None:
+        await until(lambda: len(seen) >= index)
+
+    writes = [event(chunk(0, 1)), event(chunk(0, 2)), later]
+    async with serving(writes, before_write=earlier_ones_are_read) as (engine, _):
         completion = await generate(engine, lambda piece: seen.extend(piece.token_ids))
     assert seen == completion.token_ids.tolist() == IDS
 

@@ -15,7 +15,6 @@ import pytest
 from real_tokenizers import qwen_folder
 
 from areal_agents.errors import ConfigError
-from areal_agents.process_control import KILL_S
 from areal_agents.rollout.agents.cli.definition import known_definitions
 from integrations.__main__ import chosen_cases, update_page
 from integrations.cases import CASES, Case
@@ -160,17 +159,21 @@ def test_all_processes_that_a_command_started_are_ended(tmp_path: Path) -> None:
     leaving = ["sh", "-c", "setsid sleep 600 & echo $!"]
     started = run_command(leaving, environment, cwd=tmp_path, timeout_s=60).stdout
     assert _ends(int(started))
-    staying = ["sh", "-c", "echo $$ > pid; setsid sleep 600 & echo late >&2; wait"]
-    with pytest.raises(CommandFailed, match=r"it did not end within 2 s: late"):
-        run_command(staying, environment, cwd=tmp_path, timeout_s=2)
+    staying = ["sh", "-c", "setsid sleep 600 & echo late >&2; echo $! > new; mv new pid; wait"]
+    for limit_s in (1, 8, 60):  # on a busy machine the command may take longer to write its file
+        with pytest.raises(CommandFailed, match=f"it did not end within {limit_s} s: ") as failed:
+            run_command(staying, environment, cwd=tmp_path, timeout_s=limit_s)
+        if (tmp_path / "pid").exists():
+            break
+    assert str(failed.value).endswith("s: late")
     assert _ends(int((tmp_path / "pid").read_text()))
     with pytest.raises(CommandFailed, match="nothing-of-this-name cannot be started"):
         run_command(["nothing-of-this-name"], environment, cwd=tmp_path, timeout_s=60)
 
 
 def _ends(pid: int) -> bool:
-    """Return whether a killed process ends, or waits only to be reaped, within `KILL_S`."""
-    status, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + KILL_S
+    """Return whether a killed process ends, or waits only to be reaped, within a minute."""
+    status, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             state = status.read_text().rpartition(")")[2].split()[0]

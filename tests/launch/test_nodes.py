@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +182,11 @@ def test_a_closed_standard_input_ends_only_processes_that_a_supervisor_started()
 
 RANK = """
 import os, signal, sys, time
-print(os.environ["RANK"], os.environ["MASTER_ADDR"], file=open(f"{sys.argv[1]}/{os.environ['RANK']}", "w"))
 def end(*_):
     time.sleep(float(sys.argv[3]))
     sys.exit(3)
 signal.signal(signal.SIGTERM, end)
+print(os.environ["RANK"], os.environ["MASTER_ADDR"], file=open(f"{sys.argv[1]}/{os.environ['RANK']}", "w"))
 if os.environ["RANK"] == sys.argv[2]:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600 if sys.argv[2] else 0)
@@ -223,16 +222,21 @@ def test_a_rank_that_is_killed_ends_the_others_of_its_node(
 def test_terminated_ranks_may_take_up_to_the_limit_to_end(
     rank_program: Path, ending_s: str, limit_s: float, expected: int
 ) -> None:
+    ended = threading.Event()
+
     def tell() -> None:
-        while not (rank_program / "1").exists():
-            time.sleep(0.01)
-        time.sleep(0.5)  # the rank sets its handler after it has written
+        while not all((rank_program / rank).exists() for rank in "01"):  # a rank sets its handler before
+            if ended.wait(0.01):
+                return
         os.kill(os.getpid(), signal.SIGTERM)
 
     teller = threading.Thread(target=tell)
     teller.start()
-    code = run_ranks([str(rank_program), "none", ending_s], 2, Nodes(), stop_timeout_s=limit_s)
-    teller.join()
+    try:
+        code = run_ranks([str(rank_program), "none", ending_s], 2, Nodes(), stop_timeout_s=limit_s)
+    finally:
+        ended.set()
+        teller.join()
     assert code == expected
 
 

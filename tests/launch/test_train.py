@@ -67,10 +67,12 @@ def run_dir_of(process: subprocess.Popen[str]) -> Path:
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Return when a condition of a run is true; end the run and fail if it is not true in time."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert process.poll() is None, finish(process)
-        assert time.monotonic() < deadline, "not in time" + ends_of_logs(run_dir_of(process))
+        if time.monotonic() >= deadline:
+            raise AssertionError("not in time; " + finish(process, timeout_s=0))
         time.sleep(0.05)
 
 

@@ -57,10 +57,14 @@ def test_a_run_waits_for_a_trainer_that_is_started_elsewhere(tmp_path: Path) -> 
     supervisor = start(["train", str(EXAMPLE), *NO_EVALUATION, *settings], tmp_path)
     wait_for((run_dir / "endpoints.json").exists, supervisor)
     trainer = start(["processes", "trainer", "--folder", str(run_dir)], tmp_path)
-    output = finish(supervisor, TIMEOUT_S)
-    assert supervisor.returncode == 0, output
+    try:
+        output = finish(supervisor, TIMEOUT_S)
+        assert supervisor.returncode == 0, output
+        said, _ = trainer.communicate(timeout=60)
+    finally:
+        trainer.kill()
+        trainer.communicate()
     assert f"started elsewhere: areal-agents processes trainer --folder {run_dir}" in " ".join(output.split())
-    said, _ = trainer.communicate(timeout=60)
     assert trainer.returncode == 0, said + ends_of_logs(run_dir)
     assert not RunFolder(run_dir).log("trainer").exists() and RunFolder(run_dir).summary.exists()
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from areal_agents.rollout.agents.blocking import BlockingWatch
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "examples" / "search_agent" / "model"
 AGENTS = """
-    import json, os, time
+    import asyncio, json, os, time
     from openai import AsyncOpenAI, OpenAI
 
     async def ask(ep, text="Hi"):
@@ -40,8 +41,12 @@ AGENTS = """
         time.sleep(600)
 
     async def blocks_shortly(task, ep):
+        from areal_agents.rollout.agents import blocking
+        blocking._LEAST_SHARE = 0.0  # a slow machine would need more blocks
         await ask(ep)
-        time.sleep(1.5)
+        for _ in range(2):
+            time.sleep(1.5)
+            await asyncio.sleep(0.2)
         return 1.0
 
     async def asks_too_much(task, ep):
@@ -187,14 +192,14 @@ def test_a_good_agent_is_trained_after_its_trial(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_blocks_the_event_loop_often_but_shortly_is_reported(tmp_path: Path) -> None:
-    """Its trial passes, but in the run each of its episodes blocks the loop for a short time."""
+    """Its trial passes, but in the run each of its episodes blocks the loop for a short time, twice."""
     settings = ("trainer.steps=1", "rollout.groups=2", "rollout.group_size=3", "trainer.trackers=[]")
     code, output = train(tmp_path, "agents.py:blocks_shortly", *settings)
     assert code == 0, output
     log = (tmp_path / "run/logs/rollout.log").read_text()
     for said in (log, output):
-        assert f"{tmp_path}/agents.py, line 24, in blocks_shortly: time.sleep(1.5)" in said, said
-        # Six blocks in a row, between which the loop does not run, count as one long block.
+        assert f"{tmp_path}/agents.py, line 27, in blocks_shortly: time.sleep(1.5)" in said, said
+        # Several blocks in a row, between which the loop does not run, count as one long block.
         assert "blocks its event loop again and again" in said or "has blocked its event loop for" in said
         assert "use an async client" in said
         assert "or make the agent a plain function (def)" in said
@@ -216,15 +221,36 @@ async def test_many_busy_tasks_do_not_count_as_a_block() -> None:
 
 
 async def test_a_blocked_event_loop_is_reported_once_for_each_block() -> None:
+    """Each block lasts until it is reported, and a little longer."""
     reports: list[str] = []
-    with BlockingWatch(reports.append, blocked_s=0.6):
-        await asyncio.sleep(1.5)
+    reported = threading.Event()
+
+    def report(text: str) -> None:
+        reports.append(text)
+        reported.set()
+
+    with BlockingWatch(report, blocked_s=0.6):
+        await asyncio.sleep(1.0)
         assert not reports
-        for _ in range(2):
-            time.sleep(3.0)  # noqa: ASYNC251 (what an agent should not do)
-            await asyncio.sleep(1.5)
+        for number in (1, 2):
+            reported.clear()
+            assert reported.wait(60)
+            time.sleep(0.5)  # noqa: ASYNC251 (what an agent should not do)
+            assert len(reports) == number
+            await asyncio.sleep(0.2)
     assert len(reports) == 2
-    assert f"{Path(__file__).name}, line" in reports[0] and "time.sleep(3.0)" in reports[0]
+    assert f"{Path(__file__).name}, line" in reports[0] and "reported.wait(60)" in reports[0]
+
+
+async def test_short_blocks_at_one_line_are_reported_together() -> None:
+    reports: list[str] = []
+    with BlockingWatch(reports.append, blocked_s=1.5, adds_up=True):
+        deadline = time.monotonic() + 60
+        while not reports and time.monotonic() < deadline:
+            time.sleep(0.5)  # noqa: ASYNC251 (what an agent should not do)
+            await asyncio.sleep(0.1)
+    (report,) = reports
+    assert "blocks its event loop again and again" in report and "time.sleep(0.5)" in report
 
 
 SILENT = """

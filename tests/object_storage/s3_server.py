@@ -9,8 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+
+from areal_agents.inference.ports import reserved_ports
 
 _START_S = 120.0
 
@@ -24,10 +27,10 @@ class S3Server:
 
     def __init__(self, *, refuses: bool = False) -> None:
         self._refuses = refuses
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._held = ExitStack()
+        (self._port,) = self._held.enter_context(reserved_ports(1))
         self._log = tempfile.NamedTemporaryFile(prefix="moto-", suffix=".log")  # noqa: SIM115
+        self._held.enter_context(self._log)
 
     @staticmethod
     def missing() -> str | None:
@@ -51,6 +54,20 @@ class S3Server:
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self._port)],
             stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **refusing},
         )  # fmt: skip
+        try:
+            self._begin()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _begin(self) -> None:
+        """Wait until the server answers, and create the bucket."""
         deadline = time.monotonic() + _START_S
         while True:
             try:
@@ -68,11 +85,8 @@ class S3Server:
         )  # fmt: skip
         client.create_bucket(Bucket="weights")  # the first action needs no permission
         client.close()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.wait(60)
-        self._log.close()
+    def _end(self) -> None:
+        with self._held:
+            self._process.kill()
+            self._process.wait(60)

@@ -20,8 +20,9 @@ from typing import Any
 import httpx
 import sqlalchemy as sa
 from proxy_support import MODEL
-from workers_support import lasting_port, wait_for
+from workers_support import wait_for
 
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.proxy.workers.places import owner_name
 from areal_agents.store import Store
 from areal_agents.store.postgres import engine_of
@@ -67,7 +68,7 @@ def serve_place(store_url: str, index: int, port: int, count: int, engine_url: s
 
 
 class Proxies:
-    """`count` proxies on one store.
+    """`count` proxies on one store, which can run once. Their ports are reserved until they have ended.
 
     Attributes:
         urls: [count] the URL of each proxy. Only `move` changes it; a restart does not.
@@ -77,7 +78,8 @@ class Proxies:
     def __init__(self, store_url: str, engine_url: str, count: int) -> None:
         _context.set_forkserver_preload(["places_support", "areal_agents.proxy.server"])
         self.store_url, self._engine_url = store_url, engine_url
-        self._ports = [lasting_port() for _ in range(count)]
+        self._reserved = contextlib.ExitStack()
+        self._ports = list(self._reserved.enter_context(reserved_ports(count)))
         self.urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         self._processes: list[ForkServerProcess | None] = [None] * count
         self.balancer = Balancer(list(self._ports))
@@ -85,7 +87,7 @@ class Proxies:
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxies]:
         """Run all proxies and the balancer within the with-block."""
-        with self.balancer.running():
+        with self._reserved, self.balancer.running():
             try:
                 for index in range(len(self.urls)):
                     self.start(index)
@@ -96,7 +98,7 @@ class Proxies:
                 for process in self._processes:
                     if process is not None:
                         process.kill()
-                        process.join(20)
+                        process.join(60)
 
     def start(self, index: int) -> None:
         """Start or restart a proxy."""
@@ -109,12 +111,12 @@ class Proxies:
 
     def move(self, index: int) -> None:
         """Give the next process of a place another address; the balancer knows only the earlier one."""
-        self._ports[index] = lasting_port()
+        [self._ports[index]] = self._reserved.enter_context(reserved_ports(1))
         self.urls[index] = f"http://127.0.0.1:{self._ports[index]}"
 
     def wait(self, index: int) -> None:
         """Wait until a proxy responds."""
-        wait_for(lambda: _is_healthy(self.urls[index]), 60)
+        wait_for(lambda: _is_healthy(self.urls[index]))
 
     def process(self, index: int) -> ForkServerProcess:
         """Return the newest process of a place."""
@@ -125,12 +127,12 @@ class Proxies:
     def kill(self, index: int) -> None:
         """Kill a proxy with SIGKILL, as if its machine had failed; its place in the table does not change."""
         self.process(index).kill()
-        self.process(index).join(20)
+        self.process(index).join(60)
 
     def end(self, index: int) -> None:
         """Send SIGTERM to a proxy, and wait until it has exited."""
         self.process(index).terminate()
-        self.process(index).join(30)
+        self.process(index).join(60)
         assert self.process(index).exitcode == 0
 
     @contextlib.contextmanager
@@ -194,7 +196,7 @@ class Proxies:
 
 def _is_healthy(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health", timeout=5).is_success
+        return httpx.get(f"{url}/health", timeout=60).is_success
     return False
 
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from proxy_support import RunningProxy, tool_call
 from scripted_sampler import EngineCall, ScriptedSampler
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.core.trajectory import Trajectory
+from areal_agents.proxy.calls.shared_reply import SharedReply
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
 
@@ -73,7 +75,7 @@ class ObservedEngine(ScriptedSampler):
         size = max(interval, 2)
         for start in range(0, len(ids), size):
             if self.hold_after is not None and pieces >= self.hold_after:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(60):
                     while not self.go_on.is_set():
                         await asyncio.sleep(0.005)
             count(TokenChunk(tuple(ids[start : start + size]), tuple(logprobs[start : start + size])))
@@ -185,9 +187,22 @@ def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
     np.testing.assert_array_equal(trajectory.behavior_logprobs[trajectory.sampled_mask], logprobs)
 
 
+def joined_replies(monkeypatch: pytest.MonkeyPatch) -> list[SharedReply]:
+    """Return a list that gets, for each model call that a proxy has read, the reply that it waits for."""
+    joined: list[SharedReply] = []
+    join = SharedReply.join
+
+    def counted(reply: SharedReply) -> None:
+        join(reply)
+        joined.append(reply)
+
+    monkeypatch.setattr(SharedReply, "join", counted)
+    return joined
+
+
 def until(condition: Callable[[], Any]) -> None:
-    """Wait until another thread makes a condition true; fail after 30 seconds."""
-    deadline = time.monotonic() + 30
+    """Wait until another thread makes a condition true; fail after 60 seconds."""
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

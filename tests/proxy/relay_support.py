@@ -70,7 +70,7 @@ def relay_to(upstream: str, *, cuts: int = 1, on_cut: Callable[[], None] = lambd
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         relay.url = f"http://127.0.0.1:{server.server_address[1]}"
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
             yield relay

@@ -78,10 +78,12 @@ def test_a_call_whose_prompt_is_being_built_is_refused_when_its_episode_ends(
     ask(durable, episode)
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(ask, durable, episode, "too late")
-        assert building.wait(30)
-        assert durable.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "finished"
-        ended.set()
+        try:
+            assert building.wait(60)
+            assert durable.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "finished"
+        finally:
+            ended.set()  # otherwise the call would not end
         with pytest.raises(openai.ConflictError):
-            late.result(30)
+            late.result(60)
     assert len(durable.engine.calls) == 1
     assert turns_when_written(durable, episode) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+import sqlalchemy
 import tokenizers
 from proxy_support import MODEL, RunningProxy, running_proxy
 from real_tokenizers import qwen_folder
@@ -209,12 +211,13 @@ def test_a_conversation_is_refused_only_if_it_cannot_fit(renderer: ChatRenderer)
 def test_a_prompt_that_cannot_fit_is_refused_in_every_dialect(
     proxy: RunningProxy, path: str, body: Callable[[str], Any], code: int
 ) -> None:
-    started = time.monotonic()
-    answer = proxy.http.post(path, json={"model": "policy", **body("a" * (30 * MIB))}, timeout=60)
-    assert answer.status_code == 400 and time.monotonic() - started < 30
+    answer = proxy.http.post(path, json={"model": "policy", **body("a" * (8 * MIB))}, timeout=120)
+    assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     expected = ("maximum context length is 4096 tokens", "prompt is too long", "input token count")[code]
     assert expected in message
+    # The text was examined only until its tokens exceeded the limit. Encoded, it has several times as many.
+    assert max(map(int, re.findall(r"\d+", message))) < 4096 + token_bounds._SLICE
     assert proxy.engine.calls == []
 
 
@@ -231,11 +234,20 @@ def test_a_body_with_too_many_values_is_refused_before_it_is_parsed(
 
 def test_many_rewards_are_written_together_and_too_many_are_refused(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
-    started = time.monotonic()
-    for value in (0.5, 1.0):
-        body = {"reward": {f"n{i}": value for i in range(10_000)}}
-        assert proxy.http.post(f"/episodes/{episode['id']}/reward", json=body).status_code == 200
-    assert time.monotonic() - started < 8  # a minute if they were written one by one
+    executed: list[str] = []
+
+    def note(connection: object, cursor: object, statement: str, *rest: object) -> None:
+        executed.append(" ".join(statement.split()[:3]))
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", note)
+    try:
+        for value in (0.5, 1.0):
+            body = {"reward": {f"n{i}": value for i in range(10_000)}}
+            answer = proxy.http.post(f"/episodes/{episode['id']}/reward", json=body, timeout=120)
+            assert answer.status_code == 200
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", note)
+    assert executed.count("INSERT INTO rewards") == 1 and executed.count("UPDATE rewards SET") == 1
     shown = proxy.http.get(f"/episodes/{episode['id']}").json()
     assert shown["score"] == 10_000.0 and len(shown["rewards"]) == 10_000
     body = {"reward": {f"n{i}": 1.0 for i in range(10_001)}}
@@ -253,9 +265,10 @@ def test_tool_call_arguments_with_too_many_values_are_refused(proxy: RunningProx
 def test_many_assistant_messages_are_joined_in_linear_time(proxy: RunningProxy) -> None:
     said = [{"role": "assistant", "content": "word " * 1_500} for _ in range(4_000)]
     body = {"messages": [*said, {"role": "user", "content": "x"}], "max_tokens": 4}
-    started = time.monotonic()
-    assert proxy.http.post("/v1/messages", json=body, timeout=120).status_code == 400
-    assert time.monotonic() - started < 30  # minutes if each message were joined to all before it
+    started = time.process_time()
+    assert proxy.http.post("/v1/messages", json=body, timeout=300).status_code == 400
+    # Minutes if each message were joined to all before it. Other programs do not change processor time.
+    assert time.process_time() - started < 30
 
 
 BIG: dict[str, Callable[[], bytes]] = {
@@ -280,20 +293,25 @@ BIG: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.parametrize("kind", BIG)
 def test_a_big_body_does_not_delay_another_episode(proxy: RunningProxy, kind: str) -> None:
-    """The goal is 100 ms on an idle machine; the limit here only excludes delays of seconds."""
+    """The goal is 100 ms on an idle machine; the limit here only excludes delays of seconds.
+
+    A delay is measured in the processor time of this process, which other programs on the machine do not
+    change: the time for which the big body keeps the server busy is processor time.
+    """
     body, other = BIG[kind](), proxy.open_episode()
     key = {"authorization": f"Bearer {proxy.open_episode()['key']}"}
     proxy.engine.max_context = 65_536
     done, waits = threading.Event(), []
 
     def small() -> None:
-        with httpx.Client(base_url=proxy.url, headers={"authorization": f"Bearer {other['key']}"}) as client:
+        headers = {"authorization": f"Bearer {other['key']}"}
+        with httpx.Client(base_url=proxy.url, headers=headers, timeout=60) as client:
             while not done.is_set() or len(waits) < 20:
-                started = time.monotonic()
+                started = time.process_time()
                 answer = client.post(
-                    "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]}, timeout=60
+                    "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]}
                 )
-                waits.append(time.monotonic() - started)
+                waits.append(time.process_time() - started)
                 assert answer.status_code == 200
 
     with ThreadPoolExecutor(1) as threads:

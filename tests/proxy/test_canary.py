@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from openai import APITimeoutError, OpenAI
+from openai import OpenAI
 from proxy_support import MODEL
 from record_support import until as wait_until
 
@@ -27,6 +27,7 @@ from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, ScriptedReply, running
 
 SHARE = 0.4
+WAIT_S = 60.0  # longer than any call takes on a busy machine
 
 
 @contextmanager
@@ -39,8 +40,8 @@ def proxy_of(urls: list[str], renderer: ChatRenderer, store: Store, **config: An
                 EngineUrls(tuple(urls)),
                 store=store,
                 renderer=renderer,
-                request_timeout_s=20,
-                limits=PoolLimits(probe_every_s=0.05, load_again_s=0.05, wait_s=20),
+                request_timeout_s=WAIT_S,
+                limits=PoolLimits(probe_every_s=0.05, load_again_s=0.05, wait_s=WAIT_S),
                 canary_share=SHARE,
             )
             settings = ProxyConfig(implicit_split="train", implicit_groups=True, **config)
@@ -57,7 +58,7 @@ def proxy_of(urls: list[str], renderer: ChatRenderer, store: Store, **config: An
         thread.start()
         url = url_of(listener)
         try:
-            wait_until(lambda: httpx.get(f"{url}/ready", timeout=20).json().get("serving") == len(urls))
+            wait_until(lambda: httpx.get(f"{url}/ready", timeout=60).json().get("serving") == len(urls))
             yield url
         finally:
             servers[0].should_exit = True
@@ -80,6 +81,12 @@ def talk(client: OpenAI, session: str, turns: int = 1) -> list[str]:
         messages.append({"role": "assistant", "content": said.choices[0].message.content})
         ids.append(said.id)
     return ids
+
+
+def ask(http: httpx.Client, episode: dict[str, Any]) -> httpx.Response:
+    """Make one call of an episode."""
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    return http.post(f"/e/{episode['key']}/v1/chat/completions", json=body)
 
 
 def test_each_side_is_served_by_its_engines_until_the_candidate_is_decided(
@@ -107,8 +114,9 @@ def test_each_side_is_served_by_its_engines_until_the_candidate_is_decided(
             # Each episode is a training group of one, which is complete once it is finished and rewarded.
             assert store.group_counts()["pending"] == 12
             (completion_id, *_) = talk(client, "first 0", turns=1)
-            rewarded = httpx.post(f"{url}/rewards", json={"completion_id": completion_id, "reward": 1.0})
-            httpx.post(f"{url}/episodes/{rewarded.json()['id']}/finish", json={})
+            given = {"completion_id": completion_id, "reward": 1.0}
+            rewarded = httpx.post(f"{url}/rewards", json=given, timeout=60).json()
+            httpx.post(f"{url}/episodes/{rewarded['id']}/finish", json={}, timeout=60)
             assert store.group_counts()["complete"] == 1
 
             store.roll_back_candidate(3, {}, restored=4, step=4, path=str(MODEL))
@@ -133,20 +141,24 @@ def test_calls_of_the_canary_wait_for_its_own_engine(renderer: ChatRenderer, tmp
         ExitStack() as dies,
     ):
         canary = dies.enter_context(running(apps[1]))
-        with proxy_of([one, canary], renderer, store) as url:
+        with (
+            proxy_of([one, canary], renderer, store) as url,
+            httpx.Client(base_url=url, timeout=WAIT_S) as http,
+            ThreadPoolExecutor(1) as threads,
+        ):
             dies.close()
-            wait_until(lambda: httpx.get(f"{url}/ready").json()["serving"] == 1)
-            with OpenAI(base_url=f"{url}/v1", api_key="user", max_retries=0, timeout=1) as client:
-                answered = waited = 0
-                for number in itertools.count():
-                    try:
-                        talk(client, f"while it is dead {number}")
-                        answered += 1
-                    except APITimeoutError:
-                        waited += 1
-                    if answered and waited:
-                        break
-            assert len(apps[0].exchanges) == answered and not apps[1].exchanges
+            wait_until(lambda: http.get("/ready").json()["serving"] == 1)
+            sides = {}
+            while len(sides) < 2:
+                episode = http.post("/episodes", json={}).json()
+                sides[is_of_canary(episode["id"], SHARE)] = episode
+            waiting = threads.submit(ask, http, sides[True])
+            wait_until(lambda: "\nareal_agents_calls_running 1.0\n" in http.get("/metrics").text)
+            assert [ask(http, sides[False]).status_code for _ in range(3)] == [200] * 3
+            assert not waiting.done()
+            assert len(apps[0].exchanges) == 3 and not apps[1].exchanges
+            http.post(f"/episodes/{sides[True]['id']}/fail", json={"aborted": True})
+            assert waiting.result(WAIT_S).status_code == 409
 
 
 def test_the_canary_gets_its_share_of_episodes_and_engines() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from record_support import ObservedEngine, check_invariant
 
 from areal_agents.core.completion import Completion
 from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.proxy.calls import routes
 from areal_agents.rendering import ChatRenderer
 
 STEADY = settings(
@@ -219,13 +220,28 @@ def test_pieces_are_sent_while_the_engine_is_still_sampling(proxy: RunningProxy,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clients_ignore_keep_alive_events(proxy: RunningProxy, kind: type[Agent]) -> None:
+def test_clients_ignore_keep_alive_events(
+    proxy: RunningProxy, kind: type[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine answers only after the proxy has sent keep-alive events."""
     proxy.engine.script = lambda call: "In France."
-    proxy.engine.delay_s = 0.2
+    proxy.engine.delay_s = 60
+    events_of = routes.events_of
+
+    async def watched(*given: Any) -> AsyncIterator[bytes]:
+        sent, dialect = 0, given[3]
+        async for part in events_of(*given):
+            yield part
+            sent += part == dialect.keepalive
+            if sent == 2:
+                proxy.engine.hurry.set()
+
+    monkeypatch.setattr(routes, "events_of", watched)
     episode = proxy.open_episode()
     agent = kind(proxy, episode, "Where?")
     [reply] = agent.ask(streamed=True)
     agent.close()
+    assert proxy.engine.hurry.is_set()
     assert reply.content == "In France." and [reply.turn_id] == [
         turn["id"] for turn in proxy.tokens(episode)["turns"]
     ]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import until
 
 from areal_agents.core.rollout import OPENED_BY_RUNNER, Task
 from areal_agents.errors import StoreError
@@ -40,9 +41,7 @@ async def test_sweeps_continue_after_errors_and_log_them(
         session = await sessions.open(NewEpisode("e", "hash"))
         housekeeping = Housekeeping(store=store, sessions=sessions, implicit=implicit, config=config)
         sweeping = asyncio.create_task(housekeeping.run())
-        async with asyncio.timeout(10):
-            while session.status == "open" and not sweeping.done():
-                await asyncio.sleep(0.01)
+        await until(lambda: session.status != "open" or sweeping.done())
         assert session.status == "failed"  # as idle, by a later sweep
         sweeping.cancel()
         await asyncio.gather(sweeping, return_exceptions=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import openai
 import pytest
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import until
+from relay_support import relay_to
 from scripted_sampler import ScriptedSampler
 
 from areal_agents.errors import EngineUnavailable
@@ -101,68 +100,25 @@ def test_a_retry_gets_the_reply_that_no_call_continues(renderer: ChatRenderer, t
         assert [episode["turns"] for episode in implicit_episodes(proxy)] == [1, 2]
 
 
-class CutOnce:
-    """A relay in front of a proxy. The relay drops the first response, as a broken network does."""
-
-    def __init__(self, url: str) -> None:
-        self._target = httpx.URL(url)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.cut = 0
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-
-    def __enter__(self) -> CutOnce:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-        self._thread.join(10)
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            with client, socket.create_connection((self._target.host, self._target.port or 80)) as server:
-                server.settimeout(30)
-                client.settimeout(30)
-                server.sendall(_message(client).replace(b"connection: keep-alive", b"connection: close"))
-                answer = _message(server)
-                if self.cut:
-                    client.sendall(answer)
-                self.cut += 1
-
-
-def _message(connection: socket.socket) -> bytes:
-    """Read one HTTP message with a Content-Length."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        data += connection.recv(65536)
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = next(
-        int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
-    )
-    while len(body) < length:
-        part = connection.recv(65536)
-        data, body = data + part, body + part
-    return data
-
-
 def test_the_openai_client_gets_the_sample_of_a_lost_response(fresh: RunningProxy) -> None:
-    with CutOnce(fresh.url) as relay:
-        client = openai.OpenAI(base_url=f"{relay.url}/v1", api_key="any", max_retries=3)
+    with (
+        relay_to(fresh.url) as relay,
+        openai.OpenAI(base_url=f"{relay.url}/v1", api_key="any", max_retries=3) as client,
+    ):
         answer = client.chat.completions.create(model="p", messages=[USER])  # type: ignore[list-item]
-    assert relay.cut == 2 and answer.choices[0].message.content == "sample 0"
+    assert relay.retry_counts == ["0", "1"] and len(relay.lost) == 1
+    assert answer.choices[0].message.content == "sample 0"
     assert len(fresh.engine.calls) == 1 and len(implicit_episodes(fresh)) == 1
 
 
 def test_the_anthropic_client_gets_the_sample_of_a_lost_response(fresh: RunningProxy) -> None:
-    with CutOnce(fresh.url) as relay:
-        client = anthropic.Anthropic(base_url=relay.url, api_key="any", max_retries=3)
+    with (
+        relay_to(fresh.url) as relay,
+        anthropic.Anthropic(base_url=relay.url, api_key="any", max_retries=3) as client,
+    ):
         answer = client.messages.create(model="p", messages=[USER], max_tokens=64)  # type: ignore[list-item]
-    assert relay.cut == 2 and "sample 0" in answer.model_dump_json()
+    assert relay.retry_counts == ["0", "1"] and len(relay.lost) == 1
+    assert "sample 0" in answer.model_dump_json()
     assert len(fresh.engine.calls) == 1 and len(implicit_episodes(fresh)) == 1
 
 

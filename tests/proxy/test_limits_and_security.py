@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -80,7 +81,8 @@ def test_a_key_gives_access_to_its_episode_and_no_other(
 
     def send(path: str, key: str | None) -> httpx.Response:
         value = f"Bearer {key}" if header == "authorization" else str(key)
-        return httpx.post(f"{guarded.url}{path}", json=body, headers={header: value.encode()} if key else {})
+        headers = {header: value.encode()} if key else {}
+        return httpx.post(f"{guarded.url}{path}", json=body, headers=headers, timeout=60)
 
     in_mine = f"/e/{mine['key']}{path}"
     for allowed in (send(path, mine["key"]), send(in_mine, mine["key"]), send(in_mine, None)):
@@ -148,7 +150,7 @@ def test_implicit_episodes_are_separate_for_each_key(guarded: RunningProxy) -> N
     ids = []
     for key in ("project-secret", "admin-secret"):
         headers = {"authorization": f"Bearer {key}", "session-id": "s"}
-        answer = httpx.post(f"{guarded.url}/v1/chat/completions", json=body, headers=headers)
+        answer = httpx.post(f"{guarded.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
         ids.append(answer.raise_for_status().json()["id"])
     episodes = guarded.http.get("/episodes").json()["episodes"]
     holders = [
@@ -357,12 +359,12 @@ def passing(
     upstream = Upstream()
     with ExitStack() as stack:
         url = stack.enter_context(served(upstream.app))
-        with listen("127.0.0.1", 0) as unused:
-            nobody = url_of(unused)
+        unused = stack.enter_context(socket.socket())
+        unused.bind(("127.0.0.1", 0))  # it does not listen, and keeps others from the port
         models = {
             "judge": {"base_url": f"{url}/v1/", "key": "upstream-secret", "model": "judge-large"},
             "keyless": {"base_url": f"{url}/v1"},
-            "away": {"base_url": f"{nobody}/v1"},
+            "away": {"base_url": f"{url_of(unused)}/v1"},
         }
         path = tmp_path_factory.mktemp("upstream") / "s.db"
         proxy = stack.enter_context(running_proxy(path, ObservedEngine(renderer), models=models))

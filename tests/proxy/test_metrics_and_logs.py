@@ -16,6 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
+from record_support import joined_replies, until
 from scripted_sampler import ScriptedSampler
 
 from areal_agents.errors import EngineUnavailable
@@ -100,8 +101,11 @@ def test_refusals_and_repeated_calls_are_counted(counted: RunningProxy) -> None:
     assert metrics["refusals_total invalid_api_key"] == 1
 
 
-def test_a_retry_of_a_running_call_is_not_counted_twice(counted: RunningProxy) -> None:
-    counted.engine.delay_s = 1.0
+def test_a_retry_of_a_running_call_is_not_counted_twice(
+    counted: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = joined_replies(monkeypatch)
+    counted.engine.delay_s = 60.0
     client = counted.openai(counted.open_episode())
     with ThreadPoolExecutor() as pool:
         calls = [
@@ -113,7 +117,10 @@ def test_a_retry_of_a_running_call_is_not_counted_twice(counted: RunningProxy) -
             )
             for count in ("0", "1")
         ]
-        first, second = (call.result(timeout=30) for call in calls)
+        until(lambda: len(joined) == 2)
+        counted.engine.hurry.set()
+        first, second = (call.result(timeout=60) for call in calls)
+    assert joined[0] is joined[1]
     assert first.id == second.id and first.usage is not None
     metrics = read(counted)
     assert metrics["calls_total chat train 2xx no"] == 2 and metrics["turns_total"] == 1
@@ -145,14 +152,15 @@ def test_waiting_and_running_calls_are_counted(renderer: ChatRenderer, tmp_path:
             pool.submit(client.chat.completions.create, model=name, messages=HELLO, user=name)
             for name in ("a", "b")
         ]
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while (metrics := read(proxy))["calls_waiting"] + metrics["calls_running"] < 2:
             assert time.monotonic() < deadline, metrics
+            time.sleep(0.02)
         assert metrics["calls_waiting"] == metrics["calls_running"] == 1
         proxy.http.post(f"/episodes/{episode['id']}/fail", json={"error": "enough"})
         for call in calls:
             with pytest.raises(openai.ConflictError):
-                call.result(timeout=30)
+                call.result(timeout=60)
         metrics = read(proxy)
         assert metrics["calls_waiting"] == metrics["calls_running"] == 0
         assert metrics["open_episodes"] == 0 and metrics["refusals_total episode_sealed"] == 2
@@ -163,9 +171,10 @@ def test_metrics_need_the_admin_key(renderer: ChatRenderer, tmp_path: Path) -> N
     with running_proxy(tmp_path / "store.db", ScriptedSampler(renderer), headers=ADMIN, **settings) as proxy:
         assert read(proxy)["open_episodes"] == 0
         for key, status in (("project-key", 403), ("wrong", 401), (proxy.open_episode()["key"], 403)):
-            response = httpx.get(f"{proxy.url}/metrics", headers={"Authorization": f"Bearer {key}"})
+            headers = {"Authorization": f"Bearer {key}"}
+            response = httpx.get(f"{proxy.url}/metrics", headers=headers, timeout=60)
             assert response.status_code == status
-        assert httpx.get(f"{proxy.url}/metrics").status_code == 401
+        assert httpx.get(f"{proxy.url}/metrics", timeout=60).status_code == 401
 
 
 def test_a_call_is_logged_as_one_json_line(renderer: ChatRenderer, tmp_path: Path) -> None:

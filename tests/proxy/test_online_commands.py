@@ -34,14 +34,21 @@ engine: {{replicas: 2}}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    """A run whose candidate is better: of 60 conversations on each side, 90% and 10% got a thumbs-up."""
+def new_folder(tmp_path: Path) -> RunFolder:
+    """The folder of a run that has begun, and has recorded nothing."""
     file = tmp_path / "online.yaml"
     file.write_text(CONFIG)
     folder = RunFolder(tmp_path / "run")
     folder.root.mkdir()
     save_config(load_config(file, [f"run_dir={folder.root}"]), folder.config)
-    with Store.open(folder.store) as store:
+    Store.open(folder.store).close()
+    return folder
+
+
+@pytest.fixture
+def folder(new_folder: RunFolder) -> RunFolder:
+    """A run whose candidate is better: of 60 conversations on each side, 90% and 10% got a thumbs-up."""
+    with Store.open(new_folder.store) as store:
         store.publish_version(0, step=0, path="v0")
         store.publish_candidate(4, step=4, path="v4", share=0.5)
         store.begin_comparison(4)
@@ -55,7 +62,7 @@ def folder(tmp_path: Path) -> RunFolder:
                 counts[side] += 1
         for write in writes:
             write.result()
-    return folder
+    return new_folder
 
 
 def converse(store: Store, name: str, *, version: int, is_up: bool, writes: list[Any]) -> None:
@@ -104,12 +111,13 @@ def test_orders_reach_the_store(folder: RunFolder) -> None:
     assert "version 4 was rolled back: the operator ordered it" in online("status", str(folder.root))
 
 
-def test_other_folders_are_refused(folder: RunFolder, tmp_path: Path) -> None:
+def test_other_folders_are_refused(new_folder: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run folder"):
         online("status", str(tmp_path))
-    folder.config.write_text(folder.config.read_text().replace("traffic: true", "path: x.jsonl"))
+    config = new_folder.config.read_text()
+    new_folder.config.write_text(config.replace("traffic: true", "path: x.jsonl"))
     with pytest.raises(ConfigError):
-        online("freeze", str(folder.root))
+        online("freeze", str(new_folder.root))
 
 
 def test_conversations_are_deleted_while_nothing_runs(folder: RunFolder) -> None:

@@ -61,7 +61,7 @@ def test_the_lock_of_a_worker_is_released_when_its_process_is_killed(tmp_path: P
     assert first.is_alive("run.1.0") and first.is_up(1)
     assert not first.is_alive("run.1.1") and not first.is_alive("other.1.0")
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     assert not first.is_alive("run.1.0") and not first.is_up(1)
     assert [path.name for path in tmp_path.iterdir()] == ["run.1.0.lock"]
     with first.holding_lock():
@@ -103,7 +103,7 @@ def test_orphans_are_waited_for(tmp_path: Path, orphan: subprocess.Popen[bytes])
         with pytest.raises(TimeoutError):
             waiting.result(0.3)
         orphan.kill()
-        waiting.result(10)
+        waiting.result(60)
     assert not tmp_path.exists()  # the folder was empty
 
 
@@ -133,7 +133,7 @@ def test_a_port_is_waited_for_after_a_supervisor_was_killed(tmp_path: Path) -> N
         with pytest.raises(TimeoutError):
             waiting.result(0.3)
         held.close()
-        with waiting.result(10) as listener:
+        with waiting.result(60) as listener:
             assert listener.getsockname()[1] == port
 
 

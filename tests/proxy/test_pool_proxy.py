@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ import httpx
 import pytest
 import uvloop
 from openai import InternalServerError, OpenAI
+from polling import until
 from proxy_support import MODEL
 from record_support import until as wait_until
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference.pool import EnginePool, PoolLimits
+from areal_agents.inference.pool.monitor import ReplicaMonitor
+from areal_agents.inference.pool.replica import Replica
 from areal_agents.proxy import ProxyConfig, create_app, serve
 from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
 from areal_agents.proxy.page import Page
@@ -31,6 +34,7 @@ from areal_agents.store import Conflict, Store
 from areal_agents.store.trainer_lock import TrainerLock
 from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
 
+ADMIN = {"Authorization": "Bearer admin"}
 TEXT = "The harbour opens at six, and the ferry leaves for the island when the tide is high enough to sail."
 
 
@@ -78,7 +82,7 @@ def proxy_of(
         thread.start()
         url = url_of(listener)
         try:
-            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
             if all_serve:
                 wait_until(lambda: all(replica.is_serving for replica in made[0].replicas))
             yield url, made[0]
@@ -88,7 +92,7 @@ def proxy_of(
 
 
 def scripted(**options: Any) -> ScriptedApp:
-    return ScriptedApp.from_folder(MODEL, says(TEXT, chunk_delay_s=0.02), **options)
+    return ScriptedApp.from_folder(MODEL, says(TEXT, chunk_delay_s=0.002), **options)
 
 
 def client_of(url: str, episode: dict[str, Any]) -> OpenAI:
@@ -96,13 +100,13 @@ def client_of(url: str, episode: dict[str, Any]) -> OpenAI:
 
 
 def open_episode(url: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/episodes", json=body, headers={"Authorization": "Bearer admin"})
+    answer = httpx.post(f"{url}/episodes", json=body, headers=ADMIN, timeout=60)
     return answer.raise_for_status().json()
 
 
 def metrics_of(url: str) -> dict[str, float]:
     """Return the samples of the engines in /metrics, by name and label."""
-    text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer admin"}).raise_for_status().text
+    text = httpx.get(f"{url}/metrics", headers=ADMIN, timeout=60).raise_for_status().text
     rows = re.findall(r"^(areal_agents_engine_\w+?)(?:_total)?(\{.*\})? ([-\d.e+]+)$", text, re.MULTILINE)
     return {name + label: float(value) for name, label, value in rows}
 
@@ -126,7 +130,8 @@ def test_an_episode_stays_on_its_engine_and_the_metrics_show_each(
                 assert ask(client, "hello").choices[0].message.content == TEXT
                 assert ask(client, "hello", "again").choices[0].message.content == TEXT
         assert [len(app.exchanges) for app in apps] == [4, 4]
-        assert httpx.get(f"{url}/ready").json() == {"status": "ok", "version": 0, "engines": 2, "serving": 2}
+        ready = httpx.get(f"{url}/ready", timeout=60).json()
+        assert ready == {"status": "ok", "version": 0, "engines": 2, "serving": 2}
         seen = metrics_of(url)
         for engine in (one, two):
             label = f'{{engine="{engine}"}}'
@@ -175,9 +180,7 @@ def test_a_client_does_not_notice_a_dead_engine(
         assert seen["areal_agents_engine_failovers"] >= 1
         assert seen["areal_agents_engine_resubmitted_tokens"] >= 1
         shown = httpx.get(
-            f"{url}/episodes/{episode['id']}",
-            params={"tokens": 1},
-            headers={"Authorization": "Bearer admin"},
+            f"{url}/episodes/{episode['id']}", params={"tokens": 1}, headers=ADMIN, timeout=60
         ).json()
         whole = renderer.tokenizer.encode(TEXT)
         for turn in shown["turns"]:
@@ -213,19 +216,25 @@ def test_a_request_that_kills_engines_fails_and_so_does_its_episode(
         ):
             ask(client, "hello")
         assert deaths == 3
-        done = httpx.post(
-            f"{url}/episodes/{episode['id']}/finish", json={}, headers={"Authorization": "Bearer admin"}
-        )
+        done = httpx.post(f"{url}/episodes/{episode['id']}/finish", json={}, headers=ADMIN, timeout=60)
         assert done.raise_for_status().json()["status"] == "failed"
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["a trainer", "no trainer"])
 async def test_the_pool_knows_whether_a_trainer_runs(
-    trains: bool, renderer: ChatRenderer, tmp_path: Path
+    trains: bool, renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A running trainer may be swapping weights; without one, the pool finishes the swap itself."""
+    probes: list[Replica] = []
+    check = ReplicaMonitor._check
+
+    async def counted(monitor: ReplicaMonitor, replica: Replica) -> None:
+        await check(monitor, replica)
+        probes.append(replica)
+
+    monkeypatch.setattr(ReplicaMonitor, "_check", counted)
     with Store.open(tmp_path / "store.db") as store, running(scripted()) as one:
-        limits = PoolLimits(probe_every_s=0.05)
+        limits = PoolLimits(probe_every_s=0.01)
         pool = make_pool(
             EngineUrls((one,)), store=store, renderer=renderer, request_timeout_s=20, limits=limits
         )
@@ -239,7 +248,8 @@ async def test_the_pool_knows_whether_a_trainer_runs(
             store.publish_version(1, step=1, path="v1")
             await until(lambda: replica.due == 1)
             if trains:
-                await asyncio.sleep(0.2)  # four probes
+                seen = len(probes)
+                await until(lambda: len(probes) >= seen + 4)
                 assert replica.is_serving and pool.counts.catch_ups == 0
                 with pytest.raises(Conflict):  # the trainer still holds the lock
                     TrainerLock.of(store.path).take()
@@ -251,20 +261,13 @@ async def test_the_pool_knows_whether_a_trainer_runs(
             await pool.aclose()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait until a condition is true."""
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.005)
-
-
 def test_without_an_engine_the_proxy_says_why_it_is_not_ready(renderer: ChatRenderer, tmp_path: Path) -> None:
     with running(scripted()) as one:
         pass
     with proxy_of([one], renderer, tmp_path, wait_s=0.2, all_serve=False) as (url, _):
-        answer = httpx.get(f"{url}/ready")
+        answer = httpx.get(f"{url}/ready", timeout=60)
         assert answer.status_code == 503 and one in answer.json()["error"]["message"]
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         with (
             client_of(url, open_episode(url)) as client,
             pytest.raises(InternalServerError, match="no engine"),
@@ -313,7 +316,7 @@ def test_a_request_that_gets_only_invalid_responses_is_a_502_and_is_not_recorded
     with running(app) as engine, proxy_of([engine], renderer, tmp_path) as (url, pool):
         episode = open_episode(url)
         headers = {"Authorization": f"Bearer {episode['key']}"}
-        call = {"url": url + path, "headers": headers, "timeout": 30}
+        call = {"url": url + path, "headers": headers, "timeout": 60}
         app.script = lambda call: ScriptedReply(TEXT, lie=lies[call.index % 3])
         answer = httpx.post(**call, json=body)
         assert answer.status_code == 502, answer.text
@@ -326,7 +329,5 @@ def test_a_request_that_gets_only_invalid_responses_is_a_502_and_is_not_recorded
         assert pool.replicas[0].exclusions == 0
         app.script = lambda call: TEXT
         assert httpx.post(**call, json=body).status_code == 200
-        found = httpx.get(
-            f"{url}/episodes/{episode['id']}?tokens=1", headers={"Authorization": "Bearer admin"}
-        ).json()
+        found = httpx.get(f"{url}/episodes/{episode['id']}?tokens=1", headers=ADMIN, timeout=60).json()
         assert len(found["turns"]) == 1

@@ -34,7 +34,7 @@ def engine_url() -> Iterator[str]:
 
 
 class ProxyProcess:
-    """`serve` in a process of its own."""
+    """`serve` in a process of its own, which is killed at the end of the with-block if it still runs."""
 
     def __init__(self, **options: Any) -> None:
         command = [sys.executable, "-c", SERVE, json.dumps({"model": str(MODEL), **options})]
@@ -46,33 +46,38 @@ class ProxyProcess:
     def end(self, number: signal.Signals) -> str:
         """Send a signal, wait, and return the rest of the output."""
         self.process.send_signal(number)
-        return self.process.communicate(timeout=30)[0]
+        return self.process.communicate(timeout=60)[0]
+
+    def __enter__(self) -> ProxyProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.process:  # closes its output, and waits
+            self.process.kill()
 
 
 def test_kill_9_and_a_restart_lose_nothing(engine_url: str, tmp_path: Path) -> None:
     """What a client has seen is recorded, and the conversation continues from its exact tokens."""
     options = {"store": str(tmp_path / "store.db"), "engine_urls": [engine_url]}
-    proxy = ProxyProcess(**options)
-    opened = (
-        httpx.post(f"{proxy.url}/episodes", json={"group": "g@0", "group_size": 2}).raise_for_status().json()
-    )
     messages: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+    opened: dict[str, Any] = {}
     seen = []
     for _ in range(2):
-        with OpenAI(base_url=f"{proxy.url}/e/{opened['key']}/v1", api_key=opened["key"]) as client:
-            for _ in range(2):
-                answer = client.chat.completions.create(
-                    model="p", messages=messages, tools=[SEARCH], max_tokens=12
-                )
-                seen.append(answer.id)
-                messages += [
-                    answer.choices[0].message.to_dict(),
-                    {"role": "tool", "content": "nothing found"},
-                ]
-        proxy.end(signal.SIGKILL)
-        proxy = ProxyProcess(**options)
-    shown = httpx.get(f"{proxy.url}/episodes/{opened['id']}", params={"tokens": 1}).json()
-    assert proxy.end(signal.SIGTERM).strip() == ""
+        with ProxyProcess(**options) as proxy:
+            opened = opened or open_group(proxy.url)
+            with OpenAI(base_url=f"{proxy.url}/e/{opened['key']}/v1", api_key=opened["key"]) as client:
+                for _ in range(2):
+                    answer = client.chat.completions.create(
+                        model="p", messages=messages, tools=[SEARCH], max_tokens=12
+                    )
+                    seen.append(answer.id)
+                    messages.append(answer.choices[0].message.to_dict())
+                    messages.append({"role": "tool", "content": "nothing found"})
+            proxy.end(signal.SIGKILL)
+    with ProxyProcess(**options) as proxy:
+        url = f"{proxy.url}/episodes/{opened['id']}"
+        shown = httpx.get(url, params={"tokens": 1}, timeout=60).json()
+        assert proxy.end(signal.SIGTERM).strip() == ""
     assert shown["status"] == "open" and [turn["id"] for turn in shown["turns"]] == seen
     with Store.open(tmp_path / "store.db") as store:
         (trajectory,) = store.load_episode(opened["id"]).forest.trajectories()
@@ -81,6 +86,12 @@ def test_kill_9_and_a_restart_lose_nothing(engine_url: str, tmp_path: Path) -> N
     assert [turn["parent"] for turn in shown["turns"]] == [None, *seen[:-1]]
     assert all(len(turn["logprobs"]) == len(turn["token_ids"]) <= 12 for turn in shown["turns"])
     check_logprobs(engine_url, trajectory.token_ids, trajectory.sampled_mask, trajectory.behavior_logprobs)
+
+
+def open_group(url: str) -> dict[str, Any]:
+    """Open the first episode of a group of two."""
+    body = {"group": "g@0", "group_size": 2}
+    return httpx.post(f"{url}/episodes", json=body, timeout=60).raise_for_status().json()
 
 
 def check_logprobs(engine_url: str, ids: Any, sampled: Any, logprobs: Any) -> None:
@@ -98,15 +109,17 @@ def check_logprobs(engine_url: str, ids: Any, sampled: Any, logprobs: Any) -> No
 
 
 def test_serve_starts_and_ends_its_own_engine(tmp_path: Path) -> None:
-    proxy = ProxyProcess(store=str(tmp_path / "s.db"), engine_options={"threads": 1, "kernel": "torch"})
-    engine_url = proxy.line.partition("(engine ")[2].partition(")")[0]
-    assert httpx.get(f"{proxy.url}/ready").json() == {"status": "ok", "version": 0}
-    assert OpenAI(base_url=f"{proxy.url}/v1", api_key="x").models.list().data[0].id == MODEL.name
-    proxy.end(signal.SIGTERM)
-    assert proxy.process.returncode == 0
-    for url in (engine_url, proxy.url):
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
+    options = {"threads": 1, "kernel": "torch"}
+    with ProxyProcess(store=str(tmp_path / "s.db"), engine_options=options) as proxy:
+        engine_url = proxy.line.partition("(engine ")[2].partition(")")[0]
+        ready = httpx.get(f"{proxy.url}/ready", timeout=60).json()
+        assert ready == {"status": "ok", "version": 0}
+        assert OpenAI(base_url=f"{proxy.url}/v1", api_key="x").models.list().data[0].id == MODEL.name
+        proxy.end(signal.SIGTERM)
+        assert proxy.process.returncode == 0
+        for url in (engine_url, proxy.url):
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/health", timeout=60)
 
 
 def test_the_proxy_imports_neither_torch_nor_transformers() -> None:

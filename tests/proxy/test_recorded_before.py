@@ -15,7 +15,7 @@ import httpx
 import pytest
 from agents_support import AGENTS
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
-from record_support import check_invariant, until
+from record_support import check_invariant, joined_replies, until
 from scripted_sampler import ScriptedSampler
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
@@ -46,7 +46,7 @@ class GatedEngine(ScriptedSampler):
     ) -> Completion:
         gate = threading.Event()
         self.gates.append(gate)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not gate.is_set():
                 await asyncio.sleep(0.002)
         return await super().generate(
@@ -81,7 +81,7 @@ class Conductor:
         future, gates = begun
         for gate in gates:
             gate.set()
-        return future.result(30)
+        return future.result(60)
 
 
 _KINDS = [(dialect, streamed, "turn") for dialect in sorted(AGENTS) for streamed in (False, True)]
@@ -136,17 +136,20 @@ def test_overlapping_calls_count_the_turns_recorded_before_they_began(
             one.close()
 
 
-def test_retries_add_no_turn_and_a_restart_continues_counting(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_retries_add_no_turn_and_a_restart_continues_counting(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def chat(url: str, key: str, text: str, **headers: str) -> str:
         answer = httpx.post(
             f"{url}/e/{key}/v1/chat/completions",
             json={"messages": [{"role": "user", "content": text}], "tools": [SEARCH]},
             headers={name.replace("_", "-"): value for name, value in headers.items()},
-            timeout=30,
+            timeout=60,
         )
         assert answer.status_code == 200, answer.text
         return answer.json()["id"]
 
+    replies = joined_replies(monkeypatch)
     path = tmp_path / "s.db"
     with gated(path, renderer) as (proxy, conductor):
         episode = proxy.open_episode()
@@ -155,8 +158,10 @@ def test_retries_add_no_turn_and_a_restart_continues_counting(renderer: ChatRend
         quick = conductor.end(conductor.begin(lambda: chat(proxy.url, key, "quick")))
         # This retry joins the call that began before `quick` was recorded; later ones find recorded turns.
         joined = conductor.threads.submit(chat, proxy.url, key, "slow", idempotency_key="k")
+        until(lambda: len(replies) == 3)
+        assert replies[2] is replies[0]
         slow_id = conductor.end(slow)
-        assert joined.result(30) == slow_id
+        assert joined.result(60) == slow_id
         assert chat(proxy.url, key, "slow", idempotency_key="k") == slow_id
         assert chat(proxy.url, key, "quick", x_stainless_retry_count="1") == quick
         turns = proxy.store.turns_of(episode["id"])

@@ -16,7 +16,7 @@ from openai.resources.responses.responses import ResponsesConnection
 from openai.types.responses import Response
 from proxy_support import RunningProxy, running_proxy, tool_call
 from record_support import until
-from scripted_sampler import ScriptedSampler
+from scripted_sampler import EngineCall, ScriptedSampler
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from areal_agents.proxy.calls import sockets
@@ -346,14 +346,27 @@ def test_the_response_of_a_client_that_closes_is_cancelled(proxy: RunningProxy, 
 
 
 def test_an_idle_connection_is_closed(proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "IDLE_S", 0.5)
-    proxy.engine.delay_s = 1.0  # a running response is not idle
+    """The limit becomes short while the first response runs and the next event waits."""
+
+    def end_first(call: EngineCall) -> str:
+        proxy.engine.hurry.clear()  # the next reply takes the whole delay
+        return "ok"
+
+    proxy.engine.script = end_first
+    proxy.engine.delay_s = 60.0
     with proxy.openai(proxy.open_episode()).responses.connect() as connection:
-        assert ask(connection, model="policy", input="hi").output_text == "ok"
+        for _ in range(2):
+            connection.response.create(model="policy", input="hi")
+        until(lambda: proxy.engine.calls)
+        monkeypatch.setattr(sockets, "IDLE_S", 0.1)
+        proxy.engine.delay_s = 0.3  # a running response is not idle
+        proxy.engine.hurry.set()
+        for _ in range(2):
+            assert events_of(connection)[-1].response.output_text == "ok"
         with pytest.raises(ConnectionClosed) as closed:
             connection.recv()
         assert closed.value.rcvd is not None
-        assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1001, "no event arrived for 0.5 s")
+        assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1001, "no event arrived for 0.1 s")
 
 
 def test_a_call_without_an_episode_opens_one(proxy: RunningProxy) -> None:

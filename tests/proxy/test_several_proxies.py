@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from openai import ConflictError, InternalServerError, OpenAI
 from places_support import ADMIN_KEY, SECRET, Proxies
 from postgres_server import PostgresServer
 from proxy_support import MODEL, SEARCH
+from starlette.types import Message, Receive, Scope, Send
 from workers_support import wait_for
 
 from areal_agents.client import AsyncClient
@@ -26,34 +28,45 @@ from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.server import serve
 from areal_agents.proxy.workers.places import ProxyPlace, ProxyTable
 from areal_agents.store import Store
-from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
+from areal_agents.testing import ScriptedApp, ScriptedCall, running
 
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 SLOW = "take your time"
 
 
-class Script:
-    """Answers at once; the chunks of a slow call take 2 s each, unless `released` is set when it begins."""
+class Engine:
+    """A scripted engine that answers at once, except that slow calls wait until `released` is set."""
 
     def __init__(self) -> None:
         self.slow_calls = 0
         self.released = threading.Event()
+        self._app = ScriptedApp.from_folder(MODEL, self._script)
+        self._is_slow = ContextVar("is_slow", default=False)  # of the request that is being answered
 
-    def __call__(self, call: ScriptedCall) -> ScriptedReply | str:
+    def _script(self, call: ScriptedCall) -> str:
         if SLOW not in call.last_text:
             return "the harbour opens at six"
+        self._is_slow.set(True)
         self.slow_calls += 1
-        return ScriptedReply("one two three", chunk_delay_s=0.0 if self.released.is_set() else 2.0)
+        return "one two three"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_when_released(message: Message) -> None:
+            while self._is_slow.get() and not self.released.is_set():
+                await asyncio.sleep(0.01)
+            await send(message)
+
+        await self._app(scope, receive, send_when_released)
 
 
 @pytest.fixture(scope="module")
-def script() -> Script:
-    return Script()
+def engine() -> Engine:
+    return Engine()
 
 
 @pytest.fixture(scope="module")
-def engine_url(script: Script) -> Iterator[str]:
-    with running(ScriptedApp.from_folder(MODEL, script)) as url:
+def engine_url(engine: Engine) -> Iterator[str]:
+    with running(engine) as url:  # type: ignore[arg-type]
         yield url
 
 
@@ -71,7 +84,7 @@ def proxies(engine_url: str) -> Iterator[Proxies]:
 
 
 def open_episode(url: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/episodes", json=body, headers=ADMIN, timeout=30)
+    answer = httpx.post(f"{url}/episodes", json=body, headers=ADMIN, timeout=60)
     return answer.raise_for_status().json()
 
 
@@ -128,10 +141,10 @@ def test_calls_of_one_episode_may_reach_any_proxy(proxies: Proxies) -> None:
     for number in range(3):
         reward = {"name": f"r{number}", "reward": 1.0}
         httpx.post(
-            f"{url}/episodes/{opened['id']}/reward", json=reward, headers=key, timeout=30
+            f"{url}/episodes/{opened['id']}/reward", json=reward, headers=key, timeout=60
         ).raise_for_status()
     ended = [
-        httpx.post(f"{url}/episodes/{opened['id']}/finish", json={}, headers=key, timeout=30)
+        httpx.post(f"{url}/episodes/{opened['id']}/finish", json={}, headers=key, timeout=60)
         for _ in range(3)
     ]
     assert [answer.json()["status"] for answer in ended] == ["finished"] * 3
@@ -148,7 +161,7 @@ def test_conversations_without_an_episode_continue_through_any_proxy(proxies: Pr
                 f"{url}/v1/chat/completions",
                 json={"messages": messages, "tools": [SEARCH]},
                 headers={**ADMIN, **headers},
-                timeout=30,
+                timeout=60,
             ).json()
             ids.append(answer["id"])
             messages += [answer["choices"][0]["message"], _result(len(ids))]
@@ -163,11 +176,23 @@ def test_a_foreign_proxy_is_refused(proxies: Proxies) -> None:
     for url in proxies.urls:  # the owner, and others that would forward the request
         for headers in ({"x-areal-agents-hop": "guess"}, {"x-areal-agents-address": "evil.example 80"}):
             answer = httpx.post(
-                f"{url}/e/{opened['key']}/v1/chat/completions", json=body, headers=headers, timeout=30
+                f"{url}/e/{opened['key']}/v1/chat/completions", json=body, headers=headers, timeout=60
             )
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_proxy")
             assert SECRET not in answer.text and SECRET not in str(answer.headers)
     check_exact(proxies, opened["id"], [])
+
+
+def metrics_of(url: str) -> str:
+    """Return the text of /metrics. A 503, because a proxy is too slow, is retried."""
+    answers: list[httpx.Response] = []
+
+    def is_whole() -> bool:
+        answers.append(httpx.get(f"{url}/metrics", headers=ADMIN, timeout=60))
+        return answers[-1].status_code != 503
+
+    wait_for(is_whole)
+    return answers[-1].raise_for_status().text
 
 
 def test_the_metrics_are_those_of_all_proxies(proxies: Proxies) -> None:
@@ -175,29 +200,30 @@ def test_the_metrics_are_those_of_all_proxies(proxies: Proxies) -> None:
     open_episode(proxies.urls[1])
     opens = set()
     for url in proxies.urls:
-        answer = httpx.get(f"{url}/metrics", headers=ADMIN, timeout=30).raise_for_status()
-        opens |= {line for line in answer.text.splitlines() if line.startswith("areal_agents_open_episodes ")}
+        lines = metrics_of(url).splitlines()
+        opens |= {line for line in lines if line.startswith("areal_agents_open_episodes ")}
     assert len(opens) == 1 and float(opens.pop().split()[1]) >= 2
 
 
 def test_a_proxy_that_was_cut_off_writes_nothing_to_an_episode_that_was_taken_over(
-    proxies: Proxies, script: Script
+    proxies: Proxies, engine: Engine
 ) -> None:
     """A call runs in the proxy when it is cut off. When it is back, it forwards calls to the new owner."""
     opened = open_episode(proxies.urls[0])
     talk = Talk(proxies.urls[1], opened["key"], retries=0)
     talk.say()
-    begun = script.slow_calls
-    script.released.clear()
+    begun = engine.slow_calls
+    engine.released.clear()
     late = client_of(proxies.urls[0], opened["key"], retries=0)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
             late.chat.completions.create, model="policy", messages=[{"role": "user", "content": SLOW}]
         )
-        wait_for(lambda: script.slow_calls == begun + 1)
+        wait_for(lambda: engine.slow_calls == begun + 1)
         with proxies.cut_off(0):
-            wait_for(lambda: takes_over(talk), 30)
+            wait_for(lambda: takes_over(talk))
             assert proxies.index_of(opened["id"]) == 1
+            engine.released.set()
         error = waiting.exception(60)
         assert isinstance(error, InternalServerError), error
         assert (error.status_code, error.code) == (503, "episode_elsewhere")
@@ -217,20 +243,20 @@ def takes_over(talk: Talk) -> bool:
     return False
 
 
-def test_calls_survive_kill_9_of_the_owner(proxies: Proxies, script: Script) -> None:
+def test_calls_survive_kill_9_of_the_owner(proxies: Proxies, engine: Engine) -> None:
     """One call is forwarded by another proxy; the other is sent by a client that retries by itself."""
     opened = [open_episode(proxies.urls[0]) for _ in range(2)]
     talks = [Talk(proxies.urls[2], opened[0]["key"], retries=0), Talk(proxies.balancer.url, opened[1]["key"])]
     for talk in talks:
         talk.say()
         talk.messages[-1]["content"] = SLOW
-    begun = script.slow_calls
-    script.released.clear()
+    begun = engine.slow_calls
+    engine.released.clear()
     with ThreadPoolExecutor(2) as pool:
         saying = [pool.submit(talk.say) for talk in talks]
-        wait_for(lambda: script.slow_calls == begun + 2)
-        script.released.set()
+        wait_for(lambda: engine.slow_calls == begun + 2)
         proxies.kill(0)
+        engine.released.set()
         proxies.make_old(0)
         for said in saying:
             said.result(60)
@@ -246,19 +272,19 @@ def test_calls_survive_kill_9_of_the_owner(proxies: Proxies, script: Script) -> 
 
 
 @pytest.mark.slow
-def test_a_long_call_survives_the_loss_of_its_machine(proxies: Proxies, script: Script) -> None:
+def test_a_long_call_survives_the_loss_of_its_machine(proxies: Proxies, engine: Engine) -> None:
     """The proxy that forwarded the call takes it over, however long it has waited."""
     opened = open_episode(proxies.urls[0])
     talk = Talk(proxies.urls[1], opened["key"], retries=0)
     talk.say()
     talk.messages[-1]["content"] = SLOW
-    begun = script.slow_calls
-    script.released.clear()
+    begun = engine.slow_calls
+    engine.released.clear()
     with ThreadPoolExecutor(1) as pool:
         saying = pool.submit(talk.say)
-        wait_for(lambda: script.slow_calls == begun + 1)
-        script.released.set()
+        wait_for(lambda: engine.slow_calls == begun + 1)
         with proxies.cut_off(0, is_noticed=False):
+            engine.released.set()
             time.sleep(17)  # longer than a call waits for an owner that does not answer
             assert not saying.done()
             proxies.make_old(0)
@@ -288,7 +314,7 @@ def test_a_rolling_restart_under_load_loses_nothing(proxies: Proxies) -> None:
                 proxies.start(index)
                 proxies.wait(index)
                 seen = len(episodes)
-                wait_for(lambda seen=seen: len(episodes) > seen + 4 or any(p.done() for p in playing), 60)
+                wait_for(lambda seen=seen: len(episodes) > seen + 4 or any(p.done() for p in playing))
         finally:
             ended.set()
         for done in playing:
@@ -330,12 +356,12 @@ def test_a_restart_at_another_address_loses_nothing(proxies: Proxies) -> None:
         pool = stack.enter_context(ThreadPoolExecutor(4))
         playing = [pool.submit(asyncio.run, play(f"http://127.0.0.1:{port}")) for _ in range(4)]
         try:
-            wait_for(lambda: len(episodes) > 4 or any(p.done() for p in playing), 60)
+            wait_for(lambda: len(episodes) > 4 or any(p.done() for p in playing))
             proxies.end(0)
             proxies.move(0)
             proxies.start(0)
             seen = len(episodes)
-            wait_for(lambda: len(episodes) > seen + 4 or any(p.done() for p in playing), 60)
+            wait_for(lambda: len(episodes) > seen + 4 or any(p.done() for p in playing))
             proxies.wait(0)
         finally:
             ended.set()

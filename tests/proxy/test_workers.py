@@ -26,8 +26,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from proxy_support import MODEL, SEARCH
 from relay_support import relay_to
 from websockets.exceptions import InvalidStatus
-from workers_support import Serving, is_running, lasting_port, wait_for, workers_of
+from workers_support import Serving, is_running, wait_for, workers_of
 
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.sockets import listen
 from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
@@ -76,7 +77,7 @@ def serving(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def open_episode(url: str, **body: Any) -> dict[str, Any]:
-    return httpx.post(f"{url}/episodes", json=body, timeout=30).raise_for_status().json()
+    return httpx.post(f"{url}/episodes", json=body, timeout=60).raise_for_status().json()
 
 
 def open_on(serving: Serving, index: int) -> dict[str, Any]:
@@ -128,7 +129,7 @@ class Talk:
 
 def check_exact(serving: Serving, episode_id: str, ids: Sequence[str]) -> None:
     """Check that the turns are one trajectory: each prompt begins with the earlier prompt and reply."""
-    shown = httpx.get(f"{serving.url}/episodes/{episode_id}", params={"tokens": 1}, timeout=30).json()
+    shown = httpx.get(f"{serving.url}/episodes/{episode_id}", params={"tokens": 1}, timeout=60).json()
     assert [turn["id"] for turn in shown["turns"]] == list(ids)
     assert [turn["parent"] for turn in shown["turns"]] == [None, *ids[:-1]]
     assert [turn["recorded_before"] for turn in shown["turns"]] == list(range(len(ids)))
@@ -146,14 +147,14 @@ def test_no_worker_reads_the_body_of_a_cross_origin_request(serving: Serving) ->
     )
     for _ in range(8):
         with socket.create_connection(
-            (str(address.hostname), int(address.port or 0)), timeout=10
+            (str(address.hostname), int(address.port or 0)), timeout=60
         ) as connection:
             connection.sendall(head.encode())
             assert connection.recv(4096).startswith(b"HTTP/1.1 403 ")
 
 
 def test_the_workers_share_the_episodes(serving: Serving) -> None:
-    with httpx.Client(base_url=serving.url) as client:
+    with httpx.Client(base_url=serving.url, timeout=60) as client:
         opened = [client.post("/episodes", json={}).json() for _ in range(6)]
     assert sorted(worker_of(serving, item) for item in opened) == [0, 0, 0, 1, 1, 1]
     for item in opened:  # no URL names a worker
@@ -171,7 +172,7 @@ def test_a_call_reaches_the_owner_of_its_episode_through_any_worker(serving: Ser
             talk.say(url)
         assert store.episode_row(opened["id"]).owner == owner and owner is not None
     check_exact(serving, opened["id"], talk.ids)
-    models = httpx.get(f"{serving.own[1]}/e/{opened['key']}/v1/models")
+    models = httpx.get(f"{serving.own[1]}/e/{opened['key']}/v1/models", timeout=60)
     assert models.status_code == 200
 
 
@@ -183,7 +184,7 @@ def metrics_of(url: str) -> dict[str, float]:
         answers.append(httpx.get(f"{url}/metrics", timeout=60))
         return answers[-1].status_code != 503
 
-    wait_for(is_whole, timeout_s=60)
+    wait_for(is_whole)
     families = text_string_to_metric_families(answers[-1].raise_for_status().text)
     return {
         f"{sample.name} {sorted(sample.labels.items())}": sample.value
@@ -235,7 +236,7 @@ def test_metrics_that_lack_those_of_a_worker_are_not_returned(serving: Serving) 
 
 def connect(serving: Serving) -> HTTPConnection:
     """Open a connection to the public port, which is not reopened once it is closed."""
-    connection = HTTPConnection(urlsplit(serving.url).netloc, timeout=30)
+    connection = HTTPConnection(urlsplit(serving.url).netloc, timeout=60)
     connection.connect()
     connection.auto_open = 0
     return connection
@@ -296,7 +297,7 @@ def test_every_form_of_a_request_arrives_whole(serving: Serving, how: str) -> No
             "chunked": (head + close + chunked[:60], chunked[60:]),
             "pipelined": (head + length + body + health,),
         }[how]
-        with socket.create_connection(("127.0.0.1", urlsplit(serving.url).port), timeout=30) as raw:
+        with socket.create_connection(("127.0.0.1", urlsplit(serving.url).port), timeout=60) as raw:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for piece in pieces:
                 raw.sendall(piece)
@@ -322,7 +323,7 @@ def test_refusals_are_the_same_in_every_worker(serving: Serving) -> None:
             ("/episodes/nobody/finish", b"{}", 404, "not_found"),
         ):
             # In pieces, so that the length is not known beforehand.
-            answer = httpx.post(url + path, content=iter([body[: 2**24], body[2**24 :]]), timeout=30)
+            answer = httpx.post(url + path, content=iter([body[: 2**24], body[2**24 :]]), timeout=60)
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), path
 
 
@@ -330,7 +331,7 @@ def test_a_forwarded_stream_arrives_whole(serving: Serving) -> None:
     opened = open_on(serving, 1)
     url = f"{serving.own[0]}/e/{opened['key']}/v1/chat/completions"
     body = {"model": "p", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
-    with httpx.stream("POST", url, json=body, timeout=30) as answer:
+    with httpx.stream("POST", url, json=body, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert events[-1] == "[DONE]"
@@ -348,7 +349,7 @@ def test_a_hang_up_of_a_forwarded_call_reaches_the_engine(
     body = {"model": "p", "stream": stream, "messages": [{"role": "user", "content": SLOW}]}
     aborted, begun = len(engine.app.aborted), engine.script.slow_calls
     if stream:
-        with httpx.stream("POST", url, json=body, timeout=30) as answer:
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
             next(answer.iter_lines())
     else:
         address = urlsplit(url)
@@ -357,7 +358,7 @@ def test_a_hang_up_of_a_forwarded_call_reaches_the_engine(
         wait_for(lambda: engine.script.slow_calls == begun + 1)
         client.close()
     wait_for(lambda: len(engine.app.aborted) == aborted + 1)
-    shown = httpx.get(f"{serving.url}/episodes/{opened['id']}").json()
+    shown = httpx.get(f"{serving.url}/episodes/{opened['id']}", timeout=60).json()
     assert shown["turns"] == [] and shown["status"] == "open"
 
 
@@ -367,10 +368,12 @@ def test_an_episode_is_finished_through_another_worker(serving: Serving) -> None
     talk.say(serving.own[0])
     key = {"Authorization": f"Bearer {opened['key']}"}
     reward = {"rewards": [{"reward": 0.5}]}
-    done = httpx.post(f"{serving.own[1]}/episodes/{opened['id']}/finish", json=reward, headers=key)
+    url = f"{serving.own[1]}/episodes/{opened['id']}/finish"
+    done = httpx.post(url, json=reward, headers=key, timeout=60)
     assert (done.status_code, done.json()["status"]) == (200, "finished")
     for url in serving.own:  # the owner knows it too
-        late = httpx.post(f"{url}/e/{opened['key']}/v1/chat/completions", json={"messages": talk.messages})
+        chat = f"{url}/e/{opened['key']}/v1/chat/completions"
+        late = httpx.post(chat, json={"messages": talk.messages}, timeout=60)
         assert (late.status_code, late.json()["error"]["code"]) == (409, "episode_sealed")
 
 
@@ -403,7 +406,7 @@ def test_a_previous_response_id_leads_to_its_episode(serving: Serving) -> None:
     ids: list[str] = []
     for url in (*serving.own, serving.own[0]):
         body = {"model": "p", "input": f"what about {len(ids)}?", "previous_response_id": previous}
-        answer = httpx.post(f"{url}/v1/responses", json=body, timeout=30)
+        answer = httpx.post(f"{url}/v1/responses", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
         previous = answer.json()["id"]
         ids.append("chatcmpl-" + previous.removeprefix("resp_"))
@@ -417,7 +420,7 @@ def test_calls_of_googles_api_reach_their_owner(serving: Serving) -> None:
     for url in (*serving.own, serving.own[0]):
         contents.append({"role": "user", "parts": [{"text": f"what about Google {len(ids)}?"}]})
         answer = httpx.post(
-            f"{url}/v1beta/models/p:generateContent", json={"contents": contents}, timeout=30
+            f"{url}/v1beta/models/p:generateContent", json={"contents": contents}, timeout=60
         ).json()
         contents.append(answer["candidates"][0]["content"])
         ids.append("chatcmpl-" + answer["responseId"].removeprefix("gen_"))
@@ -425,9 +428,9 @@ def test_calls_of_googles_api_reach_their_owner(serving: Serving) -> None:
     for opened in (open_on(serving, 0), open_on(serving, 1)):
         for url in serving.own:
             path, query = f"{url}/v1/models/p:streamGenerateContent", {"key": opened["key"], "alt": "sse"}
-            stream = httpx.post(path, params=query, json={"contents": "Where?"}, timeout=30)
+            stream = httpx.post(path, params=query, json={"contents": "Where?"}, timeout=60)
             assert stream.status_code == 200 and stream.text.startswith("data: {"), stream.text
-        shown = httpx.get(f"{serving.url}/episodes/{opened['id']}", timeout=30).json()
+        shown = httpx.get(f"{serving.url}/episodes/{opened['id']}", timeout=60).json()
         assert len(shown["turns"]) == 2
 
 
@@ -468,7 +471,7 @@ def test_connections_follow_an_episode_that_was_taken_over(serving: Serving) -> 
     wait_for(lambda: not is_running(pid))
     ask_once = Talk(opened["key"])
     ask_once.say(serving.own[1])
-    wait_for(lambda: serving.pid(0) != pid and httpx.get(f"{serving.own[0]}/health", timeout=30).is_success)
+    wait_for(lambda: serving.pid(0) != pid and httpx.get(f"{serving.own[0]}/health", timeout=60).is_success)
     with contextlib.ExitStack() as stack:
         held = [stack.enter_context(contextlib.closing(connect(serving))) for _ in range(8)]
         for text in ("first", "second"):
@@ -531,13 +534,13 @@ def test_a_lost_first_answer_is_not_sampled_again(serving: Serving, named: bool,
 
 
 def test_a_refused_first_call_leaves_no_episode_in_any_worker(serving: Serving) -> None:
-    before = httpx.get(f"{serving.url}/episodes").json()["episodes"]
+    before = httpx.get(f"{serving.url}/episodes", timeout=60).json()["episodes"]
     for headers in ({}, {"session-id": "refused"}):
         for url in serving.own:
             body = {"messages": [{"role": "user", "content": "word " * 40_000}]}
             refused = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
             assert refused.status_code == 400, refused.text
-    assert httpx.get(f"{serving.url}/episodes").json()["episodes"] == before
+    assert httpx.get(f"{serving.url}/episodes", timeout=60).json()["episodes"] == before
 
 
 def test_sigterm_ends_all_processes_and_a_later_run_continues(engine: Engine, tmp_path: Path) -> None:
@@ -548,10 +551,10 @@ def test_sigterm_ends_all_processes_and_a_later_run_continues(engine: Engine, tm
         talk.path = f"/e/{opened['key']}/v1"
         talk.say(serving.own[1])
         serving.process.terminate()
-        assert serving.process.wait(30) == 0
+        assert serving.process.wait(60) == 0
         assert not any(is_running(pid) for pid in pids)
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{serving.own[0]}/health")
+            httpx.get(f"{serving.own[0]}/health", timeout=60)
     assert list(tmp_path.glob("*.workers")) == []
     with workers_of(engine.url, store) as (serving, pids):
         talk.say(serving.own[0])
@@ -563,8 +566,12 @@ def test_sigterm_ends_all_processes_and_a_later_run_continues(engine: Engine, tm
 
 def test_urls_stay_valid_after_kill_9_of_the_supervisor(engine: Engine, tmp_path: Path) -> None:
     """The next supervisor starts at once, while workers of the killed one still wait for a running call."""
-    store, port = tmp_path / "store.db", lasting_port()
-    with workers_of(engine.url, store, port=port) as (first, earlier), ThreadPoolExecutor(1) as pool:
+    store = tmp_path / "store.db"
+    with (
+        reserved_ports(1) as (port,),
+        workers_of(engine.url, store, port=port) as (first, earlier),
+        ThreadPoolExecutor(1) as pool,
+    ):
         opened = [open_episode(first.url) for _ in range(4)]
         talks = [Talk(item["key"]) for item in opened]
         named, nameless = Talk(headers={"session-id": "s"}), Talk(first="who is it?")
@@ -594,8 +601,11 @@ def test_urls_stay_valid_after_kill_9_of_the_supervisor(engine: Engine, tmp_path
 def test_urls_stay_valid_when_the_number_of_workers_changes(
     engine: Engine, tmp_path: Path, counts: tuple[int, int]
 ) -> None:
-    store, port = tmp_path / "store.db", lasting_port()
-    with workers_of(engine.url, store, port=port, workers=counts[0]) as (first, _):
+    store = tmp_path / "store.db"
+    with (
+        reserved_ports(1) as (port,),
+        workers_of(engine.url, store, port=port, workers=counts[0]) as (first, _),
+    ):
         opened = [open_episode(first.url) for _ in range(6)]
         talks = [Talk(item["key"]) for item in opened]
         named, nameless = Talk(headers={"session-id": "s"}), Talk(first="who is it?")

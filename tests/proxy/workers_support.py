@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -99,22 +97,13 @@ class Serving:
     def end(self) -> int:
         """Send SIGTERM, wait, and return the exit code."""
         self.process.terminate()
-        code = self.process.wait(30)
+        code = self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
 
 
-def lasting_port() -> int:
-    """Return a free port that no outgoing connection gets, so that it is still free after a restart."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no port is free")
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait until a condition is true that another process brings about."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -141,6 +130,6 @@ def workers_of(engine_url: str, store: Path, **settings: Any) -> Iterator[tuple[
         for pid in (started.process.pid, *pids):
             if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
-        started.process.wait(10)
+        started.process.wait(60)
         assert started.process.stdout is not None
         started.process.stdout.close()

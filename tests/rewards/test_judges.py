@@ -121,11 +121,27 @@ async def test_the_policy_cannot_close_the_record() -> None:
     assert record_in(requests[0])["messages"][-1]["content"] == text
 
 
-async def test_a_request_is_repeated_after_an_error_of_the_server_and_an_invalid_answer() -> None:
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between the requests of a judge in seconds; none of them takes time."""
+    found: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(delay: float) -> None:
+        found.append(delay)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    return found
+
+
+async def test_a_request_is_repeated_after_an_error_of_the_server_and_an_invalid_answer(
+    waits: list[float],
+) -> None:
     answers = iter([(503, "busy"), (200, '{"score": 7}'), (200, '{"score": 0.5}')])
     with judging(lambda _: next(answers)) as (url, requests):
         assert await judge("?", model="m", base_url=url, api_key="k")(episode("4")) == 0.5
-    assert len(requests) == 3
+    assert len(requests) == 3 and waits == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +165,12 @@ async def test_a_request_is_repeated_after_an_error_of_the_server_and_an_invalid
     ],
 )
 async def test_a_judge_without_a_valid_answer_is_an_error(
-    status: int, text: str, asked: int, message: str
+    status: int, text: str, asked: int, message: str, waits: list[float]
 ) -> None:
     with judging(lambda _: (status, text)) as (url, requests), pytest.raises(RewardError) as caught:
         await judge("?", model="m", base_url=url, api_key="k", attempts=2)(episode("4"))
-    assert message in str(caught.value) and len(requests) == asked
+    assert message in str(caught.value)
+    assert len(requests) == asked and waits == [1.0] * (asked - 1)
 
 
 @pytest.mark.parametrize("damaged", ["{", "[]", '{"score": 7}'])

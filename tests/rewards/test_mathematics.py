@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from areal_agents.errors import RewardError
-from areal_agents.rewards import FinishedEpisode, math_answer
+from areal_agents.rewards import FinishedEpisode, math_answer, mathematics
 from areal_agents.rewards.mathematics import MathChecks
 
 HANGS = r"\boxed{9^{9^{9^{9^9}}}}"
@@ -89,19 +92,28 @@ def test_the_reward_function_can_require_an_answer_that_is_worked_out() -> None:
     assert math_answer(worked_out=True, time_s=30, processes=1)(episode) == 0.0
 
 
-def test_a_comparison_that_hangs_ends_only_its_own_process(checks: MathChecks) -> None:
+def test_a_comparison_that_hangs_ends_only_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other comparisons continue in the other process, and the killed process is started again."""
-    short = MathChecks(processes=2, time_s=3)
-    assert short.equal("1", "1")
-    hanging = threading.Thread(target=lambda: results.append(short.equal(HANGS, "1")))
+    ask = mathematics._Process.ask
+
+    def ask_in_time(
+        process: Any, answer: str, expected: str, worked_out: bool, time_s: float
+    ) -> dict[str, Any] | None:
+        return ask(process, answer, expected, worked_out, 1.0 if answer == HANGS else time_s)
+
+    monkeypatch.setattr(mathematics._Process, "ask", ask_in_time)
+    both = MathChecks(processes=2, time_s=60)
+    with ThreadPoolExecutor(2) as threads:  # both processes are started
+        assert all(threads.map(lambda n: both.equal(n, n), "12"))
+    hanging = threading.Thread(target=lambda: results.append(both.equal(HANGS, "1")))
     results: list[bool] = []
     hanging.start()
     with ThreadPoolExecutor(4) as threads:
-        assert all(threads.map(lambda n: short.equal(rf"\boxed{{{n}}}", str(n)), range(50)))
+        assert all(threads.map(lambda n: both.equal(rf"\boxed{{{n}}}", str(n)), range(50)))
     hanging.join(60)
     assert results == [False]
-    assert all(short.equal(rf"\boxed{{{n}}}", str(n)) for n in range(4))
-    short.close()
+    assert all(both.equal(rf"\boxed{{{n}}}", str(n)) for n in range(4))
+    both.close()
 
 
 def test_the_reward_function_reads_the_field_of_the_task() -> None:
@@ -146,6 +158,9 @@ def test_a_comparison_that_hangs_ends_at_its_time_limit_even_without_its_parent(
         assert parent.stdout is not None and parent.stdout.readline() == b"begun\n"
         (worker,) = _workers_of(parent.pid)
         handle = os.pidfd_open(worker)
+        used = psutil.Process(worker).cpu_times().user
+        while psutil.Process(worker).cpu_times().user < used + 0.05:  # until then it may not have begun
+            time.sleep(0.01)
         parent.kill()
     try:
         assert select.select([handle], [], [], 60)[0], "it is still running"

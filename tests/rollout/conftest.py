@@ -117,8 +117,16 @@ def renderer_of_the_model() -> ChatRenderer:
 
 
 @pytest.fixture
-def served(engine_url: str, renderer_of_the_model: ChatRenderer, tmp_path: Path) -> Iterator[Served]:
-    config = ProxyConfig(admin_key=ADMIN_KEY, reward_timeout_s=1.0)
+def reward_timeout_s() -> float:
+    """How long the proxy of `served` waits for rewards; tests in which none come set a short time."""
+    return 60.0
+
+
+@pytest.fixture
+def served(
+    engine_url: str, renderer_of_the_model: ChatRenderer, tmp_path: Path, reward_timeout_s: float
+) -> Iterator[Served]:
+    config = ProxyConfig(admin_key=ADMIN_KEY, reward_timeout_s=reward_timeout_s)
     with (
         Store.open(tmp_path / "store.db") as store,
         serving(engine_url, store=store, renderer=renderer_of_the_model, config=config) as url,
@@ -208,7 +216,9 @@ def kubernetes_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setenv("PATH", f"{stand_in.programs}:{os.environ['PATH']}")
     yield stand_in
     for name in stand_in.objects("Job"):
-        (stand_in.folder / f"Job/{name}.json").unlink()  # a pod that has only just begun ends without its Job
+        (stand_in.folder / f"Job/{name}.json").unlink(
+            missing_ok=True
+        )  # a pod that has only just begun ends without its Job
         stand_in.end_pod(name)
 
 

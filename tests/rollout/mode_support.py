@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from areal_agents.rollout.agents.jobs.queue import JobQueue
 from areal_agents.sandbox.docker import LABEL
 from tests.sandbox.conftest import IMAGE
 from tests.sandbox.conftest import needs as needs_isolation
@@ -84,6 +86,14 @@ def needs(mode: str) -> None:
     if mode == "node" and shutil.which("node") is None:
         pytest.skip("node is not installed")
     needs_isolation(mode.rpartition(" in ")[2])
+
+
+def until_ended(queue: JobQueue, id: str) -> None:
+    """Return when a job has ended."""
+    deadline = time.monotonic() + 150.0
+    while not (state := queue.states()[id]).has_ended:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.05)
 
 
 def containers() -> list[str]:

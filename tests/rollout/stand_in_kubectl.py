@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,7 @@ class StandInKubernetes:
 
     def objects(self, kind: str) -> dict[str, dict[str, Any]]:
         """The objects of a kind, by name."""
-        return {
-            path.stem: json.loads(path.read_text()) for path in sorted(self.folder.glob(f"{kind}/*.json"))
-        }
+        return {path.stem: made for path, made in _all(self.folder, kind)}
 
     def change(self, kind: str, name: str, status: dict[str, Any]) -> None:
         """Replace fields of the status of an object, as a controller does."""
@@ -126,8 +126,8 @@ def _get(folder: Path, given: argparse.Namespace) -> int:
     items = [
         made
         for kind in ("Job", "Pod")
-        for path in sorted(folder.glob(f"{kind}/*.json"))
-        if (made := _read(path))["metadata"]["labels"].get(key) == value
+        for _, made in _all(folder, kind)
+        if made["metadata"]["labels"].get(key) == value
     ]
     print(json.dumps({"kind": "List", "items": items}))
     return 0
@@ -135,15 +135,16 @@ def _get(folder: Path, given: argparse.Namespace) -> int:
 
 def _delete(folder: Path, given: argparse.Namespace) -> int:
     for name in given.names:
-        if (folder / f"Job/{name}.json").exists():
-            (folder / f"Job/{name}.json").unlink()
-            _end(folder, name)
-            (folder / f"Pod/{name}-pod.json").unlink(missing_ok=True)
-            for path in folder.glob("Secret/*.json"):
-                if _read(path)["metadata"]["ownerReferences"][0]["uid"] == f"uid-of-{name}":
-                    path.unlink()
-        elif not given.ignore_not_found:
-            return _refuse(f'jobs.batch "{name}" not found')
+        with _locked(folder):
+            if (folder / f"Job/{name}.json").exists():
+                (folder / f"Job/{name}.json").unlink()
+                _end(folder, name)
+                (folder / f"Pod/{name}-pod.json").unlink(missing_ok=True)
+                for path, made in _all(folder, "Secret"):
+                    if made["metadata"]["ownerReferences"][0]["uid"] == f"uid-of-{name}":
+                        path.unlink(missing_ok=True)
+            elif not given.ignore_not_found:
+                return _refuse(f'jobs.batch "{name}" not found')
     return 0
 
 
@@ -159,7 +160,9 @@ def _logs(folder: Path, given: argparse.Namespace) -> int:
 def _run(folder: Path, name: str) -> int:
     """Run the pod of a Job: wait for its Secret, run the container, and record how it ended."""
     pod = f"{name}-pod"
-    (folder / f"{name}.pid").write_text(str(os.getpid()))
+    whole = folder / f"{name}.pid-{os.getpid()}"
+    whole.write_text(str(os.getpid()))
+    whole.replace(folder / f"{name}.pid")
     job = _read(folder / f"Job/{name}.json")
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (source,) = container["envFrom"]
@@ -210,14 +213,32 @@ def _end(folder: Path, name: str) -> None:
 
 def _set_status(folder: Path, kind: str, name: str, status: dict[str, Any]) -> None:
     path = folder / f"{kind}/{name}.json"
-    if path.exists():
-        made = _read(path)
-        made["status"] = {**made.get("status", {}), **status}
-        _write(folder, kind, made)
+    with _locked(folder):
+        if path.exists():
+            made = _read(path)
+            made["status"] = {**made.get("status", {}), **status}
+            _write(folder, kind, made)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let no other process change or delete an object; a process that is killed loses the lock."""
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _read(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def _all(folder: Path, kind: str) -> list[tuple[Path, dict[str, Any]]]:
+    """The objects of a kind in the order of their names, without those that are deleted meanwhile."""
+    found = []
+    for path in sorted(folder.glob(f"{kind}/*.json")):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path, _read(path)))
     return found
 
 

@@ -3,9 +3,8 @@
 `install` writes the three programs, which run `python stand_in_slurm.py PROGRAM FOLDER ...`. A job is a
 folder with its script and its state, as squeue shows it: the state, the wait status and the reason. While the
 file `held` exists, new jobs wait; while `full` exists, they are refused with its content; while `unanswered`
-exists, they are accepted, but sbatch fails; while `silent` exists, squeue and scancel fail. Every query and
-cancellation is a line of `calls`. When a job ends, all processes that have its number in their environment
-are killed, as by Slurm's control groups.
+exists, they are accepted, but sbatch fails. Every query and cancellation is a line of `calls`. When a job
+ends, all processes that have its number in their environment are killed, as by Slurm's control groups.
 """
 
 from __future__ import annotations
@@ -63,9 +62,6 @@ def main(program: str, folder: Path, arguments: list[str]) -> int:
         return _submit(folder, arguments)
     with open(folder / "calls", "a") as calls:
         calls.write(shlex.join([program, *arguments]) + "\n")
-    if (folder / "silent").exists():
-        print("Unable to contact slurm controller (connect failure)", file=sys.stderr)
-        return 1
     if program == "squeue":
         for job in _jobs(folder):
             state, code, reason = _state(job)
@@ -122,7 +118,7 @@ def _submit(folder: Path, arguments: list[str]) -> int:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    (job / "runner").write_text(str(runner.pid))
+    _write(job, "runner", str(runner.pid))
     if (folder / "unanswered").exists():
         print("sbatch: error: Batch job submission failed: Socket timed out on send/recv", file=sys.stderr)
         return 1
@@ -158,8 +154,8 @@ def _end(job: Path, state: str) -> None:
 
 
 def _kill(job: Path) -> None:
-    """Kill the processes of a job, but not its runner."""
-    kill_marked(f"SLURM_JOB_ID=stand-in-{job}", but={os.getpid(), int(_read(job, "runner"))})
+    """Kill the processes of a job, but not this one, which may be its runner."""
+    kill_marked(f"SLURM_JOB_ID=stand-in-{job}", but={os.getpid()})
 
 
 def kill_marked(variable: str, *, but: set[int]) -> None:
@@ -202,9 +198,14 @@ def _state(job: Path) -> tuple[str, str, str]:
 
 
 def _write_state(job: Path, state: str, *, code: int = 0, reason: str = "None") -> None:
-    whole = job / f"state-{os.getpid()}"
-    whole.write_text(f"{state}|{code}|{reason}")
-    whole.replace(job / "state")
+    _write(job, "state", f"{state}|{code}|{reason}")
+
+
+def _write(job: Path, name: str, text: str) -> None:
+    """Write a file that another process reads either whole or not at all."""
+    whole = job / f"{name}-{os.getpid()}"
+    whole.write_text(text)
+    whole.replace(job / name)
 
 
 def _read(job: Path, name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from real_tokenizers import qwen_folder
+from time_limits import TimeLimits
 
 from areal_agents import Episode, acp_agent
 from areal_agents.client import AsyncClient
@@ -23,6 +24,7 @@ from areal_agents.proxy.server import make_renderer
 from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.agents.agent import load_agent
 from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollout
+from areal_agents.rollout.agents.cli.acp import session
 from areal_agents.rollout.agents.cli.acp.reply import AcpToolCall
 from areal_agents.rollout.agents.cli.prepare import prompts_of_task
 from areal_agents.rollout.agents.coroutine import CoroutineAgent
@@ -150,6 +152,11 @@ def nothing_is_left(tmp_path: Path) -> bool:
     return not folders and not sleepers(str(tmp_path / "tmp"))
 
 
+def has_hung(tmp_path: Path) -> bool:
+    """Whether the agent has begun to hang, in the folder in which it works."""
+    return any("hung" in files for _, _, files in os.walk(tmp_path / "tmp"))
+
+
 async def test_an_episode_function_prompts_an_agent_turn_by_turn(
     scripted: Any, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -214,19 +221,21 @@ async def test_permission_requests_are_answered_by_the_given_policy(
 
 @pytest.mark.parametrize("isolation", ["none", "process"])
 async def test_an_agent_that_fails_fails_its_episode_and_leaves_nothing(
-    scripted: Any, tiny: dict[str, str], tmp_path: Path, isolation: str
+    scripted: Any, tiny: dict[str, str], tmp_path: Path, isolation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = Path(sys.executable).name
     faults = {
         "die": f"{name} exited with status 7: lost ***",
-        "hang": f"{name} did not end its turn within 5 s",
+        "hang": f"{name} did not end its turn within 60 s",
         "garbage": f"{name} sent a line that is not a message of the Agent Client Protocol ('Welcome!')",
         "refuse": f'{name} answered session/prompt with an error: Internal error {{"details": "no model"}}',
     }
     for prompt, error in faults.items():
-        limit_s = 5 if prompt == "hang" else 10
-        agent = tiny | {"prompts": ["Begin.", prompt], "turn_timeout_s": limit_s, "isolation": isolation}
-        outcome, episode = await play(scripted, agent, {})
+        agent = tiny | {"prompts": ["Begin.", prompt], "turn_timeout_s": 60, "isolation": isolation}
+        with monkeypatch.context() as patched:
+            if prompt == "hang":
+                TimeLimits(patched, lambda: has_hung(tmp_path), module=session)
+            outcome, episode = await play(scripted, agent, {})
         assert (outcome.status, outcome.error, len(episode.turns)) == ("failed", error, 1)
     assert nothing_is_left(tmp_path)
 
@@ -245,14 +254,15 @@ async def test_an_agent_that_closes_its_output_or_begins_no_session_fails(
 
 
 async def test_an_episode_that_reaches_its_time_limit_is_graded_with_the_files_so_far(
-    scripted: Any, tiny: dict[str, str], tmp_path: Path
+    scripted: Any, tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    TimeLimits(monkeypatch, lambda: has_hung(tmp_path))
     (tmp_path / "graded.py").write_text(
         "def score(episode):\n    return (episode.workdir / 'hung').exists()\n"
     )
     agent = tiny | {"prompts": ["Begin.", "hang"]}
     reward = f"{tmp_path}/graded.py:score"
-    outcome, episode = await play(scripted, agent, {}, reward, time_s=12.0)
+    outcome, episode = await play(scripted, agent, {}, reward)
     assert (outcome.status, outcome.error, len(episode.turns)) == ("truncated", None, 1)
     assert [reward.value for reward in episode.rewards] == [1.0]
     assert nothing_is_left(tmp_path)

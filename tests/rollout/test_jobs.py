@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mode_support import SLURM_TEMPLATE
+from mode_support import SLURM_TEMPLATE, until_ended
 from polling import until
 from stand_in_slurm import StandInSlurm
 from time_limits import TimeLimits
@@ -131,8 +131,7 @@ def test_a_job_gets_the_variables_of_the_run_that_are_meant_for_agents(
     log = tmp_path / "job.log"
     variables = {"OPENAI_API_KEY": "key", "OPENAI_BASE_URL": "http://10.0.0.1/e/key/v1"}
     id = queue.submit(NewJob("own-1", "1", "printenv", variables, 3600.5, log))
-    while not queue.states()[id].has_ended:
-        pass
+    until_ended(queue, id)
     assert queue.states()[id] == DONE
     found = dict(line.split("=", 1) for line in log.read_text().splitlines() if "=" in line)
     assert {
@@ -399,15 +398,15 @@ async def test_a_command_that_hangs_does_not_delay_the_end(
     monkeypatch.setattr(commands, "COMMAND_S", 600.0)
     monkeypatch.setattr(followed, "CLOSE_S", 2.0)
     (slurm_programs.folder / "held").touch()
-    helper, program = tmp_path / "helper", slurm_programs.programs / hangs
-    program.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {helper}.new; mv {helper}.new {helper}; wait\n")
+    helpers, program = tmp_path / "helpers", slurm_programs.programs / hangs
+    program.write_text(f"#!/bin/sh\nsleep 600 & echo $! >> {helpers}; wait\n")
     waiting = agent()
     preparing = asyncio.create_task(waiting.prepare({}, EP, 60.0))
-    while not (helper.exists() or slurm_programs.calls()[1:]):  # until it hangs, or the job is listed
-        await asyncio.sleep(0.01)
+    await until(lambda: helpers.exists() or slurm_programs.calls()[1:])  # it hangs, or the job is listed
     preparing.cancel()
     await asyncio.wait({preparing})
     await waiting.release(EP.id)
+    await until(lambda: helpers.exists() and helpers.read_text())
     await waiting.close()
     for thread in threading.enumerate():
         if thread.name.startswith("jobs"):
@@ -415,7 +414,8 @@ async def test_a_command_that_hangs_does_not_delay_the_end(
             assert not thread.is_alive()
     errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert [left in error for error in errors if "may run" in error] == ([True] if left else [])
-    os.kill(int(helper.read_text()), signal.SIGKILL)
+    for helper in helpers.read_text().splitlines():
+        os.kill(int(helper), signal.SIGKILL)
     for name in slurm_programs.states():
         slurm_programs.end_as(name, "CANCELLED")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from mode_support import KUBERNETES_TEMPLATE
+from mode_support import KUBERNETES_TEMPLATE, until_ended
 from stand_in_kubectl import StandInKubernetes
 
 from areal_agents.errors import AgentError
@@ -195,8 +195,7 @@ def test_the_end_of_a_long_output_is_kept(kubernetes_programs: StandInKubernetes
     """`kubectl logs --limit-bytes` cuts off the end."""
     queue, log = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own"), tmp_path / "job.log"
     id = queue.submit(new_job("yes \"$(printf '%0200d' 0)\" | head -n 8000; echo the reason", log))
-    while not queue.states()[id].has_ended:
-        pass
+    until_ended(queue, id)
     assert queue.output(id, log).endswith("\nthe reason")
     assert log.read_text().endswith("\nthe reason\n") and log.stat().st_size < 1_200_000
 
@@ -207,8 +206,7 @@ def test_a_log_that_cannot_be_written_is_an_error_of_the_scheduler(
     """The caller logs a SchedulerError as a warning."""
     queue = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own")
     id = queue.submit(new_job("echo said"))
-    while not queue.states()[id].has_ended:
-        pass
+    until_ended(queue, id)
     with pytest.raises(SchedulerError, match="the log of job own-1 cannot be written: No such file"):
         queue.output(id, tmp_path / "removed" / "job.log")
 
@@ -243,8 +241,7 @@ def test_dollar_signs_of_a_command_reach_the_shell(
     queue, log = KubernetesJobs(str(KUBERNETES_TEMPLATE), owner="own"), tmp_path / "job.log"
     command = "printf %s, \"$OPENAI_API_KEY\" '$$' '$(OPENAI_API_KEY)' $(echo inner); exit 3"
     id = queue.submit(new_job(command, log))
-    while not queue.states()[id].has_ended:
-        pass
+    until_ended(queue, id)
     assert queue.states()[id] == JobState("failed", "exited with status 3")
     assert queue.output(id, log) == log.read_text() == "key,$$,$(OPENAI_API_KEY),inner,"
 

@@ -26,6 +26,8 @@ from time_limits import LONGEST_S, TimeLimits
 
 from areal_agents.client import AsyncClient
 from areal_agents.process_control import RUN_MARK, end_leftovers
+from areal_agents.proxy.calls import exchange
+from areal_agents.proxy.episodes import housekeeping
 from areal_agents.proxy.episodes.sessions import NO_MODEL_CALL
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.runner import run
@@ -205,6 +207,28 @@ async def test_an_agent_that_fails_in_any_way_leaves_nothing_behind(
     assert generations(scripted) == 0
 
 
+class Clock:
+    """Replaces the module `time` where the proxy compares times with its limits: the test sets it forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (exchange, housekeeping):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(housekeeping, "_SWEEP_S", 0.1)
+    return clock
+
+
 OUTSIDE = {
     "raises": ("failed", "boom"),
     "exits": ("failed", "idle for"),
@@ -218,18 +242,18 @@ OUTSIDE = {
 
 @pytest.mark.parametrize("how", OUTSIDE)
 async def test_a_program_outside_of_the_run_that_fails_leaves_nothing_open(
-    serve_scripted: Any, how: str
+    serve_scripted: Any, clock: Clock, how: str
 ) -> None:
     """The program uses HTTP. The proxy can end its episodes and its streams, but not the program."""
-    with serve_scripted(idle_timeout_s=3.0 if how == "exits" else 3600.0) as served:
+    with serve_scripted(idle_timeout_s=3600.0) as served:
         async with AsyncClient(served.url, ADMIN_KEY) as client:
-            await fail_outside(client, served, how)
+            await fail_outside(client, served, clock, how)
         assert not served.store.episodes(status="open")
         assert served.store.group_counts()["dropped" if how == "dropped" else "complete"] == 1
         await until(lambda: connections(served.url) == (0, 0))
 
 
-async def fail_outside(client: AsyncClient, served: Any, how: str) -> None:
+async def fail_outside(client: AsyncClient, served: Any, clock: Clock, how: str) -> None:
     """Play a group of two, the first episode of which fails; check its end, and complete the group."""
     group = f"{how}@0"
 
@@ -246,7 +270,7 @@ async def fail_outside(client: AsyncClient, served: Any, how: str) -> None:
         return {"Authorization": f"Bearer {episode.api_key}"}
 
     async with httpx.AsyncClient(trust_env=False, timeout=LIMIT_S, limits=httpx.Limits()) as http:
-        episode = await opened(0, **({"time_s": 0.2} if how == "hangs" else {}))
+        episode = await opened(0, **({"time_s": 600.0} if how == "hangs" else {}))
         status, error = OUTSIDE[how]
         if how != "silent":
             assert await ask(episode) == 200
@@ -255,11 +279,13 @@ async def fail_outside(client: AsyncClient, served: Any, how: str) -> None:
         elif how == "silent":
             assert (await client.finish(episode.id, rewards=[{"reward": 1.0}]))["status"] == "failed"
         elif how == "exits":  # it makes no further request
+            clock.ahead_s = 4000.0
             await until(lambda: served.store.episode_row(episode.id).status != "open")
+            clock.ahead_s = 0.0
         elif how == "hangs":  # it calls the model again after its time limit
-            async with asyncio.timeout(LIMIT_S):
-                while await ask(episode) == 200:
-                    await asyncio.sleep(0.05)
+            assert await ask(episode) == 200
+            clock.ahead_s = 1000.0
+            assert await ask(episode) != 200
             await client.finish(episode.id)
         elif how == "dropped":
             await client.drop_group(group, "by hand")

@@ -109,11 +109,10 @@ async def test_the_rewards_of_a_function_are_added_to_those_of_the_agent(
 )
 async def test_a_function_that_fails_fails_the_episode(served: Any, name: str, message: str) -> None:
     agent = load_agent(f"{AGENTS}:unrewarded")
+    fails = function(name, time_s=0.3 if name in ("hangs", "sleeps") else 60)
     async with AsyncClient(served.url, ADMIN_KEY) as client:
         opened = await open_attempt(client, Attempt(Task("t", {}), "train"), limits=LIMITS)
-        outcome = await run_rollout(
-            client, agent, Task("t", {}), opened, limits=LIMITS, function=function(name, time_s=0.3)
-        )
+        outcome = await run_rollout(client, agent, Task("t", {}), opened, limits=LIMITS, function=fails)
     assert (outcome.status, served.store.episode_row(opened.id).status) == ("failed", "failed")
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(outcome.error)
@@ -175,7 +174,11 @@ class LateOnce(RewardFunction):
         return await super().of_group(episodes)
 
 
-@pytest.mark.parametrize("case", ["at once", "restarted", "late"])
+@pytest.mark.parametrize(
+    ("case", "reward_timeout_s"),
+    [("at once", 60.0), ("restarted", 60.0), ("late", 1.0)],
+    ids=["at once", "restarted", "late"],
+)
 async def test_a_group_is_complete_when_its_function_has_rewarded_it(served: Any, case: str) -> None:
     """After a restart, a group whose episodes have all ended without rewards is rewarded.
 

@@ -286,7 +286,7 @@ async def test_a_group_that_is_dropped_from_outside_is_not_continued(served: Any
     given = arguments(served, "unrewarded", rollout=outside, stop=stop)
     running = asyncio.create_task(run(**given))
     async with asyncio.timeout(60), AsyncClient(served.url, ADMIN_KEY) as client:
-        while not (finished := served.store.episodes(status="finished")):  # the proxy fails them after 1 s
+        while not (finished := served.store.episodes(status="finished")):
             await asyncio.sleep(0.02)
         dropped = finished[0].group_id
         await client.drop_group(dropped, "by hand")
@@ -318,6 +318,7 @@ async def test_a_group_that_was_begun_before_a_change_of_the_agent_is_dropped(se
     assert played == {(True, "before"), (False, "since")}
 
 
+@pytest.mark.parametrize("reward_timeout_s", [1.0])
 async def test_rewards_from_outside_complete_a_group(served: Any) -> None:
     served.publish(0)
     stop = asyncio.Event()

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from areal_agents.sandbox.home import PREFIX
 from areal_agents.sandbox.isolations import open_isolation
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
 from areal_agents.sandbox.remote.hosts import HostAddress, SandboxHosts
-from areal_agents.sandbox.sandbox import Isolation, Limits, SandboxSpec
+from areal_agents.sandbox.sandbox import Finished, Isolation, Limits, SandboxSpec
 from areal_agents.sockets import listen, url_of
 from areal_agents.tls import TlsConfig
 
@@ -97,7 +99,44 @@ async def bubblewrap() -> AsyncIterator[Isolation]:
         await opened.close()
 
 
+@functools.cache
 def has_engine() -> bool:
+    """Whether a Docker engine answers."""
     if shutil.which("docker") is None:
         return False
-    return subprocess.run(["docker", "version"], capture_output=True, timeout=30).returncode == 0
+    try:
+        return subprocess.run(["docker", "version"], capture_output=True, timeout=30).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+async def timed_out(
+    run: Callable[[float], Awaitable[Finished]], has_begun: Callable[[Finished], bool]
+) -> Finished:
+    """Return the result of a command that its time limit ended after it had begun.
+
+    The limit is short at first. If the command did not begin within it, a longer one is tried.
+
+    Args:
+        run: runs the command with a time limit in seconds.
+        has_begun: whether the output shows that the command did what the test needs.
+    """
+    for timeout_s in (1, 5, 25, 60):
+        done = await run(timeout_s)
+        assert done.timed_out
+        if has_begun(done):
+            break
+    return done
+
+
+def cgroups_of(owner: str) -> list[Path]:
+    """Return the cgroups of the sandboxes of an owner, given the name of its folder.
+
+    os.walk permits that other processes remove cgroups meanwhile.
+    """
+    return [
+        Path(parent) / name
+        for parent, names, _ in os.walk("/sys/fs/cgroup")
+        for name in names
+        if name.startswith(f"{PREFIX}{owner}-")
+    ]

@@ -19,6 +19,7 @@ from areal_agents.direct_http import direct_async_client
 from areal_agents.errors import SandboxError
 from areal_agents.sandbox.remote import client
 from areal_agents.sandbox.remote import host as host_module
+from areal_agents.sandbox.remote import hosts as hosts_module
 from areal_agents.sandbox.remote.archives import packed, unpack
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
@@ -170,7 +171,11 @@ async def test_a_sandbox_can_be_ended_while_a_command_runs() -> None:
         await _until(lambda: not _sleeping(mark))
 
 
-async def test_after_the_loss_of_a_host_sandboxes_start_on_another_one() -> None:
+async def test_after_the_loss_of_a_host_sandboxes_start_on_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hosts_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(hosts_module, "_AGAIN_S", 0.05)
     async with sandbox_host(places=1) as lasting:
         host = SandboxHost("the token", places=9)
         listener = listen("127.0.0.1", 0)

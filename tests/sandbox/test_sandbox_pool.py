@@ -10,7 +10,7 @@ from areal_agents.sandbox.bubblewrap import Bubblewrap
 from areal_agents.sandbox.local import LocalIsolation
 from areal_agents.sandbox.pool import SandboxPool
 from areal_agents.sandbox.sandbox import Isolation, Sandbox, SandboxSpec
-from tests.sandbox.conftest import needs, spec_for
+from tests.sandbox.conftest import cgroups_of, needs, spec_for
 
 
 async def test_a_warm_sandbox_is_given_out_once(bubblewrap: Isolation, tmp_path: Path) -> None:
@@ -42,10 +42,10 @@ async def test_nothing_is_left_when_a_pool_and_its_isolation_are_closed(tmp_path
         task.cancel()
     await asyncio.gather(*taking, return_exceptions=True)
     (home,) = (folder for folder in tmp_path.iterdir() if folder.is_dir())
-    assert len(_cgroups(home.name)) >= 1
+    assert len(cgroups_of(home.name)) >= 1
     await pool.close()
     await isolation.close()
-    assert not _cgroups(home.name)
+    assert not cgroups_of(home.name)
     with pytest.raises(SandboxError, match="has ended"):
         await taken.run(["true"], timeout_s=20)
 
@@ -56,9 +56,3 @@ async def test_a_sandbox_that_cannot_start_is_an_error(bubblewrap: Isolation, tm
     with pytest.raises(SandboxError, match="an image is a folder; there is no folder .*nowhere"):
         await pool.fill()
     await pool.close()
-
-
-def _cgroups(home: str) -> set[str]:
-    """Return the cgroups of the sandboxes of one owner, whose names contain the name of its folder."""
-    root = Path("/sys/fs/cgroup")
-    return {str(path) for path in root.rglob(f"areal-agents-sandbox-{home}-*") if path.is_dir()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ from postgres_server import PostgresServer
 from store_support import complete_group, make_turn, open_episode
 
 from areal_agents.errors import StoreError
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
 from areal_agents.store.postgres import parsed_url, shown
 from areal_agents.store.read_only import ReadOnlyStore
@@ -38,23 +38,13 @@ class Servers:
 def servers() -> Iterator[Servers]:
     if (missing := PostgresServer.missing()) is not None:
         pytest.skip(missing)
-    ports = free_ports(2)
     with ExitStack() as running:
+        ports = running.enter_context(reserved_ports(2))
         primary = running.enter_context(PostgresServer(port=ports[0]))
         standby = running.enter_context(PostgresServer(port=ports[1], standby_of=primary))
         primary.wait_for_standby(synchronous=True)
         hosts = ",".join(f"127.0.0.1:{port}" for port in reversed(ports))  # the standby is tried first
         yield Servers(primary, standby, f"postgresql://areal@{hosts}/postgres?schema=run7")
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as opened:
-        found = []
-        for _ in range(count):
-            bound = opened.enter_context(closing(socket.socket()))
-            bound.bind(("127.0.0.1", 0))
-            found.append(bound.getsockname()[1])
-        return found
 
 
 @pytest.mark.cluster  # each test starts two servers, which takes several seconds

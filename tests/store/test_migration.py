@@ -7,8 +7,6 @@ complete and one pending.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import sqlite3
 import subprocess
@@ -23,6 +21,7 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from migration_support import new_process, open_and_die, open_store
 from postgres_server import PostgresServer
 from store_queries import in_flight_episodes
 from store_support import complete_group, open_episode
@@ -240,30 +239,15 @@ def test_columns_that_schema_4_got_later_may_be_missing(previous: str) -> None:
     assert differences(previous) == []
 
 
-def open_and_die(url: str, statements: int) -> None:
-    """Run in another process: open a store, and kill the process before the last of `statements` changes."""
-
-    @sa.event.listens_for(sa.Engine, "before_cursor_execute")
-    def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
-        nonlocal statements
-        if statement.split()[0] in ("ALTER", "CREATE", "DROP", "INSERT", "UPDATE", "DELETE"):
-            statements -= 1
-            if not statements:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    Store.open(url).close()
-
-
 def test_a_kill_during_the_migration_leaves_the_store_unchanged(previous: str, tmp_path: Path) -> None:
     urls = [previous]
     if not is_postgres(previous):
         urls.append(f"sqlite:///{write_old(tmp_path / 's.db', 3)}")
-    fork = multiprocessing.get_context("fork")
     for url in urls:
         before = content(url)
         deaths = 0
         while True:
-            process = fork.Process(target=open_and_die, args=(url, deaths + 1))
+            process = new_process(open_and_die, url, deaths + 1)
             process.start()
             process.join(60)
             if process.exitcode == 0:
@@ -375,15 +359,8 @@ def test_a_process_that_lost_its_connection_notices_a_migration(postgres: Postgr
                 open_episode(store, "f")
 
 
-def open_store(url: str) -> None:
-    """Run in another process."""
-    with Store.open(url) as store:
-        assert store.group_counts()["trained"] == 2
-
-
 def test_several_processes_may_open_and_migrate_a_store_together(previous: str) -> None:
-    fork = multiprocessing.get_context("fork")
-    others = [fork.Process(target=open_store, args=(previous,)) for _ in range(4)]
+    others = [new_process(open_store, previous) for _ in range(4)]
     for other in others:
         other.start()
     for other in others:

@@ -18,7 +18,7 @@ from store_support import complete_group, make_turn, open_episode, reward
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import StoreError
-from areal_agents.store import Conflict, NewEpisode, NotFound, Store, schema
+from areal_agents.store import Conflict, NewEpisode, NotFound, Store, chunks, schema
 
 
 @pytest.fixture
@@ -360,13 +360,17 @@ def test_loading_a_group_takes_a_handful_of_queries(store: Store) -> None:
 
 
 @pytest.fixture
-def few_variables() -> Iterator[None]:
-    """Apply SQLite's default limit, because some distributions raise it. PostgreSQL's is 65,535."""
+def few_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make SQLite's limit, 32,766, and the chunks of ids a hundredth as large, so that 400 ids exceed it.
+
+    The limit of PostgreSQL is 65,535.
+    """
 
     def limit(connection: Any, record: object) -> None:
         if isinstance(connection, sqlite3.Connection):
-            connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 32_766)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 327)
 
+    monkeypatch.setattr(chunks, "_MOST_IDS", chunks._MOST_IDS // 100)
     sqlalchemy.event.listen(sqlalchemy.Engine, "connect", limit)
     yield
     sqlalchemy.event.remove(sqlalchemy.Engine, "connect", limit)
@@ -376,17 +380,16 @@ def test_a_batch_may_have_more_groups_than_a_statement_binds_variables(
     few_variables: None, tmp_path: Path
 ) -> None:
     with Store.open(tmp_path / "store.db") as store:
-        lease_and_return_many(store)
+        lease_and_return_many(store, 400)
 
 
 @pytest.mark.slow
 def test_a_batch_may_have_many_groups_in_postgresql(postgres: PostgresServer) -> None:
     with Store.open(postgres.new_store()) as store:
-        lease_and_return_many(store)
+        lease_and_return_many(store, 33_000)
 
 
-def lease_and_return_many(store: Store) -> None:
-    count = 33_000
+def lease_and_return_many(store: Store, count: int) -> None:
     row = {"task_uid": "t", "split": "train", "created_at": 0.0}
     members = [
         {**row, "id": f"g{i}", "size": 1, "state": "complete", "completed_at": 0.0} for i in range(count)

@@ -88,7 +88,7 @@ def test_a_trainer_waits_for_a_process_that_checks_the_lock(url: str) -> None:
             leasing = pool.submit(store.lease_group_ids, 1, step=1)
             with pytest.raises(TimeoutError):
                 leasing.result(0.2)
-        assert leasing.result(10) == ["a@0"]
+        assert leasing.result(60) == ["a@0"]
         with TrainerLock.of(path).unheld() as alone:
             assert not alone
             store.close()

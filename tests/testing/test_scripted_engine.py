@@ -6,12 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from polling import until
 from tokenizers import Tokenizer
 
 from areal_agents.core.completion import SamplingParams, TokenChunk, as_token_ids
@@ -27,6 +29,7 @@ from areal_agents.testing import (
     running,
     running_process,
 )
+from areal_agents.testing.session import ScriptedGeneration
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 SAMPLING = SamplingParams(64)
@@ -45,7 +48,7 @@ class Server:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20)
+        return httpx.post(self.url + path, json=body, timeout=60)
 
     def generate(self, prompt: str = "hello", **body: Any) -> dict[str, Any]:
         response = self.post("/generate", **{"input_ids": self.ids(prompt), "return_logprob": True} | body)
@@ -55,7 +58,7 @@ class Server:
     def stream(self, prompt: str = "hello", **body: Any) -> list[dict[str, Any]]:
         """The events of a streamed response, without the final [DONE], which is checked."""
         body = {"input_ids": self.ids(prompt), "return_logprob": True, "stream": True} | body
-        with httpx.stream("POST", self.url + "/generate", json=body, timeout=20) as response:
+        with httpx.stream("POST", self.url + "/generate", json=body, timeout=60) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
         assert lines.pop() == "[DONE]"
@@ -262,7 +265,7 @@ async def test_errors_of_the_script_are_errors_of_the_engine(server: Server) -> 
 
 
 async def until_running(engine: SGLangEngine, count: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await engine._call("GET", "/server_info"))["running"] != count:
             await asyncio.sleep(0.005)
 
@@ -296,16 +299,29 @@ async def test_a_client_that_disconnects_ends_its_generation(server: Server) -> 
     assert [exchange.finish["type"] for exchange in server.app.exchanges] == ["abort", "abort"]
 
 
-async def test_tokens_keep_the_version_under_which_they_arrived(server: Server) -> None:
-    slow = ScriptedReply("one two three four five", chunk_delay_s=4.0, chunk_tokens=9)
+async def test_tokens_keep_the_version_under_which_they_arrived(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delay before the second chunk ends once the engine is paused."""
+    paused = threading.Event()
+    interrupted = ScriptedGeneration._interrupted
+
+    async def interrupted_once_paused(generation: ScriptedGeneration, delay_s: float) -> bool:
+        if delay_s:
+            await until(paused.is_set)
+        return await interrupted(generation, 0.0)
+
+    monkeypatch.setattr(ScriptedGeneration, "_interrupted", interrupted_once_paused)
+    slow = ScriptedReply("one two three four five", chunk_delay_s=60.0, chunk_tokens=9)
     server.app.script = lambda call: slow if call.input_ids[0] == 5 else "ok"
     async with SGLangEngine(server.url) as engine:
         begun = asyncio.Event()
         call = asyncio.create_task(
             engine.generate("r", as_token_ids([5]), SAMPLING, lambda chunk: begun.set())
         )
-        await asyncio.wait_for(begun.wait(), 30)
+        await asyncio.wait_for(begun.wait(), 60)
         await engine.pause("in_place")
+        paused.set()
         held = asyncio.create_task(engine.generate("h", as_token_ids([6]), SAMPLING))
         await until_running(engine, 2)
         await engine.update_weights_from_disk(str(MODEL), 7)
@@ -319,7 +335,8 @@ async def test_tokens_keep_the_version_under_which_they_arrived(server: Server) 
 
 async def test_a_pause_that_aborts_ends_what_runs_and_holds_what_comes(server: Server) -> None:
     server.app.script = lambda call: SLOW if call.index % 2 == first % 2 else "ok"
-    first = (await asyncio.to_thread(httpx.get, f"{server.url}/server_info")).json()["calls"]
+    told = await asyncio.to_thread(httpx.get, f"{server.url}/server_info", timeout=60)
+    first = told.json()["calls"]
     async with SGLangEngine(server.url) as engine:
         call = asyncio.create_task(engine.generate("r", as_token_ids([5]), SAMPLING))
         await until_running(engine, 1)
@@ -335,7 +352,7 @@ async def test_a_pause_that_aborts_ends_what_runs_and_holds_what_comes(server: S
 def test_the_process_answers_with_filler_and_ends_with_its_parent() -> None:
     with running_process(MODEL, ["--reply-tokens", "25"]) as url:
         answer = httpx.post(
-            f"{url}/generate", json={"input_ids": [5], "return_logprob": True}, timeout=20
+            f"{url}/generate", json={"input_ids": [5], "return_logprob": True}, timeout=60
         ).json()
         assert len(answer["output_ids"]) == 25
         assert answer["meta_info"]["finish_reason"]["type"] == "stop"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from areal_agents.training.control import RanksLost
 from areal_agents.training.distributed import ranks
@@ -44,7 +46,11 @@ def exchange() -> dict[str, Any]:
 
 def late(released: Path) -> str:
     """Return the error that is raised when the last rank does not reach a barrier in time."""
-    with ranks("cpu", timeout_s=8) as group:
+    with ranks("cpu", timeout_s=60) as group:
+        group.barrier()
+        assert group.control is not None
+        if group.is_first:  # which alone waits for a limited time
+            _set_pg_timeout(timedelta(seconds=1), group.control._group)
         if group.rank == COUNT - 1:
             while not released.exists():
                 time.sleep(0.05)

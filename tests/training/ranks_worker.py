@@ -187,7 +187,8 @@ def sleep_beside_a_slow_rank(
     folder: Path, group: Ranks, engine_url: str, out: Path
 ) -> dict[bool, dict[str, float]]:
     """Return when this rank had freed its memory, and when the first rank told the engine to resume its own,
-    by whether the step was stopped. The times are those of the machine's monotonic clock."""
+    by whether the step was stopped. The times are those of the machine's monotonic clock. The second rank
+    frees its memory after the first."""
     times: dict[bool, dict[str, float]] = {False: {}, True: {}}
 
     class Waking(SGLangEngine):
@@ -201,9 +202,14 @@ def sleep_beside_a_slow_rank(
     with publisher(policy, group, store, engines, out, folder) as publishing:
         for stops in (False, True):
             with suppress(Stopped), publishing.engines_asleep(("kv_cache",), together=(Stopped,)):
+                freed = out / f"freed-{stops}"  # written by the first rank
                 if not group.is_first:
-                    time.sleep(1.5)
+                    while not freed.exists():
+                        time.sleep(0.02)
+                    time.sleep(0.3)  # in which a first rank that did not wait would wake the engine
                 times[stops]["freed"] = time.monotonic()
+                if group.is_first:
+                    freed.touch()
                 if stops:
                     raise Stopped
     if store is not None:

@@ -55,15 +55,31 @@ def test_a_rollback_without_a_checkpoint_loads_the_weights_before_the_candidate(
 
 
 @pytest.mark.parametrize(
-    ("rows", "steps"),
+    ("rows", "steps", "message"),
     [
-        ([row(0, 0), row(1, 1), row(2, 2)], [1]),  # a run that had no canary, and was killed
-        ([row(0, 0), row(4, 3, "candidate")], [0]),
-        ([row(0, 0), row(4, 3, "candidate")], [3]),
-        ([row(0, 0), row(4, 3, "promoted"), row(7, 6, "rolled_back"), row(8, 7)], [6]),
-        ([], [3]),
+        (  # a run that had no canary, and was killed
+            [row(0, 0), row(1, 1), row(2, 2)],
+            [1],
+            "the checkpoint of version 2, step 2, is missing",
+        ),
+        (
+            [row(0, 0), row(4, 3, "candidate")],
+            [0],
+            "version 4 is a candidate, and the checkpoint of step 3 is missing",
+        ),
+        (
+            [row(0, 0), row(4, 3, "candidate")],
+            [3],
+            "version 4 is a candidate, and the checkpoint of step 0 is missing",
+        ),
+        (
+            [row(0, 0), row(4, 3, "promoted"), row(7, 6, "rolled_back"), row(8, 7)],
+            [6],
+            "the checkpoint of version 8, step 7, is missing",
+        ),
+        ([], [3], "there are checkpoints up to step 3, and the store has no version"),
     ],
 )
-def test_a_missing_checkpoint_is_an_error(rows: list[VersionRow], steps: list[int]) -> None:
-    with pytest.raises(TrainingError):
+def test_a_missing_checkpoint_is_an_error(rows: list[VersionRow], steps: list[int], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
         start(rows, steps)

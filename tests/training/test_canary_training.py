@@ -117,8 +117,12 @@ def test_a_killed_run_resumes_with_the_same_candidate(
     with users(run_dir / "store.db", engines):
         killed = processes.Process(target=train_until_killed, args=(point, run_dir, model_folder, engines))
         killed.start()
-        killed.join(120)
-        assert killed.exitcode == -signal.SIGKILL
+        try:
+            killed.join(120)
+            assert killed.exitcode == -signal.SIGKILL
+        finally:
+            killed.kill()
+            killed.join()
         train(run_dir, model_folder, engines)
     check_ended(run_dir, engines)
 
@@ -146,11 +150,11 @@ def test_an_order_of_the_operator_overrides_the_statistical_test(
 
         thread = threading.Thread(target=train_on)
         thread.start()
-        assert looked.wait(60)
+        assert looked.wait(120)
         store.freeze(True)
         stop.set()
         thread.join(60)
-        assert not results[0].finished
+        assert not thread.is_alive() and not results[0].finished
         rows = store.published_versions()
         assert [row.canary for row in rows] == [None, "candidate"]
         store.give_order(1, "roll_back")
@@ -159,14 +163,17 @@ def test_an_order_of_the_operator_overrides_the_statistical_test(
         thread = threading.Thread(target=train_on)
         thread.start()
         cursor = store.cursor()
-        while store.max_version() < 2:
-            cursor = store.wait(cursor, 60)
+        while thread.is_alive() and store.max_version() < 2:
+            cursor = store.wait(cursor, 10)
         before = store.group_counts()["complete"]
-        while store.group_counts()["complete"] < before + 20:  # more than enough for a batch
-            cursor = store.wait(cursor, 60)
+        # These are more than enough for a batch.
+        while thread.is_alive() and store.group_counts()["complete"] < before + 20:
+            cursor = store.wait(cursor, 10)
+        assert thread.is_alive()
         assert [row.canary for row in store.published_versions()] == [None, "rolled_back", None]
         stop.set()
         thread.join(60)
+        assert not thread.is_alive()
         assert not results[1].finished and store.group_counts()["trained"] == 3
         verdict = store.published_versions()[1].verdict
         assert verdict is not None and verdict["reason"] == "the operator ordered it"

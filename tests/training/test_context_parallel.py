@@ -46,19 +46,20 @@ def spawned(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> li
 def test_two_ranks_of_a_context_give_the_logprobs_and_gradients_of_one(
     spawned: list[Any], folders: list[Path], model: int
 ) -> None:
-    logprobs, gradients = reference(folders[model], samples())
+    whole = samples()
+    logprobs, gradients = reference(folders[model], whole)
     seen: Counter[int] = Counter()
     for place, batch in enumerate(batches()):
         shares = [results[model][0][place] for results in spawned]
         assert sum(len(share[0]) for share in shares) == batch.scored_tokens
         for index, target, value in (entry for share in shares for entry in zip(*share, strict=True)):
             # whichever rank computed the logprob, the sample has a token with this target and logprob
-            sample = samples()[int(index)]
+            sample = whole[int(index)]
             targets = sample.token_ids[sample.loss_mask]
             wanted = logprobs[int(index)][torch.from_numpy(targets == int(target))]
             assert (wanted - value).abs().min() <= 1e-5
             seen[int(index)] += 1
-    assert seen == Counter({i: int(s.loss_mask.sum()) for i, s in enumerate(samples())})
+    assert seen == Counter({i: int(s.loss_mask.sum()) for i, s in enumerate(whole)})
     for results in spawned:
         got = results[model][1]
         assert got.keys() == gradients.keys()

@@ -199,8 +199,12 @@ def kill_in_training(
     arguments = (point, run_dir, model, engine_url, transport)
     killed = processes.Process(target=train_until_killed, args=arguments)
     killed.start()
-    killed.join(120)
-    assert killed.exitcode == -signal.SIGKILL
+    try:
+        killed.join(120)
+        assert killed.exitcode == -signal.SIGKILL
+    finally:
+        killed.kill()
+        killed.join()
 
 
 def ended(run_dir: Path) -> Ended:

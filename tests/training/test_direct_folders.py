@@ -123,7 +123,8 @@ def test_an_engine_is_repaired_from_a_folder_that_was_not_due(
             published = out.publish(version=version, step=version)
             assert published is not None and published.repaired == repaired
             assert_serves(engine_url, policy, version)
-            assert is_pending(store) == (version == 2 or (version == 0 and is_pending(store)))
+            if version:  # the first folder, which is always due, may still be being written
+                assert is_pending(store) == (version == 2)
     assert folders(run_dir) == ["v0", "v1"]
 
 

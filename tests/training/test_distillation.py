@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -251,13 +250,9 @@ def test_an_engine_that_cannot_be_the_teacher_is_refused(
     rng = np.random.default_rng(0)
     sample = make_sample(range(2, 12), range(5, 10), rng=rng)
 
-    def teacher(url: str = engine_url, *, vocab: int = VOCAB, timeout_s: float = 30.0) -> EngineTeacher:
+    def teacher(url: str = engine_url, *, vocab: int = VOCAB, timeout_s: float = 60.0) -> EngineTeacher:
         return EngineTeacher(
-            lambda: SGLangEngine(url, connect_timeout_s=0.2),
-            top=3,
-            vocab_size=vocab,
-            timeout_s=timeout_s,
-            ranks=group,
+            lambda: SGLangEngine(url), top=3, vocab_size=vocab, timeout_s=timeout_s, ranks=group
         )
 
     with pytest.raises(TrainingError, match="a vocabulary of 96 tokens and the policy one of 100"):
@@ -276,18 +271,18 @@ def test_an_engine_that_cannot_be_the_teacher_is_refused(
 
 
 def test_an_unsuitable_teacher_is_refused_before_the_first_batch(group: Ranks, engine_url: str) -> None:
-    def meet(url: str, vocab: int) -> int | None:
+    def meet(url: str, vocab: int, timeout_s: float = 60.0) -> int | None:
         def connect() -> SGLangEngine:
-            return SGLangEngine(url, connect_timeout_s=0.2)
+            return SGLangEngine(url)
 
-        return EngineTeacher(connect, top=3, vocab_size=vocab, timeout_s=0.5, ranks=group).meet()
+        return EngineTeacher(connect, top=3, vocab_size=vocab, timeout_s=timeout_s, ranks=group).meet()
 
     with pytest.raises(TrainingError, match="a vocabulary of 96 tokens and the policy one of 100"):
         meet(engine_url, 100)
     with pytest.raises(
         TrainingError, match=r"did not answer within 0\.5 s .*a server runs at trainer.teacher"
     ):
-        meet("http://127.0.0.1:9", VOCAB)
+        meet("http://127.0.0.1:9", VOCAB, timeout_s=0.5)
     with pytest.raises(TrainingError, match="the teacher's engine"):
         meet(engine_url + "/elsewhere", VOCAB)
 
@@ -346,8 +341,9 @@ def run_with_teacher(
 
 
 def test_a_run_whose_teacher_dies_ends_with_a_checkpoint_of_the_last_complete_step(
-    model_folder: Path, store: Store, tmp_path: Path
+    model_folder: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The engine ends between two batches, and the time limit is short only from then on."""
     run_dir = tmp_path / "distilled"
     metrics = run_dir / "metrics.jsonl"
     with ExitStack() as engine:
@@ -355,19 +351,19 @@ def test_a_run_whose_teacher_dies_ends_with_a_checkpoint_of_the_last_complete_st
             running_engine(model_folder, kernel="torch", threads=1, slots=8, max_context=256)
         )
 
-        def die() -> None:
-            deadline = time.monotonic() + 60
-            while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text()):
-                time.sleep(0.01)
-            engine.close()
+        asked = EngineTeacher.score
 
-        killer = threading.Thread(target=die)
-        killer.start()
-        try:
-            with pytest.raises(TrainingError, match=r"did not score 4 sequences within 4 s"):
-                run_with_teacher(url, store, model_folder, run_dir, timeout_s=4.0, stop=threading.Event())
-        finally:
-            killer.join(60)
+        def score(
+            self: EngineTeacher, samples: Sequence[TrainingSample], **options: Any
+        ) -> TopTargets | None:
+            if metrics.is_file() and metrics.read_text():
+                engine.close()
+                self = replace(self, timeout_s=0.5)
+            return asked(self, samples, **options)
+
+        monkeypatch.setattr(EngineTeacher, "score", score)
+        with pytest.raises(TrainingError, match=r"did not score 4 sequences within 0\.5 s"):
+            run_with_teacher(url, store, model_folder, run_dir, timeout_s=60.0, stop=threading.Event())
     last = json.loads(metrics.read_text().splitlines()[-1])["step"]
     assert [folder.name for folder in (run_dir / "checkpoints").glob("step-*")] == [f"step-{last}"]
 
@@ -385,10 +381,9 @@ def test_a_run_that_waits_for_its_teacher_can_be_stopped(
         waiter = threading.Thread(target=stop_when_asked)
         waiter.start()
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        began = time.monotonic()
         result = run_with_teacher(url, store, model_folder, tmp_path / "stopped", timeout_s=600.0, stop=stop)
         waiter.join(60)
-    assert result == RunResult(0, 0, finished=False) and time.monotonic() - began < 60
+    assert result == RunResult(0, 0, finished=False)
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
@@ -450,11 +445,11 @@ def test_a_teacher_that_is_lost_ends_the_run_with_a_checkpoint(
                 self: EngineTeacher, samples: Sequence[TrainingSample], **options: Any
             ) -> TopTargets | None:
                 if store.group_counts()["trained"]:
-                    self = replace(self, connect=lambda: SGLangEngine("http://127.0.0.1:9"), timeout_s=1.0)
+                    self = replace(self, connect=lambda: SGLangEngine("http://127.0.0.1:9"), timeout_s=0.5)
                 return asked(self, samples, **options)
 
             monkeypatch.setattr(EngineTeacher, "score", score)
-            with pytest.raises(TrainingError, match=r"did not score .* within 1 s \(trainer\.teacher"):
+            with pytest.raises(TrainingError, match=r"did not score .* within 0\.5 s \(trainer\.teacher"):
                 trainer.run(
                     TrainerConfig(steps=3, trackers=(), teacher_url=url, checkpoint_every=100, threads=1),
                     AlgorithmConfig(preset="distillation", teacher="engine", distill_top_k=5),

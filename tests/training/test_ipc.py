@@ -100,7 +100,7 @@ def test_no_byte_of_the_weights_is_in_the_request(
             sizes.extend(map(len, payloads))
             await super().update_weights_from_tensors(payloads, version, **options)
 
-    before = set(os.listdir(ipc.SHARED_MEMORY))
+    before = own_buffers()
     with publisher(
         policy, group, store, [Measuring(engine_url)], run_dir, model_folder, transport="ipc", bucket_mb=400
     ) as out:
@@ -111,7 +111,7 @@ def test_no_byte_of_the_weights_is_in_the_request(
             assert published.sent_bytes == published.nbytes > sum(sizes[-2:])
             assert_serves(engine_url, policy, version)
     assert len(sizes) > 3 and max(sizes) < 12_000
-    assert {name for name in os.listdir(ipc.SHARED_MEMORY) if name.startswith("torch_")} <= before
+    assert set(own_buffers()) <= set(before)
 
 
 @pytest.mark.parametrize("has_opened", [False, True])

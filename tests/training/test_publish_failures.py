@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from publish_support import assert_serves, disturb, publisher, resume, sample
+from publish_support import assert_serves, disturb, publisher, sample
 from test_writing_models import full_disk
 from training_support import build_model
 
@@ -153,9 +153,15 @@ def test_an_engine_with_other_weights_than_the_published_ones_is_found_and_stays
     model_folder: Path,
     tmp_path: Path,
 ) -> None:
+    resumed = []
+
     class Deaf(SGLangEngine):
         async def update_weights_from_disk(self, path: str, version: int) -> None:
             await super().update_weights_from_disk(str(model_folder), version)
+
+        async def resume(self) -> None:
+            resumed.append(self.base_url)
+            await super().resume()
 
     disturb(policy, 1)
     with (
@@ -165,12 +171,16 @@ def test_an_engine_with_other_weights_than_the_published_ones_is_found_and_stays
         out.publish(version=0, step=0)
 
     async def ask() -> None:
-        async with SGLangEngine(engine_url, request_timeout_s=1) as engine:
-            await engine.generate("r", as_token_ids([2, 3]), SamplingParams(max_new_tokens=1))
+        one = SamplingParams(max_new_tokens=1)
+        async with SGLangEngine(engine_url, request_timeout_s=60) as engine:
+            asking = asyncio.create_task(engine.generate("r", as_token_ids([2, 3]), one))
+            ended, _ = await asyncio.wait({asking}, timeout=0.5)
+            assert not ended
+            await engine.resume()
+            await asking
 
-    with pytest.raises(EngineUnavailable):
-        asyncio.run(ask())
-    resume(engine_url)
+    assert not resumed
+    asyncio.run(ask())
 
 
 def test_an_engine_of_another_model_is_refused_before_it_is_paused(

@@ -122,9 +122,7 @@ def test_the_time_limit_of_a_version_begins_when_an_engine_is_running(
     assert published is not None and published.left_out == 0
 
 
-def test_a_version_that_the_storage_refuses_is_not_recorded(
-    site: Site, policy: Policy, group: Ranks, engine_url: str
-) -> None:
+def test_a_version_that_the_storage_refuses_is_not_recorded(site: Site, policy: Policy, group: Ranks) -> None:
     site.bucket.write_text("not a folder")
     with pytest.raises(TrainingError, match=r"version 1 cannot be written to file://.*NotADirectory"):
         site.publisher(policy, group, timeout_s=0.5).publish(version=1, step=1)

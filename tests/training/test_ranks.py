@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from ranks_worker import LAYOUTS, main, train, train_preset
 from safetensors.torch import load_file
+from spawned_ranks import spawn
 from training_support import build_model, record_groups
 
 from areal_agents.inference import running_engine
@@ -35,7 +35,7 @@ def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
         Store.open(out / "run" / "store.db") as store,
     ):
         record_groups(store, url, ["a", "b", "c", "d"])
-        mp.spawn(main, (port, str(model_folder), str(out / "reference"), str(out), url), nprocs=2)
+        spawn(main, (port, str(model_folder), str(out / "reference"), str(out), url), count=2)
         assert store.group_counts()["trained"] == 4
     return out, [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
@@ -142,7 +142,7 @@ def test_engines_wake_when_every_rank_has_freed_its_memory(
     stopped: bool, spawned: tuple[Path, list[Any]]
 ) -> None:
     first, second = (result[7][stopped] for result in spawned[1])
-    assert first["freed"] < second["freed"] <= first["woken"]  # the second rank was slow
+    assert first["freed"] < second["freed"] <= first["woken"]  # the second rank waits for the first
 
 
 def test_no_collective_of_the_device_is_pending_while_the_first_rank_waits(

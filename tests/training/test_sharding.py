@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from model_support import (
     assert_same,
     build_moe,
@@ -20,6 +19,7 @@ from model_support import (
 )
 from safetensors.torch import load_file
 from sharding_worker import HALF, NF4, OPTIONS, gradients, main
+from spawned_ranks import spawn
 from torch import Tensor
 from training_support import build_model
 from vision_support import build_vision_model, samples_with_images
@@ -49,7 +49,7 @@ def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     """The results of each of two ranks."""
     out = tmp_path_factory.mktemp("sharding")
     with reserved_ports(1) as (port,):
-        mp.spawn(main, (port, folders, out), nprocs=2)
+        spawn(main, (port, folders, out), count=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

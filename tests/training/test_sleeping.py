@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,13 +27,18 @@ KV = ("kv_cache",)
 
 async def test_generations_that_a_sleep_interrupts_give_the_same_completions(served_url: str) -> None:
     async with SGLangEngine(served_url, request_timeout_s=60) as engine:
+        started = time.monotonic()
         expected = await engine.generate("calm", PROMPT, GREEDY)
+        calm_s = time.monotonic() - started
         running = await held_generation(
             engine, lambda: fall_asleep([engine], KV), lambda: wake([engine], KV), GREEDY
         )
-        later = asyncio.create_task(engine.generate("later", PROMPT, GREEDY))
-        await asyncio.sleep(0.1)
-        assert not later.done() and not running.done()
+        begun = asyncio.Event()
+        later = asyncio.create_task(engine.generate("later", PROMPT, GREEDY, lambda piece: begun.set()))
+        # In the time of a whole generation, or a second, not even the first token arrives.
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(begun.wait(), min(calm_s, 1.0))
+        assert not running.done()
         await wake([engine], KV)
         for completion in (await running, await later):
             assert_same(completion, expected)

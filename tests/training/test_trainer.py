@@ -158,7 +158,7 @@ def test_stop_ends_with_a_checkpoint_and_a_resume_continues(
     )
     thread.start()
     cursor = store.cursor()
-    while store.max_version() < 1:
+    while thread.is_alive() and store.max_version() < 1:
         cursor = store.wait(cursor, 10)
     stop.set()  # the trainer waits for groups that do not exist
     thread.join(120)

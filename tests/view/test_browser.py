@@ -25,6 +25,7 @@ pytestmark = [
     ),
 ]
 RUN = "#/run/run"
+TIMEOUT_S = 60
 _IMAGES = "img[onerror], main script, iframe, object, embed"  # elements that the attack would create
 
 
@@ -52,7 +53,7 @@ def page(browser: Any, url: str) -> Iterator[Any]:
     test."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, base_url=url)
     page, problems = context.new_page(), []
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(TIMEOUT_S * 1000)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if _is_problem(message) else None)
     page.on(
@@ -65,10 +66,17 @@ def page(browser: Any, url: str) -> Iterator[Any]:
 
 def until(page: Any, condition: str) -> None:
     """Wait until an expression is true; the page's policy forbids the eval of playwright's own method."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + TIMEOUT_S
     while not page.evaluate(condition):
-        assert time.monotonic() < deadline, f"not within 15 s: {condition}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S} s: {condition}"
         page.wait_for_timeout(30)
+
+
+def rendered(page: Any) -> None:
+    """Wait until the page shows the effect of the last input, which it renders before its next frame."""
+    page.evaluate(
+        "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+    )
 
 
 def _is_problem(message: Any) -> bool:
@@ -113,8 +121,10 @@ def test_links_lead_from_a_run_to_a_step_a_group_an_episode_and_a_token(page: An
     page.locator(".tokens canvas").wait_for()
     until(page, "document.querySelectorAll('.facts dd').length > 8")
     page.locator(".tokens .scroll").focus()
-    for _ in range(3):
+    for number in range(1, 4):
         page.keyboard.press("ArrowRight")
+        page.wait_for_url(f"**token={number}*")
+        rendered(page)
     card = page.locator(".hover")
     assert "id" in card.inner_text() and "mask" in card.inner_text()
     assert "token=3" in page.url and "view=tokens" in page.url
@@ -128,6 +138,7 @@ def test_a_token_shows_its_numbers_on_hover_and_has_a_link(page: Any) -> None:
     height = int(canvas.bounding_box()["height"])
     for y in range(12, height, 24):  # every line; the sampled tokens follow the prompt's
         canvas.hover(position={"x": 20, "y": y})
+        rendered(page)  # before that, the card is that of the token of the line above
         text = page.locator(".hover").inner_text() if page.locator(".hover").count() else ""
         if "logprob, sampled" in text:
             found[y] = text
@@ -163,6 +174,7 @@ def test_a_token_shows_what_training_did_with_it(page: Any) -> None:
     card = page.locator(".hover")
     for _ in range(40):
         page.keyboard.press("ArrowRight")
+        rendered(page)
         if "ratio" in card.inner_text():
             break
     text = card.inner_text()
@@ -226,7 +238,7 @@ def test_the_page_can_be_used_with_the_keyboard_alone(page: Any) -> None:
     page.wait_for_selector("tr[data-row='14']")
     page.keyboard.press("j")
     page.keyboard.press("j")
-    assert page.locator("tr[aria-selected='true']").get_attribute("data-row") == "2"
+    page.locator("tr[aria-selected='true'][data-row='2']").wait_for()
     page.keyboard.press("k")
     page.keyboard.press("/")
     page.keyboard.type("portugal")
@@ -240,7 +252,7 @@ def test_the_page_can_be_used_with_the_keyboard_alone(page: Any) -> None:
     page.keyboard.press("]")
     page.wait_for_url("**/episode/lyon-1-1*")
     page.keyboard.press("?")
-    assert page.get_by_role("dialog").is_visible()
+    page.get_by_role("dialog").wait_for()
     page.keyboard.press("Escape")
     page.keyboard.press("u")
     page.wait_for_url("**/episodes")
@@ -332,7 +344,7 @@ def test_a_key_from_the_form_or_the_fragment_is_in_no_address(
         for start, by_form in ((url, True), (f"{url}/#key=a%20secret", False)):
             with browser.new_context() as context:
                 page = context.new_page()
-                page.set_default_timeout(15_000)
+                page.set_default_timeout(TIMEOUT_S * 1000)
                 asked: list[str] = []
                 page.on("request", lambda request, asked=asked: asked.append(request.url))
                 page.goto(start)
@@ -350,6 +362,7 @@ def test_a_key_from_the_form_or_the_fragment_is_in_no_address(
 def test_a_folder_without_runs_says_how_to_make_one(browser: Any, tmp_path: Path) -> None:
     with serving(tmp_path) as url, browser.new_context() as context:
         page = context.new_page()
+        page.set_default_timeout(TIMEOUT_S * 1000)
         page.goto(url)
         page.wait_for_selector(".empty")
         assert "areal-agents train" in page.locator(".empty").inner_text()
@@ -360,7 +373,7 @@ def test_a_run_of_100_000_episodes_is_shown_in_pages(browser: Any, tmp_path: Pat
     make_large_run(RunFolder(tmp_path / "large"), episodes=100_000, turns=2)
     with serving(tmp_path) as url, browser.new_context(base_url=url) as context:
         page = context.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(TIMEOUT_S * 1000)
         page.goto("/#/run/large/episodes")
         page.wait_for_selector("tr[data-row='49']")
         assert page.locator("tr[data-row]").count() == 50  # one page of them

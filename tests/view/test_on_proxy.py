@@ -52,7 +52,7 @@ def test_a_proxy_with_an_admin_key_shows_nothing_without_it(tmp_path: Path) -> N
         given = proxy.http.post("/view/api/session", json={"key": "admin"})
         assert "Path=/view/;" in given.headers["set-cookie"]
         assert proxy.http.get("/view/api/runs").status_code == 200
-        with httpx.Client(base_url=proxy.url) as other:
+        with httpx.Client(base_url=proxy.url, timeout=60) as other:
             assert other.get("/view/api/runs", headers={"authorization": "Bearer ep-x"}).status_code == 401
 
 
@@ -65,7 +65,7 @@ def test_the_key_of_the_page_opens_it_and_nothing_else(tmp_path: Path, admin_key
     with running_proxy(path, engine, page=page, admin_key=admin_key, headers=admin) as proxy:
         episode = proxy.open_episode(task={"id": "t1", "input": {}})
         agent = {"authorization": f"Bearer {episode['key']}"}
-        with httpx.Client(base_url=proxy.url) as browser:
+        with httpx.Client(base_url=proxy.url, timeout=60) as browser:
             for headers in ({}, agent):
                 assert browser.get("/view/api/runs/store.db/episodes", headers=headers).status_code == 401
             assert link_of_page(proxy.url, page.key) == f"{proxy.url}/view/#key=view-key"

@@ -365,7 +365,7 @@ def test_without_a_key_only_loopback_is_served(root: Path) -> None:
 
 
 def test_a_key_is_needed_once_and_is_in_no_url(root: Path) -> None:
-    with serving(root, key="secret key") as url, httpx.Client(base_url=url) as http:
+    with serving(root, key="secret key") as url, httpx.Client(base_url=url, timeout=60) as http:
         assert http.get("/").status_code == http.get("/static/main.js").status_code == 200
         assert http.get("/api/runs").status_code == 401
         assert http.get("/api/runs/run/events").status_code == 401
@@ -378,10 +378,10 @@ def test_a_key_is_needed_once_and_is_in_no_url(root: Path) -> None:
         assert http.get("/api/runs").status_code == 200
         (name,) = http.cookies
         until, _, signature = http.cookies[name].partition(".")
-        forged = httpx.Client(base_url=url, cookies={name: f"{int(until) + 1}.{signature}"})
+        forged = httpx.Client(base_url=url, cookies={name: f"{int(until) + 1}.{signature}"}, timeout=60)
         with forged:
             assert forged.get("/api/runs").status_code == 401
-        endless = httpx.Client(base_url=url, cookies={name: f"{'9' * 5000}.{signature}"})
+        endless = httpx.Client(base_url=url, cookies={name: f"{'9' * 5000}.{signature}"}, timeout=60)
         with endless:  # Python refuses to read a number of so many digits
             assert endless.get("/api/runs").status_code == 401
         http.delete("/api/session")

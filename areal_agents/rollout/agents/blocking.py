@@ -45,16 +45,16 @@ class BlockingWatch:
     """
 
     def __init__(
-        self, report: Callable[[str], None], *, blocked_s: float = BLOCKED_S, adds_up: bool = False
+        self, report: Callable[[str], None], *, blocked_s: float | None = None, adds_up: bool = False
     ) -> None:
         """Args:
         report: called with what a user is told.
-        blocked_s: how long the loop may be blocked, in seconds.
+        blocked_s: how long the loop may be blocked, in seconds; None: BLOCKED_S.
         adds_up: whether to report a line also if its shorter blocks take that long together, and again
             each time that their sum has doubled.
         """
         self._report = report
-        self._blocked_s = blocked_s
+        self._blocked_s = BLOCKED_S if blocked_s is None else blocked_s
         self._adds_up = adds_up
         self._ended = threading.Event()
         self._ran_at = math.inf  # until the loop first runs
