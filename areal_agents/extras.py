@@ -15,9 +15,8 @@ from areal_agents.errors import ConfigError
 MODULES: Mapping[str, tuple[str, ...]] = {
     "proxy": (
         "aiohappyeyeballs", "aiohttp", "alembic", "docstring_parser", "fastokens", "httptools", "jinja2",
-        "numpy", "openai", "orjson",
-        "prometheus_client", "regex", "renderers", "rich", "sqlalchemy", "starlette", "tokenizers", "typer",
-        "uvicorn", "uvloop", "websockets", "yaml",
+        "numpy", "openai", "orjson", "prometheus_client", "regex", "renderers", "rich", "sqlalchemy",
+        "starlette", "tokenizers", "typer", "uvicorn", "uvloop", "websockets", "yaml",
     ),
     "train": (
         "cloudpickle", "datasets", "fsspec", "llvmlite", "matplotlib", "numba", "peft", "psutil",

@@ -24,9 +24,7 @@ from aiohappyeyeballs import start_connection
 
 # Below the 5 s after which SGLang closes idle connections, so that no call uses a connection being closed.
 KEEP_ALIVE_S = 3.0
-_NEXT_ADDRESS_S = (
-    0.25  # until a host's next address is tried beside an address that has not answered (RFC 8305)
-)
+_NEXT_ADDRESS_S = 0.25  # after which a host's next address is tried, too (RFC 8305)
 _MOST_HEAD_BYTES = 64 * 2**10
 _MOST_UNREAD_BYTES = 256 * 2**10  # of an answer that is read in parts; more is left to the operating system
 

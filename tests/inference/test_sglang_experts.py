@@ -65,8 +65,8 @@ def choices(folder: Path, tokens: np.ndarray) -> np.ndarray:
     return torch.stack(chosen, dim=1).sort(-1).values.numpy()
 
 
-def whole(drawn: Completion) -> np.ndarray:
-    return np.concatenate([PROMPT, drawn.token_ids])
+def whole(completion: Completion) -> np.ndarray:
+    return np.concatenate([PROMPT, completion.token_ids])
 
 
 async def draw(
@@ -90,11 +90,14 @@ def test_the_experts_of_prompt_and_completion_are_those_of_transformers(
         async with SGLangEngine(server) as engine:  # later calls find the prompt in the cache
             return [await draw(engine, f"{streams}-{n}", 12, start=n * 13, streams=streams) for n in (0, 1)]
 
-    for start, drawn in zip((0, 13), asyncio.run(ask()), strict=True):
-        tokens = whole(drawn)
-        assert drawn.routed_experts is not None and len(drawn.routed_experts) == len(tokens) - 1 - start
+    for start, completion in zip((0, 13), asyncio.run(ask()), strict=True):
+        tokens = whole(completion)
+        assert (
+            completion.routed_experts is not None
+            and len(completion.routed_experts) == len(tokens) - 1 - start
+        )
         expected = choices(folders[0], tokens)[start:-1]
-        np.testing.assert_array_equal(np.sort(drawn.routed_experts, axis=-1), expected)
+        np.testing.assert_array_equal(np.sort(completion.routed_experts, axis=-1), expected)
 
 
 @asynccontextmanager
@@ -117,15 +120,15 @@ async def test_after_a_swap_with_retraction_only_experts_of_the_new_weights_are_
             await engine.pause("retract")
             await engine.update_weights_from_disk(str(folder), version)
             await engine.resume()
-            drawn = await asyncio.wait_for(call, WAIT_S)
-    old = int((drawn.versions == 0).sum())
+            completion = await asyncio.wait_for(call, WAIT_S)
+    old = int((completion.versions == 0).sum())
     if old == 400:
         raise Missed
-    assert old > 0 and set(drawn.versions.tolist()) == {0, 1}
-    routing = drawn.routed_experts
+    assert old > 0 and set(completion.versions.tolist()) == {0, 1}
+    routing = completion.routed_experts
     assert routing is not None
     first = len(PROMPT) - 1  # the row of the token before the first sampled one
-    expected = choices(folders[1], whole(drawn))[:-1]
+    expected = choices(folders[1], whole(completion))[:-1]
     expected[first : first + old] = -1
     np.testing.assert_array_equal(np.sort(routing, axis=-1), expected)
 
@@ -136,8 +139,8 @@ async def test_an_aborted_generation_returns_the_experts_of_its_tokens(
 ) -> None:
     async with begun(server) as (engine, call):
         await engine.abort("long")
-        drawn = await asyncio.wait_for(call, WAIT_S)
-    check_aborted(drawn)
-    assert drawn.routed_experts is not None
-    expected = choices(folders[0], whole(drawn))[:-1]
-    np.testing.assert_array_equal(np.sort(drawn.routed_experts, axis=-1), expected)
+        completion = await asyncio.wait_for(call, WAIT_S)
+    check_aborted(completion)
+    assert completion.routed_experts is not None
+    expected = choices(folders[0], whole(completion))[:-1]
+    np.testing.assert_array_equal(np.sort(completion.routed_experts, axis=-1), expected)

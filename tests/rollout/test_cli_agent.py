@@ -222,9 +222,7 @@ def test_a_definition_that_cannot_work_is_refused(tmp_path: Path, text: str, fau
 
 
 def test_an_unknown_definition_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(
-        AgentError, match="no definition of a command-line agent 'codecs'; known: claude-code, codex, "
-    ):
+    with pytest.raises(AgentError, match="no command-line agent 'codecs'; known: claude-code, codex, "):
         load_definition("codecs")
 
 
@@ -243,7 +241,7 @@ def test_a_program_is_found_and_its_version_is_checked(tmp_path: Path) -> None:
     with pytest.raises(AgentError, match="no program '/none/tiny'; install it"):
         find_program(definition, "/none/tiny", {"PATH": "/usr/bin:/bin"})
     for prints, fault in (
-        ("echo tiny 1.9.3", "has version 1.9.3, and its definition is for 1.10 or newer; install it with"),
+        ("echo tiny 1.9.3", "has version 1.9.3, and its definition requires 1.10 or newer; install it with"),
         ("echo broken; exit 3", r"printed no version \(exit status 3\): broken; install it with"),
     ):
         with pytest.raises(AgentError, match=fault):

@@ -154,8 +154,8 @@ def load_definition(name: str) -> CliDefinition:
         return CliDefinition.model_validate(tomllib.loads(file.read_text()))
     except FileNotFoundError:
         raise AgentError(
-            f"there is no definition of a command-line agent {name!r}; known: "
-            f"{', '.join(known_definitions())}; or give the path of a .toml file (docs/agents.md)"
+            f"there is no command-line agent {name!r}; known: {', '.join(known_definitions())}; or give the "
+            "path of a .toml file (docs/agents.md)"
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise AgentError(f"the definition {file} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Makes a command line, an environment and files in a fresh home folder of a definition and an episode.
+"""Turns the definition of an agent and an episode into a command line, an environment and files.
 
 The agent's environment is made from nothing: of this process's variables only those that concern the machine
 are kept, so no key and no setting of the host reaches the agent. The episode's key is in its variables and in

@@ -110,7 +110,7 @@ def _check_version(printed: str, program: str, definition: CliDefinition) -> Non
     found = _VERSION.search(printed)
     if found is None or _numbers(found[0]) < _numbers(definition.least_version):
         raise AgentError(
-            f"{program} has version {found[0] if found else 'none'}, and its definition is for "
+            f"{program} has version {found[0] if found else 'none'}, and its definition requires "
             f"{definition.least_version} or newer; install it with {definition.install!r}"
         )
 
