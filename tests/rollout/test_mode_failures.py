@@ -22,6 +22,7 @@ import pytest
 from failing_agents import FLOOD, chat
 from mode_support import MODES_OF_PROGRAMS, containers, needs
 from polling import until
+from sandbox_cgroups import cgroups_of
 from time_limits import LONGEST_S, TimeLimits
 
 from areal_agents.client import AsyncClient
@@ -31,7 +32,6 @@ from areal_agents.proxy.episodes import housekeeping
 from areal_agents.proxy.episodes.sessions import NO_MODEL_CALL
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.runner import run
-from areal_agents.sandbox.home import PREFIX
 from areal_agents.whole_files import write_whole
 
 HERE = Path(__file__).parent
@@ -116,11 +116,6 @@ def sleeping(nap: str) -> bool:
     )
 
 
-def cgroups(owner: str) -> list[Path]:
-    """The cgroups of sandboxes whose owner has a folder of this name."""
-    return list(Path("/sys/fs/cgroup").rglob(f"{PREFIX}{owner}-*"))
-
-
 @pytest.mark.usefixtures("slurm_programs", "kubernetes_programs")
 @pytest.mark.parametrize("mode", MODES)
 async def test_an_agent_that_fails_in_any_way_leaves_nothing_behind(
@@ -198,7 +193,7 @@ async def test_an_agent_that_fails_in_any_way_leaves_nothing_behind(
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
     # The common folder of the sandboxes of all owners stays.
     assert not [path for path in temporary.rglob("*") if not path.name.startswith("areal-agents-sandboxes-")]
-    assert not [found for owner in owners for found in cgroups(owner)]
+    assert not [found for owner in owners for found in cgroups_of(owner)]
     assert not containers()
     # The proxy closes the connections that an agent leaves open. The clients' ends of an async function's
     # connections stay open until the rollout process exits.

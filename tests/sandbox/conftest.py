@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_agents.sandbox.home import PREFIX
 from areal_agents.sandbox.isolations import open_isolation
 from areal_agents.sandbox.remote.client import RemoteIsolation
 from areal_agents.sandbox.remote.host import SandboxHost
@@ -127,16 +126,3 @@ async def timed_out(
         if has_begun(done):
             break
     return done
-
-
-def cgroups_of(owner: str) -> list[Path]:
-    """Return the cgroups of the sandboxes of an owner, given the name of its folder.
-
-    os.walk permits that other processes remove cgroups meanwhile.
-    """
-    return [
-        Path(parent) / name
-        for parent, names, _ in os.walk("/sys/fs/cgroup")
-        for name in names
-        if name.startswith(f"{PREFIX}{owner}-")
-    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from sandbox_cgroups import cgroups_of
 
 from areal_agents.sandbox.bubblewrap import Bubblewrap
 from areal_agents.sandbox.docker import LABEL
@@ -17,7 +18,7 @@ from areal_agents.sandbox.home import remove_leftovers
 from areal_agents.sandbox.local import Local, LocalIsolation
 from areal_agents.sandbox.process import Process
 from areal_agents.sandbox.sandbox import Limits, SandboxSpec
-from tests.sandbox.conftest import IMAGE, cgroups_of, needs, spec_for
+from tests.sandbox.conftest import IMAGE, needs, spec_for
 
 OWNER = """
 import asyncio, sys

@@ -4,13 +4,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from sandbox_cgroups import cgroups_of
 
 from areal_agents.errors import SandboxError
 from areal_agents.sandbox.bubblewrap import Bubblewrap
 from areal_agents.sandbox.local import LocalIsolation
 from areal_agents.sandbox.pool import SandboxPool
 from areal_agents.sandbox.sandbox import Isolation, Sandbox, SandboxSpec
-from tests.sandbox.conftest import cgroups_of, needs, spec_for
+from tests.sandbox.conftest import needs, spec_for
 
 
 async def test_a_warm_sandbox_is_given_out_once(bubblewrap: Isolation, tmp_path: Path) -> None:
